@@ -113,7 +113,7 @@ class IdleRank(PolicyActor):
         """Every rank is a replica."""
         torch.set_num_threads(1)
         self.model = cast(Any, IdleModel())
-        return RankReport(data=self.rank, device_name="cpu", startup_s={})
+        return RankReport(data_rank=self.rank, device_name="cpu", startup_s={})
 
 
 class IdleTransport(WeightTransport):

@@ -181,7 +181,7 @@ def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases
     """The phases of a step between the engines' turns."""
     policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
-        rank.optimizer.step(rank.optimizer.grad_norm())
+        rank.optimizer.step(rank.optimizer.compute_grad_norm())
     state = list(iter_optimizer_state(rank))
     mode.name_kind(state, "optimizer")
     if policy.optimizer.cpu_offload:

@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def errors_in_one_line(what: str) -> Iterator[None]:
-    """Turn an error of reading or writing a distributed checkpoint into a RunError of one line.
+def errors_in_one_line(failure: str) -> Iterator[None]:
+    """Turn an error of a distributed checkpoint into a RunError of one line.
 
-    The line begins with `what`, which names the folder that cannot be loaded or written. The error becomes its cause.
+    The line begins with `failure`, which names the folder that cannot be loaded or written. The error becomes its
+    cause.
     """
     try:
         yield
@@ -58,16 +59,16 @@ def errors_in_one_line(what: str) -> Iterator[None]:
         if isinstance(first, pickle.UnpicklingError):
             first = describe_refusal("one of its tensors", first)
         if isinstance(first, RunError):
-            raise RunError(f"{what}: {first}") from error
+            raise RunError(f"{failure}: {first}") from error
         line = str(first).strip().partition("\n")[0]
-        raise RunError(f"{what}: {type(first).__name__}: {line}") from error
+        raise RunError(f"{failure}: {type(first).__name__}: {line}") from error
 
 
 logger = logging.getLogger(__name__)
 
 
 class ResultsFile:
-    """A queue for one result, put by this process or by a process that it forked.
+    """A queue for one result of this process or of a process that it forked.
 
     A full pipe would block the writer until it is read. Megatron-Core itself would start a manager process for each
     save, which takes seconds to import everything anew and outlives a rank that is killed. The file has no name, so no
@@ -101,16 +102,16 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class RankCheckpoint:
-    """Writes and reads a rank's part of checkpoints; collective over all ranks of the model, except `is_written`.
+    """Writes and reads a rank's part of checkpoints.
 
-    In the background a forked process writes, which sees host tensors as they were at the fork; tensors on a GPU are
-    copied to the host before the fork.
+    Methods are collective over all ranks of the model, except `is_written`. In the background a forked process writes,
+    which sees host tensors as they were at the fork; tensors on a GPU are copied to the host before the fork.
     """
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
         self._finishing: list[Callable[[], None]] | None = None
-        """Calls that complete a checkpoint in the background; None: none is being written."""
+        """Calls that complete a checkpoint in the background; None: no checkpoint is being written."""
         self._writer: ForkProcess | None = None
 
     def save(self, folder: str, background: bool = False) -> None:
@@ -126,10 +127,10 @@ class RankCheckpoint:
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async._get_write_results_queue = ResultsFile
             state = build_sharded_state(rank, is_loading=False)
-            state["random"] = _random_state_shard(rank)
+            state["random"] = _build_random_state(rank)
             if rank.reference_moved and rank.reference is not None:
-                state["reference"] = _reference_shards(rank.reference)
-            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+                state["reference"] = _build_reference_weights(rank.reference)
+            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _find_replicas())
             request = dist_checkpointing.save(
                 state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
             )
@@ -151,7 +152,7 @@ class RankCheckpoint:
         logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
 
     def is_written(self) -> bool:
-        """Whether the background process has ended, with or without an error."""
+        """True once the background process has ended, with or without an error."""
         return self._writer is None or not self._writer.is_alive()
 
     def finish(self) -> None:
@@ -189,11 +190,11 @@ class RankCheckpoint:
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)
-            _refuse_another_kind(common, state)
+            _require_same_kind(common, state)
             if common["layout"] == state["layout"]:
-                state["random"] = _random_state_shard(rank)
+                state["random"] = _build_random_state(rank)
             if common["reference_moved"] and rank.reference is not None:
-                state["reference"] = _reference_shards(rank.reference)
+                state["reference"] = _build_reference_weights(rank.reference)
             loaded = _load(state, folder)
             load_weights(rank.chunks, loaded["model"])
             if "reference" in loaded:
@@ -206,34 +207,34 @@ class RankCheckpoint:
                 get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
-def _refuse_another_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
-    """Check that a checkpoint has the adapters and the kind of optimizer state of this run."""
+def _require_same_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
+    """Require the adapters and the kind of optimizer state of this run."""
     adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
-        was, now = (LoraConfig(**(one or {"rank": 0})).description for one in (adapters, state["lora"]))
+        was, now = (LoraConfig(**(lora or {"rank": 0})).description for lora in (adapters, state["lora"]))
         raise RunError(f"the checkpoint was written with {was}, and this run has {now}")
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
-        was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
+        was, now = (str(entries["distributed_optimizer"]).lower() for entries in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
 
 
 def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Load the entries that `state` lists; of weights, each replica reads a part and sends it to the others."""
-    shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _replicas())
+    # Of the weights, each replica reads a part and sends it to the others.
+    shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _find_replicas())
     common = {name: state.pop(name) for name in ("model", "reference") if name in state}
     loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
     # Optimizer state is different on every replica.
     return loaded | dist_checkpointing.load(state, folder)
 
 
-def _replicas() -> dist.ProcessGroup:
-    """The ranks that hold equal weights."""
+def _find_replicas() -> dist.ProcessGroup:
+    """Find the ranks that hold equal weights."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group
 
 
 def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
-    """A rank's entries of a checkpoint, without random state and a moved reference; `is_loading`: for loading."""
+    """Build a rank's entries of a checkpoint, without random state and reference."""
     metadata = dict(_METADATA)  # Megatron adds its process groups
     model = build_sharded_weights(rank.gather_chunks(), metadata)
     optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
@@ -249,27 +250,27 @@ def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 
 
 def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """The checkpoint's entries of a rank's weights, by number of the chunk; with adapters, entries of adapters alone.
+    """Build the entries of a rank's weights by chunk; with adapters, of adapters only.
 
     Names in the checkpoint are those of the whole model, so that another layout can load it. Megatron-Core adds process
     groups to the checkpoint's `metadata`.
     """
-    whole = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
-    if not any(_is_adapters(name) for weights in whole.values() for name in weights):
-        return whole
+    by_chunk = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    if not any(_is_adapter(name) for weights in by_chunk.values() for name in weights):
+        return by_chunk
     return {
-        number: {name: shard for name, shard in weights.items() if _is_adapters(name)}
-        for number, weights in whole.items()
+        index: {name: shard for name, shard in weights.items() if _is_adapter(name)}
+        for index, weights in by_chunk.items()
     }
 
 
 def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Set weights that were loaded as `build_sharded_weights` lists them.
+    """Load weights into a model from the form of `build_sharded_weights`.
 
     Raises:
         RunError: the pickled state of a layer names something that is not on its list.
     """
-    partial = any(_is_adapters(name) for weights in loaded.values() for name in weights)
+    partial = any(_is_adapter(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
         weights = loaded[str(number)]
         if detect_platform().name == "cuda":  # layers on a CPU have no such state
@@ -282,23 +283,22 @@ def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
             # A checkpoint of adapters lacks the base model's weights.
             missing, unexpected = chunk.load_state_dict(weights, strict=not partial)
         assert not unexpected, f"no parameter is called {unexpected}"
-        assert not any(map(_is_adapters, missing)), f"nothing was loaded for {missing}"
+        assert not any(map(_is_adapter, missing)), f"nothing was loaded for {missing}"
 
 
-def _is_adapters(name: str) -> bool:
+def _is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in ADAPTER_PARAMETERS
 
 
-def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:
-    """The reference policy's weights, under keys of their own in the checkpoint."""
+def _build_reference_weights(reference: Sequence[GPTModel]) -> dict[str, Any]:
     shards = build_sharded_weights(reference, dict(_METADATA))
     add_prefix_for_sharding(shards, "reference.")
     return shards
 
 
-def _random_state_shard(rank: ModelRank) -> ShardedObject:
+def _build_random_state(rank: ModelRank) -> ShardedObject:
     groups = rank.chunks[0].pg_collection
-    held = (groups.pp, groups.tp, groups.dp_cp)
+    axes = (groups.pp, groups.tp, groups.dp_cp)
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    sizes, numbers = tuple(group.size() for group in held), tuple(group.rank() for group in held)
-    return ShardedObject("random_state", state, sizes, numbers, replica_id=0)
+    sizes, ranks = tuple(group.size() for group in axes), tuple(group.rank() for group in axes)
+    return ShardedObject("random_state", state, sizes, ranks, replica_id=0)

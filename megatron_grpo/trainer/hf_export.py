@@ -1,11 +1,11 @@
-"""Runs in the process of the export command: writes a checkpoint as a whole or quantised model, or as peft adapters."""
+"""Writes a checkpoint as a Hugging Face model, whole or quantised, or as peft adapters, for the export command."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,9 @@ from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_fo
 from megatron_grpo.models.hf_weights import bind_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.models.shape import ModelShape, read_config_json
 
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.model.build import DecoderModel
+
 
 def export_checkpoint(
     weights: Path,
@@ -33,7 +36,9 @@ def export_checkpoint(
     quantization: QuantizationFormat | None,
     chat_template: str | None = None,
 ) -> None:
-    """Load the whole model in this process and write it; a failure leaves nothing at the output.
+    """Load the model in this process and write it.
+
+    A failure leaves nothing at the output.
 
     Args:
         weights: folder of Megatron's distributed checkpoint.
@@ -51,32 +56,21 @@ def export_checkpoint(
             not what its layer computes with.
         ValueError: the model's folder cannot be read, or the output was created meanwhile.
     """
-    from megatron.core import dist_checkpointing
-
-    from megatron_grpo.trainer.checkpoint import build_sharded_weights, errors_in_one_line, load_weights
-    from megatron_grpo.trainer.model.build import build_model
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
-    from megatron_grpo.trainer.plain_pickles import open_checkpoint
 
     config = PolicyConfig(precision=precision, lora=lora)
     initialize_parallel(config.parallel, rank=0, store=HashStore(), seed=0, timeout_s=600)
     try:
-        chunks = build_model(config, shape)
-        if lora.rank and adapters_of is None:
-            load_hf_weights(chunks, shape, source)
-        with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
-            metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
-            state = dist_checkpointing.load({"model": build_sharded_weights(chunks, metadata)}, str(weights))
-            load_weights(chunks, state["model"])
-        if lora.rank and adapters_of is None and (faults := check_adapters(chunks, shape).faults):
-            raise RunError(f"{weights} is not exported: {'; '.join(faults)}")
+        chunks = _load_model(config, shape, weights, source, merges_adapters=bool(lora.rank) and adapters_of is None)
         try:
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
             settings = read_settings(source, shape)
-            found = iter_hf_tensors(chunks, shape)
-            tensors: Iterable[tuple[str, Tensor]] = ((name, tensor) for name, tensor in found if tensor is not None)
+            stage_tensors = iter_hf_tensors(chunks, shape)
+            tensors: Iterable[tuple[str, Tensor]] = (
+                (name, value) for name, value in stage_tensors if value is not None
+            )
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization)
                 tensors = quantize_tensors(tensors, quantization)
@@ -87,13 +81,30 @@ def export_checkpoint(
         destroy_parallel()
 
 
-def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
-    """Entries of config.json that the exported weights contradict, with the values that fit them.
+def _load_model(
+    config: PolicyConfig, shape: ModelShape, weights: Path, source: Path, *, merges_adapters: bool
+) -> list[DecoderModel]:
+    """Build the model and load the checkpoint, and the base weights if adapters are to be merged into them."""
+    from megatron.core import dist_checkpointing
 
-    Args:
-        source: folder of the model that the run started from.
-        shape: sizes of the model.
-    """
+    from megatron_grpo.trainer.checkpoint import build_sharded_weights, errors_in_one_line, load_weights
+    from megatron_grpo.trainer.model.build import build_model
+    from megatron_grpo.trainer.plain_pickles import open_checkpoint
+
+    chunks = build_model(config, shape)
+    if merges_adapters:
+        load_hf_weights(chunks, shape, source)
+    with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
+        state = dist_checkpointing.load({"model": build_sharded_weights(chunks, metadata)}, str(weights))
+        load_weights(chunks, state["model"])
+    if merges_adapters and (faults := check_adapters(chunks, shape).faults):
+        raise RunError(f"{weights} is not exported: {'; '.join(faults)}")
+    return chunks
+
+
+def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
+    """Read the entries of config.json to change so that they fit the exported weights."""
     settings: dict[str, Any] = {}
     if is_untied_by_weights(source):
         settings["tie_word_embeddings"] = False
@@ -105,17 +116,18 @@ def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+# peft puts this before the parameter names of the model that it wraps.
 _PREFIX = "base_model.model."
-"""Prefix that peft puts before the parameter names of the model that it wraps."""
 
 
 @torch.no_grad()
 def write_peft_folder(
     chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
 ) -> None:
-    """Write the adapters of a model as a folder that peft loads, under a temporary name until it is complete.
+    """Write a model's adapters as a folder that peft loads.
 
-    Hugging Face matrices of one Megatron parameter share its A: each is written with a copy of A and its own rows of B.
+    The folder has a temporary name until it is complete. Hugging Face matrices of one Megatron parameter share its A:
+    each is written with a copy of A and its own rows of B.
 
     Args:
         chunks: the whole model, on one rank.
@@ -125,7 +137,7 @@ def write_peft_folder(
         output: folder to make; must not exist, or be empty.
 
     Raises:
-        ValueError: `output` already holds something.
+        ValueError: `output` is not empty.
     """
     tensors = {}
     for bound in bind_entries(chunks, shape):
@@ -155,16 +167,18 @@ def write_peft_folder(
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
+# Quantised value of a row's largest absolute value, by format.
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""Quantised value of a row's largest absolute value, by format."""
+# Rows without a larger absolute value are written as zeros, as in modelopt.
 _ALMOST_ZERO = 2.0**-24
-"""Rows without a larger absolute value are written as zeros, as in modelopt."""
-_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
-"""compressed-tensors' names of the file format and of the number type."""
+# compressed-tensors' names of the file format and of the number type.
+_NAMES_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
 
 
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
-    """Round a matrix to 8 bits with one scale a row, max |x| of the row / 127 (int8) or 448 (fp8); ties go to even.
+    """Round a matrix to 8 bits with one scale a row; ties go to even.
+
+    A row's scale is max |x| / 127 (int8) or / 448 (fp8).
 
     Args:
         weight: [rows, columns], any float type.
@@ -185,15 +199,10 @@ def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Ten
 def quantize_tensors(
     tensors: Iterable[tuple[str, Tensor]], quantization: QuantizationFormat
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a Hugging Face model without experts, with the matrices of its layers in 8 bits.
+    """Quantise the matrices of a Hugging Face model's layers (no experts).
 
-    Args:
-        tensors: (name, tensor of any shape [...] and float type).
-        quantization: the 8-bit format.
-
-    Yields:
-        (name, tensor): embedding, head, norms and biases unchanged; each matrix of a layer quantised, then its scales
-        under the same name + `_scale`.
+    Yields (name, tensor): embedding, head, norms and biases unchanged; each matrix of a layer quantised, then its
+    scales under the same name + `_scale`.
     """
     for name, tensor in tensors:
         if ".layers." in name and tensor.dim() == 2:
@@ -205,8 +214,11 @@ def quantize_tensors(
 
 
 def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any]:
-    """`quantization_config` of config.json: 8-bit weights scaled by row, 8-bit inputs scaled dynamically by token."""
-    layout, kind = _IN_CONFIG[quantization]
+    """Build `quantization_config` of config.json.
+
+    8-bit weights are scaled by row, 8-bit inputs dynamically by token.
+    """
+    layout, kind = _NAMES_IN_CONFIG[quantization]
     number = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],

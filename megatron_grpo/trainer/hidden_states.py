@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import Microbatches, ModelRank
 
 EMBEDDING, HEADS, ROUTER, NORM = "embedding", "self_attn.heads", "mlp.router", "norm"
-_OF_LAYER = {
+# Captured modules of a layer by their names in Megatron-Core, in the order of computation, with the names here.
+_LAYER_POINTS = {
     "input_layernorm": "input_layernorm",
     "self_attention.core_attention": HEADS,
     "self_attention": "self_attn",
@@ -43,12 +44,14 @@ _OF_LAYER = {
     "mlp": "mlp",
     "": "",
 }
-"""Captured modules of a layer by their names in Megatron-Core, in the order of computation, with the names here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rank's part of what one point of the model computed for a microbatch."""
+    """A rank's part of the hidden states at one point, for one microbatch.
+
+    Example: `Piece("layers.3.mlp", tokens=tensor([7, 8]), values=hidden[:2], column=0)`.
+    """
 
     point: str
     tokens: Tensor
@@ -60,13 +63,13 @@ class Piece:
 
 
 def locate_point(point: str) -> tuple[int, int]:
-    """Sort key of a point: the order of computation."""
+    """Locate a point in the order of computation: a sort key."""
     if point == EMBEDDING:
         return (-1, 0)
     if point == NORM:
         return (1 << 30, 0)
     _, layer, *rest = point.split(".", 2)
-    return int(layer), list(_OF_LAYER.values()).index(rest[0] if rest else "")
+    return int(layer), list(_LAYER_POINTS.values()).index(rest[0] if rest else "")
 
 
 @contextmanager
@@ -74,10 +77,10 @@ def capture_states(
     rank: ModelRank,
     batch: TokenBatch,
     microbatches: Microbatches,
-    places: NDArray[np.int64],
+    tokens: NDArray[np.int64],
     keep: Callable[[Piece], None],
 ) -> Iterator[None]:
-    """Capture the hidden states of one forward pass, which the body makes.
+    """Capture the hidden states of the body's forward pass.
 
     Collective over the ranks of a layout. Every real token of the microbatches is kept by exactly one rank at every
     point, whatever the layout: of tensor-parallel ranks with equal values the first one keeps them, and padding is left
@@ -86,15 +89,15 @@ def capture_states(
     Args:
         rank: the model's rank.
         batch: this replica's sequences.
-        microbatches: numbers of the sequences in each microbatch of the pass.
-        places: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not kept.
+        microbatches: indices of the sequences in each microbatch of the pass.
+        tokens: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not kept.
         keep: called with every piece, whose values are on the device.
     """
-    sources = [_sources(rank, batch, indices, places) for indices in microbatches]
+    sources = [_find_source(rank, batch, indices, tokens) for indices in microbatches]
     handles = [
         module.register_forward_hook(_Hook(point, sources, keep, rank.config.parallel.sequence))
         for chunk in rank.gather_chunks()
-        for point, module in _points(chunk)
+        for point, module in _iter_points(chunk)
     ]
     try:
         yield
@@ -104,7 +107,7 @@ def capture_states(
 
 
 def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
-    """The pieces of all ranks as whole tensors, by point in the order of computation.
+    """Assemble the pieces of all ranks into tensors, by point in the order of computation.
 
     Args:
         pieces: pieces of every rank of one layout.
@@ -116,23 +119,23 @@ def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
     by_point: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_point.setdefault(piece.point, []).append(piece)
-    whole = {}
+    assembled = {}
     for point in sorted(by_point, key=locate_point):
-        found = by_point[point]
-        width = max(piece.column + piece.values.shape[1] for piece in found)
-        whole[point] = found[0].values.new_full((tokens, width), torch.nan)
-        for piece in found:
-            whole[point][piece.tokens, piece.column : piece.column + piece.values.shape[1]] = piece.values
-    return whole
+        at_point = by_point[point]
+        width = max(piece.column + piece.values.shape[1] for piece in at_point)
+        assembled[point] = at_point[0].values.new_full((tokens, width), torch.nan)
+        for piece in at_point:
+            assembled[point][piece.tokens, piece.column : piece.column + piece.values.shape[1]] = piece.values
+    return assembled
 
 
-def _points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The captured modules of one chunk of a model, with the names of their points."""
+def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Iterate over the captured modules of a chunk, with the names of their points."""
     if chunk.pre_process:
         yield EMBEDDING, chunk.embedding
     for layer in chunk.decoder.layers:
         modules = dict(layer.named_modules())
-        for inner, name in _OF_LAYER.items():
+        for inner, name in _LAYER_POINTS.items():
             module = modules.get(inner)
             if module is not None and not isinstance(module, IdentityOp):
                 yield f"layers.{layer.layer_number - 1}{'.' if name else ''}{name}", module
@@ -142,25 +145,25 @@ def _points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The tokens of one microbatch on this rank, as indices in the whole batch; -1 on padding."""
+    """A microbatch's tokens on this rank: indices in the whole batch; -1 on padding."""
 
-    whole: NDArray[np.int64]
+    context_tokens: NDArray[np.int64]
     """[tokens of this context-parallel rank], int64."""
-    own: NDArray[np.int64]
+    part_tokens: NDArray[np.int64]
     """[tokens of this rank's part under sequence parallelism], int64."""
 
 
-def _sources(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], places: NDArray[np.int64]) -> _Source:
+def _find_source(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], tokens: NDArray[np.int64]) -> _Source:
     layout = rank.maker.lay_out([batch.lengths[index] for index in indices])
-    flat = places[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
+    flat = tokens[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
     parallel = rank.config.parallel
     part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
-    of_part = select_source(layout, part=part, parts=parts, real=True)
-    return _Source(*(np.where(source < 0, -1, flat[source]) for source in (layout.source, of_part)))
+    part_source = select_source(layout, part=part, parts=parts)
+    return _Source(*(np.where(source < 0, -1, flat[source]) for source in (layout.source, part_source)))
 
 
 class _Hook:
-    """A forward hook that hands on the outputs of a module, one for each microbatch in turn.
+    """A forward hook that keeps a module's outputs, microbatch by microbatch.
 
     Each chunk of a pipeline stage runs its microbatches in their order. Microbatches without sequences, which ranks
     append where experts are shared, come last and are not kept.
@@ -170,7 +173,7 @@ class _Hook:
         self._point, self._sources, self._keep, self._sequence = point, sources, keep, sequence
         self._calls = 0
 
-    def __call__(self, _module: Any, _given: Any, output: Any) -> None:
+    def __call__(self, _module: Any, _inputs: Any, output: Any) -> None:
         number, self._calls = self._calls, self._calls + 1
         if number >= len(self._sources):
             return
@@ -179,10 +182,10 @@ class _Hook:
         heads, part = self._point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
         if part and not heads and not self._sequence:
             return  # equal on all tensor-parallel ranks
-        source = self._sources[number].whole if heads else self._sources[number].own
+        source = self._sources[number].context_tokens if heads else self._sources[number].part_tokens
         assert len(values) == len(source), f"{self._point}: {len(values)} rows for {len(source)} tokens"
-        real = torch.from_numpy(np.flatnonzero(source >= 0))
-        if len(real):
-            tokens = torch.from_numpy(source)[real]
+        rows = torch.from_numpy(np.flatnonzero(source >= 0))
+        if len(rows):
+            tokens = torch.from_numpy(source)[rows]
             column = part * values.shape[1] if heads else 0
-            self._keep(Piece(self._point, tokens, values[real.to(values.device)], column))
+            self._keep(Piece(self._point, tokens, values[rows.to(values.device)], column))

@@ -30,14 +30,16 @@ from megatron_grpo.trainer.model.packed_sequences import (
     select_source,
 )
 
+MaskField = Literal["loss_mask", "sampled"]
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Sequences laid end to end on the device. All positions were computed on the host, so that nothing here makes the
-    host wait for the device.
+    """Sequences laid end to end on the device.
 
-    Packed microbatches differ in length, and so do the tensors between pipeline stages (`ModelRank._run_schedule`). All
-    stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
+    All indices were computed on the host, so that nothing here makes the host wait for the device. Packed microbatches
+    differ in length, and so do the tensors between pipeline stages (`ModelRank._run_schedule`). All stages build the
+    same microbatches; the first one reads token_ids, the last one the rest.
     The head computes only some tokens, here called rows: log-probabilities of a prompt's tokens are not needed, and the
     logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
     goes through the same collectives, also a context-parallel rank without a sampled token.
@@ -47,12 +49,12 @@ class Microbatch:
     """[1, tokens of this rank], int64; zeros on padding, and everywhere on stages that do not read them."""
     sequences: PackedSequences
     rows: Tensor
-    """[rows], int64: index, among this rank's tokens, of the token whose hidden state predicts each row."""
+    """[rows], int64: index, among this rank's tokens, of the hidden state that predicts each row."""
     tokens: TokenFields
     """Fields of the predicted tokens, each [rows]; token_ids is always there, int64."""
     segments: Segments
     """The sequences of the predicted tokens."""
-    flat: NDArray[np.int64]
+    token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
 
 
@@ -81,7 +83,7 @@ class MicrobatchMaker:
         self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
     def lay_out(self, lengths: Sequence[int]) -> PackedLayout:
-        """The layout on this rank of sequences of these lengths."""
+        """Lay sequences of these lengths out on this rank."""
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
         return lay_out(
             lengths,
@@ -91,80 +93,82 @@ class MicrobatchMaker:
             width=None if self._config.packing else -(-max(lengths) // multiple) * multiple,
         )
 
-    def make(self, batch: TokenBatch, indices: list[int], asked: Literal["loss_mask", "sampled"]) -> Microbatch:
-        """Some sequences of a batch as a microbatch.
+    def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
+        """Make a microbatch of some sequences of a batch.
 
         Args:
             batch: the rank's sequences, on the host.
-            indices: numbers of the chosen sequences; empty: a microbatch of one token without a row of its own.
-            asked: the field that marks the tokens to compute; in a batch without it, all but first tokens are computed.
+            indices: indices of the chosen sequences; empty: a microbatch of one token that nothing predicts.
+            mask_field: which field selects the tokens to compute. Without it: every token but the first of each
+                sequence.
         """
         with self._scope():
-            return self._make(batch, indices, asked)
+            return self._make(batch, indices, mask_field)
 
-    def _make(self, batch: TokenBatch, indices: list[int], asked: Literal["loss_mask", "sampled"]) -> Microbatch:
-        selected = batch.select(indices) if indices else _nothing(batch)
+    def _make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
+        selected = batch.select(indices) if indices else _make_dummy_batch(batch)
         layout = self.lay_out(selected.lengths)
-        mask = getattr(selected.fields, asked)
-        wanted = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
-        rows, tokens = layout.find_predicting(wanted)
+        mask = getattr(selected.fields, mask_field)
+        is_computed = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
+        rows, tokens = layout.find_predicting(is_computed)
         fields = selected.fields
         if fields.token_ids is None:
-            fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
+            fields = replace(fields, token_ids=torch.zeros(len(is_computed), dtype=torch.int32))
         assert fields.token_ids is not None
         no_rows = len(tokens) == 0
-        flat = tokens if no_rows else find_token_indices(np.asarray(batch.lengths), np.asarray(indices))[tokens]
         if no_rows:  # the head computes one row that the loss leaves out, because an empty maximum is an error
-            rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
-        at = torch.from_numpy(tokens)
+            rows, tokens, token_indices = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
+        else:
+            token_indices = find_token_indices(np.asarray(batch.lengths), np.asarray(indices))[tokens]
+        index = torch.from_numpy(tokens)
         # The layers replay the recorded experts; the head has no use for them.
-        entries = {name: value[at] for name, value in replace(fields, routed_experts=None).as_dict().items()}
+        entries = {name: value[index] for name, value in replace(fields, routed_experts=None).as_dict().items()}
         entries["token_ids"] = entries["token_ids"].long()
         if no_rows and "loss_mask" in entries:
             entries["loss_mask"] = torch.zeros(1)
-        ids, real = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
-        ids[real] = fields.token_ids.numpy()[layout.source[real]]
+        token_ids, is_token = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
+        token_ids[is_token] = fields.token_ids.numpy()[layout.source[is_token]]
         move = self._move
         sequence = np.repeat(np.arange(len(selected)), selected.lengths)  # of each token
         return Microbatch(
-            token_ids=move(ids[None]),
-            sequences=self._packed(layout, fields.routed_experts, real=bool(indices)),
+            token_ids=move(token_ids[None]),
+            sequences=self._pack(layout, fields.routed_experts, is_dummy=not indices),
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in entries.items()}),
             segments=Segments(
                 sequence_index=move(sequence[tokens]),
-                sizes=move(np.bincount(sequence[wanted], minlength=len(selected)).astype(np.float32)),
+                sizes=move(np.bincount(sequence[is_computed], minlength=len(selected)).astype(np.float32)),
                 join=sum_over_context if self._parallel.context > 1 else None,
             ),
-            flat=flat,
+            token_indices=token_indices,
         )
 
-    def _packed(self, layout: PackedLayout, routed: Tensor | None, *, real: bool) -> PackedSequences:
-        """The layout of the tokens for the layers; `real`: whether the tokens come from the batch.
+    def _pack(self, layout: PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> PackedSequences:
+        """Describe the tokens' layout to the layers.
 
         `routed` are the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
         """
-        members = held = None
+        members = routed_here = None
         move = self._move
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:
                 part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
-            source = select_source(layout, part=part, parts=parts, real=real)
+            source = select_source(layout, part=part, parts=parts, is_dummy=is_dummy)
             members = build_membership(layout, source, move)
             if routed is not None:
-                held = select_routing(routed.numpy(), source, move)
-        return build_packed_sequences(layout, self._transformer_engine, self._shape.window, members, held, move)
+                routed_here = select_routing(routed.numpy(), source, move)
+        return build_packed_sequences(layout, self._transformer_engine, self._shape.window, members, routed_here, move)
 
 
-def _nothing(batch: TokenBatch) -> TokenBatch:
-    """A sequence of one token with the fields of a batch, all 0: nothing predicts it, so it has no row of its own."""
+def _make_dummy_batch(batch: TokenBatch) -> TokenBatch:
+    """Make a sequence of one token with the fields of a batch, all 0."""
     zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.as_dict().items()}
     return TokenBatch([1], TokenFields(**zeros))
 
 
 def sum_over_context(values: Tensor) -> Tensor:
-    """Sum of values, [...], floating point, over the context-parallel ranks that share the sequences; all get it."""
+    """Sum values, [...], over the context-parallel ranks that share the sequences; all get it."""
     total = values.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total

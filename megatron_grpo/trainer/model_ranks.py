@@ -14,27 +14,28 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.batch.packing import Cost, make_packer
+from megatron_grpo.batch.packing import Cost
 from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, choose_watched_tokens, sum_states
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.cluster.actor_calls import Method, call_actor
 from megatron_grpo.cluster.futures import find_lost_calls, gather, join_names
 from megatron_grpo.config.errors import ModelLostError, RunError
-from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
-from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.actor import PolicyActor, RankActor, ValueActor
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
+from megatron_grpo.trainer.microbatch_schedule import (
+    StepMicrobatches,
+    assign_microbatches,
+    derive_cost,
+    split_among_replicas,
+)
 
 P = ParamSpec("P")
 
 # Seconds to wait, once a rank has failed, for the ends of other ranks to become known.
 SETTLE_S = 3.0
-
-StepMicrobatches = list[NDArray[np.int64]]
-"""A replica's microbatches: for each the indices, in the step, of its sequences: [sequences], int64."""
 
 
 @dataclass(slots=True)
@@ -74,56 +75,6 @@ class RefusedStepError(RunError):
     def __init__(self, metrics: Mapping[str, float]) -> None:
         super().__init__(f"token_mult_prob_error is {metrics['token_mult_prob_error']:g}")
         self.metrics = metrics
-
-
-def derive_cost(shape: ModelShape) -> Cost:
-    """Derive the floating-point operations of a sequence's forward pass.
-
-    `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers.
-    """
-
-    def count(length: int) -> float:
-        return count_forward_flops(shape, [length])
-
-    every_pair = count(2) - 2 * count(1)  # two tokens of one sequence see three pairs, those of two sequences see two
-    window = shape.window
-    if window is None:
-        return Cost(per_token=count(1) - every_pair, per_pair=every_pair)
-    # For tokens past the window, only layers without a window add a key with each token.
-    per_pair = count(window + 2) - 2 * count(window + 1) + count(window)
-    return Cost(count(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
-
-
-def split_among_replicas(batch: StepBatch, replicas: int) -> list[slice]:
-    """Split the step's partitions into equally long slices, one per replica."""
-    partitions, remainder = divmod(len(batch.partitions), replicas)
-    assert not remainder, "every replica has whole partitions"
-    return [slice(start, start + partitions) for start in range(0, len(batch.partitions), partitions)]
-
-
-def assign_microbatches(
-    config: PolicyConfig, cost: Cost, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int
-) -> list[StepMicrobatches]:
-    """Assign sequences to the microbatches of the replicas that have them.
-
-    Args:
-        config: the model's section of the configuration.
-        cost: cost of computing a sequence.
-        batch: the step's batch.
-        sequences: [chosen], int64: indices of the sequences to compute; the others are left out.
-        microbatch_tokens: most tokens of a microbatch, padding included.
-    """
-    is_chosen = np.zeros(len(batch), dtype=np.bool_)
-    is_chosen[sequences] = True
-    slices = split_among_replicas(batch, config.parallel.data)
-    by_replica = [np.sort(np.concatenate(batch.partitions[partitions])) for partitions in slices]
-    by_replica = [indices[is_chosen[indices]] for indices in by_replica]
-    packer = make_packer(config, cost, microbatch_tokens)
-    schedules = packer.make_microbatches([batch.lengths[indices] for indices in by_replica])
-    return [
-        [indices[positions] for positions in schedule]
-        for indices, schedule in zip(by_replica, schedules, strict=True)
-    ]
 
 
 class ModelRanks(ABC):

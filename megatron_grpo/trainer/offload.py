@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemory:
-    """The device memory of a rank's model: weights, gradients and optimizer state.
+    """Device memory of a rank's model: weights, gradients and optimizer state.
 
     Memory is released storage by storage, by resizing each storage to 0 bytes and later back. The distributed optimizer
     makes this necessary: Megatron-Core keeps parameters and gradients in flat buffers, of which every parameter and
@@ -38,10 +38,10 @@ class DeviceMemory:
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank, self._platform = rank, rank.platform
+        # Storages that are empty now, each with its full size in bytes.
         self._emptied: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        """Storages that are empty now, each with its full size in bytes."""
+        # Host copies of storages, [bytes], uint8, which are reused because pinning takes longer than copying.
         self._hosts: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """Host copies of storages, [bytes], uint8; kept for the next time, since pinning takes longer than copying."""
         self._without_weights = False
 
     def require_weights(self) -> None:
@@ -51,9 +51,9 @@ class DeviceMemory:
 
     @torch.no_grad()
     def offload(self, weights: bool) -> None:
-        """Move the optimizer's state to host memory and drop gradients; collective over data-parallel ranks.
+        """Move the optimizer's state to host memory and drop gradients.
 
-        Storages that are already empty stay empty.
+        Collective over data-parallel ranks. Storages that are already empty stay empty.
 
         Args:
             weights: move the weights too, including those of a reference policy on the device.
@@ -61,13 +61,15 @@ class DeviceMemory:
         if self._without_weights:
             return
         self._rank.gather_chunks()  # completes all-gathers of updated weights that are still pending
-        of_weights = self._storages(iter_weights(self._rank))
-        state, gradients = self._storages(iter_optimizer_state(self._rank)), self._storages(iter_gradients(self._rank))
-        # In float32 the weights that the optimizer updates are the model's own.
-        moved = {key: one for key, one in state.items() if key not in of_weights} | (of_weights if weights else {})
-        dropped = {key: one for key, one in gradients.items() if key not in state and key not in of_weights}
+        parameters = self._find_storages(iter_weights(self._rank))
+        state = self._find_storages(iter_optimizer_state(self._rank))
+        gradients = self._find_storages(iter_gradients(self._rank))
+        # In float32 the weights that the optimizer updates are those of the model, which may have to stay.
+        moved = {key: storage for key, storage in state.items() if key not in parameters}
+        moved |= parameters if weights else {}
+        dropped = {key: storage for key, storage in gradients.items() if key not in state and key not in parameters}
         for key, storage in moved.items():
-            self._host(key, storage).copy_(_bytes(storage), non_blocking=True)
+            self._find_host_copy(key, storage).copy_(_view_bytes(storage), non_blocking=True)
         self._finish_copies()
         for key, storage in (moved | dropped).items():
             self._emptied[key] = storage, storage.nbytes()
@@ -85,36 +87,34 @@ class DeviceMemory:
         for key, (storage, nbytes) in self._emptied.items():
             storage.resize_(nbytes)
             if key in self._hosts:
-                _bytes(storage).copy_(self._hosts[key][1], non_blocking=True)
+                _view_bytes(storage).copy_(self._hosts[key][1], non_blocking=True)
             else:
-                _bytes(storage).zero_()
+                _view_bytes(storage).zero_()
         self._finish_copies()
         self._hosts = {key: host for key, host in self._hosts.items() if key in self._emptied}
         self._emptied, self._without_weights = {}, False
 
-    def _host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
-        """[bytes of the storage], uint8: host memory for its content."""
-        known = self._hosts.get(key)
-        if known is None or known[1].numel() != storage.nbytes():
-            pinned, place = self._platform.name == "cuda", self._platform.host
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, device=place, pin_memory=pinned)
-            self._hosts[key] = known = storage, host
-        return known[1]
+    def _find_host_copy(self, key: int, storage: torch.UntypedStorage) -> Tensor:
+        if key not in self._hosts or self._hosts[key][1].numel() != storage.nbytes():
+            pinned, device = self._platform.name == "cuda", self._platform.host
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._hosts[key] = storage, host
+        return self._hosts[key][1]
 
-    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """The non-empty storages of the tensors that are on the platform's device, by the address of torch's object."""
+    def _find_storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Find the non-empty storages on the device, by the address of torch's object."""
         device = self._platform.device.type
-        found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
-        return {storage._cdata: storage for storage in found if storage.nbytes() and storage.resizable()}
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
+        return {storage._cdata: storage for storage in storages if storage.nbytes() and storage.resizable()}
 
     def _finish_copies(self) -> None:
-        """Wait for the device, because copies to and from pinned memory are asynchronous."""
+        # Copies to and from pinned memory are asynchronous.
         if self._platform.name == "cuda":
             torch.cuda.synchronize()
 
 
 def _drop_copies(rank: ModelRank) -> None:
-    """Drop the caches that Transformer Engine keeps beside parameters and fills again in the next pass.
+    """Drop Transformer Engine's caches, which the next pass fills again.
 
     They hold FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a placeholder
     for the gradients of each shape that are accumulated outside autograd, and cuBLAS's workspaces.
@@ -134,23 +134,23 @@ def _drop_copies(rank: ModelRank) -> None:
 
 
 def iter_weights(rank: ModelRank) -> Iterator[Tensor]:
-    """Parameters, buffers and flat parameter buffers of the model and its reference."""
+    """Iterate over parameters, buffers and flat parameter buffers of model and reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
-        yield from map(_numbers, chunk.parameters())
+        yield from map(_unwrap_parameter, chunk.parameters())
         yield from chunk.buffers()
-    for buffer in _flat_buffers(rank):
+    for buffer in _iter_flat_buffers(rank):
         if buffer.param_data is not None:
             yield buffer.param_data
 
 
-def _numbers(parameter: Tensor) -> Tensor:
-    """The tensor with a parameter's memory: an FP8 parameter of Transformer Engine's is a shell around it."""
-    held = getattr(parameter, "get_data_tensors", None)
-    return parameter if held is None else held(columnwise_data=False)
+def _unwrap_parameter(parameter: Tensor) -> Tensor:
+    # An FP8 parameter of Transformer Engine is a shell around the tensor that has its memory.
+    get_data_tensors = getattr(parameter, "get_data_tensors", None)
+    return parameter if get_data_tensors is None else get_data_tensors(columnwise_data=False)
 
 
 def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
-    """Float32 weights, moments and other state of the optimizers."""
+    """Iterate over float32 weights, moments and other state of the optimizers."""
     for megatron in rank.optimizer.optimizer.chained_optimizers:
         optimizer = getattr(megatron, "optimizer", None)  # stages without experts have an empty expert optimizer
         if optimizer is None:
@@ -162,21 +162,19 @@ def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
 
 
 def iter_gradients(rank: ModelRank) -> Iterator[Tensor]:
-    """The buffers that gradients are summed in, and the gradients that the optimizer made of them."""
-    yield from (buffer.grad_data for buffer in _flat_buffers(rank))
+    """Iterate over gradient buffers, and the gradients that the optimizer made of them."""
+    yield from (buffer.grad_data for buffer in _iter_flat_buffers(rank))
     for parameter in iter_optimizer_state(rank):
-        made = (parameter.grad, getattr(parameter, "decoupled_grad", None))
-        yield from (gradient for gradient in made if gradient is not None)
+        gradients = (parameter.grad, getattr(parameter, "decoupled_grad", None))
+        yield from (gradient for gradient in gradients if gradient is not None)
 
 
-def _flat_buffers(rank: ModelRank) -> Iterator[Any]:
-    """Megatron's buffers of parameters and gradients."""
+def _iter_flat_buffers(rank: ModelRank) -> Iterator[Any]:
     for chunk in rank.optimizer.chunks:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """[bytes], uint8: all of a storage."""
+def _view_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -189,7 +187,7 @@ def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
 
 @contextmanager
 def on_device(chunks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Copy a model's parameters from host memory to a device for the body.
+    """Have a model's parameters, which are in host memory, on a device in the body.
 
     Afterwards the parameters are the host copies again, and may be changed there; nothing is copied back.
     """

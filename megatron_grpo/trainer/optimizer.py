@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron_grpo.trainer.optimizer_checkpoint import iter_updated_ranges, save
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron-Core's learning-rate schedule, with the polynomial and the restarts that transformers has.
+    """Megatron-Core's learning-rate schedule with transformers' polynomial and restarts.
 
     Args:
         optimizer: the optimizer whose learning rates are set.
@@ -54,32 +55,32 @@ class Schedule(OptimizerParamScheduler):
         )
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of a parameter group at this step."""
+        """Return the learning rate of a parameter group at this step."""
         style, warmup = self.lr_decay_style, self.lr_warmup_steps
         warms_up = 0 < warmup >= self.num_steps
         if style not in ("polynomial", "cosine_with_restarts") or warms_up or self.num_steps > self.lr_decay_steps:
             return float(super().get_lr(param_group))
-        done = (self.num_steps - warmup) / (self.lr_decay_steps - warmup)
+        progress = (self.num_steps - warmup) / (self.lr_decay_steps - warmup)
         if style == "polynomial":
-            left = (1.0 - done) ** self._settings.decay_power
+            height = (1.0 - progress) ** self._settings.decay_power
         else:
-            cycle = done * self._settings.decay_cycles % 1.0 if done < 1 else 1.0
-            left = 0.5 * (1.0 + math.cos(math.pi * cycle))
+            cycle = progress * self._settings.decay_cycles % 1.0 if progress < 1 else 1.0
+            height = 0.5 * (1.0 + math.cos(math.pi * cycle))
         low, high = (float(param_group.get(name, getattr(self, name))) for name in ("min_lr", "max_lr"))
-        return low + left * (high - low)
+        return low + height * (high - low)
 
 
+# Megatron-Core's names of schedules, by transformers' names where the two differ.
 _DECAY_STYLES = {
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
     "inverse_sqrt": "inverse-square-root",
     "warmup_stable_decay": "WSD",
 }
-"""Megatron-Core's names of schedules, by transformers' names where the two differ."""
 
 
 class ModelOptimizer:
-    """Wraps the chunks of a model for data-parallel training and steps them.
+    """Wraps a model's chunks for data-parallel training, and steps them.
 
     Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a
     step does not depend on how it was split.
@@ -88,7 +89,7 @@ class ModelOptimizer:
     def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
         settings = config.optimizer
         shared = chunks[0].config  # all chunks have one configuration
-        overlap_grad_reduce, self._gathers_late = _overlaps(config, is_like_cuda=shared.platform.is_like_cuda)
+        overlap_grad_reduce, self._gathers_late = _choose_overlaps(config, is_like_cuda=shared.platform.is_like_cuda)
         ours = {
             "grad_reduce_in_fp32": True,
             "use_distributed_optimizer": settings.distributed,
@@ -111,7 +112,7 @@ class ModelOptimizer:
         if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
             without = [chunk.no_sync for chunk in self.chunks]
             shared.no_sync_func = without if len(without) > 1 else without[0]
-        optimizer_config = _adam_config(config, gathers_late=self._gathers_late)
+        optimizer_config = _build_adam_config(config, gathers_late=self._gathers_late)
         self._decoupled = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self.optimizer = get_megatron_optimizer(
             optimizer_config,
@@ -131,8 +132,10 @@ class ModelOptimizer:
         self.optimizer.zero_grad()
 
     def finish_gathering(self) -> None:
-        """Complete the all-gathers of weights that the last step deferred to the next forward pass; collective over
-        data-parallel ranks, idempotent."""
+        """Complete the all-gathers of weights that the last step deferred.
+
+        Collective over data-parallel ranks, idempotent.
+        """
         if not self._gathers_late:
             return
         for chunk in self.chunks:
@@ -140,8 +143,11 @@ class ModelOptimizer:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     @torch.no_grad()
-    def grad_norm(self) -> float:
-        """Global L2 norm of the gradient over all ranks; call once, after backward and before `step`."""
+    def compute_grad_norm(self) -> float:
+        """Compute the global L2 norm of the gradient.
+
+        Call it once, after backward and before `step`.
+        """
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -168,27 +174,28 @@ class ModelOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def iter_updated_weights(self) -> Iterator[tuple[Any, int, Tensor]]:
-        """The weights that this rank updates, in the optimizer's precision.
+        """Iterate over the weights that this rank updates, in the optimizer's precision.
 
         Yields:
             (parameter, first element of the part in the flat parameter, the part, [elements]): with a distributed
             optimizer parts of some parameters, else all of them.
         """
-        distributed = [one for one in self.optimizer.chained_optimizers if isinstance(one, DistributedOptimizer)]
-        for one in distributed:
-            for parameter, start, _ in iter_updated_ranges(one):
-                yield parameter, start, one._get_main_param_and_optimizer_states(parameter)["param"].detach()
+        chained = self.optimizer.chained_optimizers
+        distributed = [optimizer for optimizer in chained if isinstance(optimizer, DistributedOptimizer)]
+        for optimizer in distributed:
+            for parameter, start, _ in iter_updated_ranges(optimizer):
+                yield parameter, start, optimizer._get_main_param_and_optimizer_states(parameter)["param"].detach()
         if not distributed:
-            for parameter in (one for chunk in self.chunks for one in chunk.parameters() if one.requires_grad):
+            parameters = (parameter for chunk in self.chunks for parameter in chunk.parameters())
+            for parameter in filter(attrgetter("requires_grad"), parameters):
                 main = getattr(parameter, "main_param", None)
                 yield parameter, 0, (parameter if main is None else main).detach().view(-1)
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Fill the gradient buffers, of which a distributed optimizer leaves each rank its own part; collective.
+        """Fill the gradient buffers with the other ranks' parts; collective.
 
-        Each rank's part of a bucket is sent to the ranks that hold the other parts. Call between `grad_norm` and
-        `step`.
+        A distributed optimizer leaves each rank one part of each bucket. Call between `compute_grad_norm` and `step`.
         """
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -200,12 +207,12 @@ class ModelOptimizer:
                     dist.all_gather(list(parts), parts[group.rank()].clone(), group=group)
 
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
-        """Load a checkpoint's moments and position in the schedule; the settings stay those of this run.
+        """Load a checkpoint's moments and schedule; settings stay those of this run.
 
         Parameter groups also contain settings of the run that saved, which loading would otherwise restore.
         """
         # Empty expert optimizers save step 0; restore the real step.
-        for group in _parameter_groups(state):
+        for group in _iter_parameter_groups(state):
             if "step" in group:
                 group["step"] = schedule_steps
         self.optimizer.load_state_dict(state)
@@ -220,21 +227,21 @@ class ModelOptimizer:
         self.scheduler.step(0)
 
 
-def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups in the state of one optimizer or of several chained ones."""
+def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Iterate over the parameter groups of one optimizer or of several chained ones."""
     yield from state.get("param_groups", ())
     for part in state.values():
         if isinstance(part, dict) and "param_groups" not in state:
-            yield from _parameter_groups(part)
+            yield from _iter_parameter_groups(part)
 
 
 def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
-    """Megatron's gradient reduction without its division by the number of tokens."""
+    """Reduce gradients as Megatron does, without its division by the number of tokens."""
     finalize_model_grads(list(model), None, **keywords)
 
 
-def _overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
-    """Whether gradients are reduced during the backward pass, and weights gathered during the next forward pass.
+def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
+    """Choose whether to overlap (gradient reduction, weight gathering) with computation.
 
     By default on GPUs only, and never without data-parallel neighbours.
     """
@@ -245,8 +252,7 @@ def _overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
     return reduce, possible if config.overlap_param_gather is None else config.overlap_param_gather
 
 
-def _adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
-    """Megatron-Core's settings of AdamW."""
+def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
     settings = config.optimizer
     half = config.precision == "bfloat16"
     ours = {

@@ -1,4 +1,4 @@
-"""Process groups of a rank (torch.distributed, Megatron-Core's parallel state) and the shapes that stages exchange."""
+"""Process groups of a rank, and the exchange of shapes between pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.distributed import Store
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import Platform, detect_platform
 
-_KEPT = 16
-"""Number of latest exchanges of shapes whose tensors are kept alive, because sends may still be in flight."""
+# The tensors of this many latest exchanges of shapes stay alive, because sends may still be in flight.
+_EXCHANGES_IN_FLIGHT = 16
 
 
 @cache
 def exchange_shapes_in_order() -> None:
-    """Make interleaved pipeline stages exchange shapes in the order of the tensors that follow; idempotent.
+    """Make interleaved pipeline stages exchange shapes in the order of their tensors.
 
     Packed microbatches differ in length, so a stage must learn the shape [tokens, 1, hidden] of a tensor before it can
     receive it. Without interleaving, Megatron-Core's own exchange works and is used: a batch of sends and receives,
@@ -33,10 +33,10 @@ def exchange_shapes_in_order() -> None:
     connection, so the shape of the activation arrives as that of the gradient. And a stage of the interleaved schedule
     may send now what its peer receives only in its next step; when each waits for its sends, both wait for ever. Here
     shapes go through the same function as the tensors, `_p2p_ops`, which orders sends and receives by even and odd
-    ranks, and only receives are waited for. Sent tensors are kept alive until _KEPT later exchanges.
+    ranks, and only receives are waited for. Idempotent.
     """
     original = p2p.P2PCommunicator._communicate_shapes
-    in_flight: deque[Any] = deque(maxlen=_KEPT)
+    in_flight: deque[Any] = deque(maxlen=_EXCHANGES_IN_FLIGHT)
 
     def communicate_shapes(
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -48,7 +48,8 @@ def exchange_shapes_in_order() -> None:
             return shapes
         device = self.config.platform.device
         previous, following = (
-            torch.empty(3, dtype=torch.int64, device=device) if wanted else None for wanted in (recv_prev, recv_next)
+            torch.empty(3, dtype=torch.int64, device=device) if receives else None
+            for receives in (recv_prev, recv_next)
         )
         to_previous, to_next = (
             None if tensor is None else torch.tensor(tensor.shape, device=device)
@@ -63,9 +64,9 @@ def exchange_shapes_in_order() -> None:
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        for kind in ("recv_prev", "recv_next"):  # never for sends: the peer may have to send first
-            if kind in requests:
-                requests.pop(kind).wait()
+        for name in ("recv_prev", "recv_next"):  # never for sends: the peer may have to send first
+            if name in requests:
+                requests.pop(name).wait()
         in_flight.append((requests, to_previous, to_next))
         return (
             [0, 0, 0] if previous is None else previous.tolist(),
@@ -84,14 +85,15 @@ def initialize_parallel(
     timeout_s: float,
     platform: Platform | None = None,
 ) -> None:
-    """Join the other ranks, form the tensor, context, expert, data and pipeline groups, and seed the random states.
+    """Join the other ranks, form all process groups, and seed the random states.
 
     Args:
-        parallel: sizes of the groups.
-        rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
+        parallel: sizes of the process groups.
+        rank: this process's rank; tensor-parallel neighbours have consecutive ranks.
         store: rendezvous of the ranks.
+        seed: of this rank's random states.
         timeout_s: deadline of the start-up and of every later collective.
-        platform: platform of the ranks; None: the one that this process has.
+        platform: platform of the ranks; None: that of this process.
     """
     platform = platform or detect_platform()
     if platform.name != "cuda":
@@ -126,10 +128,10 @@ def initialize_parallel(
 
 
 def make_deterministic() -> None:
-    """Make torch, cuBLAS and NCCL deterministic on a GPU; call before the process's first product and communicator.
+    """Make torch, cuBLAS and NCCL deterministic on a GPU.
 
-    torch then refuses operations that have no deterministic form. Without this, Megatron-Core's unpermutation of tokens
-    adds in the order in which threads arrive.
+    Call it before the process's first product and communicator. torch then refuses operations that have no
+    deterministic form. Without this, Megatron-Core's unpermutation of tokens adds in the order in which threads arrive.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -137,7 +139,7 @@ def make_deterministic() -> None:
 
 
 def destroy_parallel() -> None:
-    """Undo `initialize_parallel`, so that this process could start in another layout; idempotent."""
+    """Undo `initialize_parallel`, so that another layout can follow; idempotent."""
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Restricts the pickles of a distributed checkpoint to listed classes, so that reading a file runs none of its code.
+"""Restricts a distributed checkpoint's pickles to listed classes, so that reading a file runs none of its code.
 
 By themselves, torch reads `.metadata` and the objects among the tensors, and Transformer Engine the state of its
 layers, without such a list.
@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_grpo.config.errors import RunError
 
-Allowed = dict[str, frozenset[str]]
+AllowedNames = dict[str, frozenset[str]]
 """Names that a pickle may import, by module."""
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 _PATHS = frozenset({"PosixPath", "PurePosixPath"})
-_OF_METADATA: Allowed = {
+_METADATA_NAMES: AllowedNames = {
     "collections": frozenset({"OrderedDict"}),
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,  # Python 3.13
@@ -47,7 +47,7 @@ _OF_METADATA: Allowed = {
     ),
     "torch.serialization": frozenset({"_get_layout"}),
 }
-_OF_LAYER_STATE: Allowed = {
+_LAYER_STATE_NAMES: AllowedNames = {
     "collections": frozenset({"OrderedDict"}),
     "megatron.core.extensions.transformer_engine": frozenset({"TEDelayedScaling"}),
     "torch._utils": frozenset({"_rebuild_tensor_v2"}),
@@ -70,7 +70,7 @@ _ADVICE = "which no checkpoint of a run does: loading it could run its author's 
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, where: str, allowed: Allowed) -> None:
+    def __init__(self, file: Any, where: str, allowed: AllowedNames) -> None:
         super().__init__(file)
         self._where, self._allowed = where, allowed
 
@@ -83,14 +83,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _load_metadata(file: Any) -> Any:
-    return _Unpickler(file, str(file.name), _OF_METADATA).load()
+    return _Unpickler(file, str(file.name), _METADATA_NAMES).load()
 
 
 _load_bytes = DefaultLoadPlanner.load_bytes
 
 
 def _load_plain_bytes(planner: DefaultLoadPlanner, item: ReadItem, content: io.BytesIO) -> None:
-    """Load an entry with `weights_only`, and give torch's planner a copy, because the planner itself loads without."""
+    # torch's planner loads without `weights_only`, so it gets a copy of an entry that was loaded with it.
     copy = io.BytesIO()
     torch.save(_load_plain(content, f"its entry {item.dest_index.fqn}"), copy)
     copy.seek(0)
@@ -98,7 +98,7 @@ def _load_plain_bytes(planner: DefaultLoadPlanner, item: ReadItem, content: io.B
 
 
 def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
-    """Load a file of torch.save that holds tensors, numbers and texts alone; RunError when it names something else."""
+    """Load a file of torch.save; RunError unless it holds only tensors, numbers and texts."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -106,23 +106,23 @@ def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
 
 
 def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
-    """Message for a file that torch refused, without torch's advice to load it all the same.
+    """Describe a file that torch refused, without torch's advice to load it nevertheless.
 
     Args:
         where: the file, or the entry of a checkpoint.
         error: torch's error, whose text of many lines includes the name that is not allowed.
     """
-    _, found, rest = str(error).partition("GLOBAL ")
-    if not found:
+    _, separator, refused = str(error).partition("GLOBAL ")
+    if not separator:
         return RunError(f"{where} is damaged, or was not written by torch.save")
-    return RunError(f"{where} names {rest.split()[0]}, {_ADVICE}")
+    return RunError(f"{where} names {refused.split()[0]}, {_ADVICE}")
 
 
 def open_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Restrict torch in this process to listed classes in checkpoints, and load the part that all ranks share.
+    """Restrict this process to listed classes in checkpoints; returns the ranks' shared part.
 
     Raises:
-        RunError: that part names something that is not on the list, or does not hold a dictionary.
+        RunError: the shared part names something that is not on the list, or does not hold a dictionary.
     """
     filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=pickle.dump)  # type: ignore[assignment]
     DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[assignment,method-assign]
@@ -134,7 +134,7 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
-    """Check the pickled FP8 state of a Transformer Engine layer against the list of classes, and pickle it again.
+    """Check the FP8 state of a Transformer Engine layer, and pickle it again.
 
     Args:
         name: the layer's name, for the message.
@@ -144,9 +144,9 @@ def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
         A pickle of the same content, which can be loaded without a list.
 
     Raises:
-        RunError: the pickle names something that is not on the list.
+        RunError: the pickle names something that is not on the list of classes.
     """
     if not state.numel():
         return state
-    content = _Unpickler(io.BytesIO(state.cpu().numpy().tobytes()), f"its entry {name}", _OF_LAYER_STATE).load()
+    content = _Unpickler(io.BytesIO(state.cpu().numpy().tobytes()), f"its entry {name}", _LAYER_STATE_NAMES).load()
     return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
-from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
@@ -35,8 +34,8 @@ from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.disagreement import is_beyond_limit
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
-from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, sum_over_context
-from megatron_grpo.trainer.model.build import DecoderModel, build_model
+from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker, sum_over_context
+from megatron_grpo.trainer.model.build import DecoderModel, build_model, build_reference
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
@@ -50,11 +49,11 @@ Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
 
 LoadWeights = Callable[[Sequence[Any], ModelShape, str], None]
-"""A function that fills a rank's chunks with the weights of a folder in Hugging Face format."""
+"""Fills a rank's chunks with the weights of a folder in Hugging Face format."""
 
 
 class ModelRank(ABC):
-    """A rank's shard of a model that outputs one number per token, and of the model's optimizer.
+    """A rank's shard of a model with one output per token, and of its optimizer.
 
     Process groups are already set up for the layout of `settings`. There is more than one chunk of the model with a
     virtual pipeline.
@@ -81,9 +80,11 @@ class ModelRank(ABC):
         self.reference: list[DecoderModel] | None = None
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
         self.reference_moved = False
-        """Whether the reference policy differs from the model that the run started from."""
+        """Whether the reference differs from the model that the run started from."""
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
-            self._add_reference(settings.reference)
+            self.reference = build_reference(self.chunks, config, settings.reference, shape, self.platform)
+            if settings.reference.offload:
+                move_to_host(self.reference, self.platform)
         self.maker = maker or MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
@@ -93,18 +94,8 @@ class ModelRank(ABC):
         self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
-    def _add_reference(self, reference: ReferenceConfig) -> None:
-        """Build a copy of the model that is not trained."""
-        config = _reference_config(self.config, reference)
-        with torch.no_grad():  # else Transformer Engine keeps copies of FP8 parameters as they were before rounding
-            chunks = build_model(config, self.shape, self.platform)
-        self.reference = [chunk.requires_grad_(False) for chunk in chunks]
-        _copy_weights(self.chunks, self.reference)  # faster than reading from disk again
-        if reference.offload:
-            move_to_host(self.reference, self.platform)
-
     def gather_chunks(self) -> list[DecoderModel]:
-        """The chunks with up-to-date weights; collective over data-parallel ranks.
+        """Return the chunks with up-to-date weights; collective over data-parallel ranks.
 
         All code that reads weights outside of training calls this: after a step, parameters that other ranks have
         updated may not have been gathered yet (policy.overlap_param_gather).
@@ -116,32 +107,32 @@ class ModelRank(ABC):
         self.optimizer.finish_gathering()
         return self.chunks
 
-    def parameters(self) -> list[Any]:
-        """All parameters of `gather_chunks` (collective); trained parameters have a `main_grad`."""
+    def gather_parameters(self) -> list[Any]:
+        """Return all parameters of `gather_chunks` (collective); trained ones have a `main_grad`."""
         return [parameter for chunk in self.gather_chunks() for parameter in chunk.parameters()]
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank returns its replica's outputs: last pipeline stage, tensor and context rank 0."""
+        """True for the rank that returns its replica's outputs."""
         return self._has_loss and parallel_state.get_context_parallel_rank() == 0
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's share of the loss counts: last pipeline stage, tensor rank 0, every context rank."""
+        # Tensor-parallel ranks compute the same loss; context-parallel ranks have the losses of different tokens.
         return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     @abstractmethod
-    def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """Apply the head: hidden states before some tokens, [rows, hidden], to numbers [rows], float32.
+    def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """Turn hidden states before some tokens, [rows, hidden], into outputs, [rows], float32.
 
         Also returns the tokens' fields, which the head may add to (entropy).
         """
 
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
-        """Names of the batch fields that this rank's pipeline stage reads, so that nothing else travels to it.
+        """List the batch fields that this rank's pipeline stage reads.
 
-        Token ids go to the first and the last stage, recorded experts to every stage with routers. Without a loss
-        function the pass only computes outputs.
+        Nothing else travels to its node. Token ids go to the first and the last stage, recorded experts to every stage
+        with routers. Without a loss function the pass only computes outputs.
         """
         replayed = self.routing is not None and self.routing.replays and self.routing.routers
         routed = ("routed_experts",) if replayed else ()
@@ -159,29 +150,29 @@ class ModelRank(ABC):
         counts: GlobalCounts,
         limit: float | None = None,
     ) -> RankTrainResult:
-        """One optimizer step on this replica's `batch`; `counts` are global, over all replicas.
+        """Make one optimizer step on this replica's `batch`; `counts` are of all replicas.
 
-        When the gradient's norm (`grad_norm` of the result) is not finite, or the probability error is beyond `limit`
-        (`is_refused`), the weights do not change.
+        The weights do not change when the gradient's norm (`grad_norm` of the result) is not finite, or the probability
+        error is beyond `limit` (`is_refused`).
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         device = self.platform.device
         if limit is not None and is_beyond_limit(metrics if self._has_loss else [], limit, counts.tokens, device):
-            return RankTrainResult(0.0, 0.0, _on_host(metrics) if self._has_loss else None, is_refused=True)
-        grad_norm = self.optimizer.grad_norm()
+            return RankTrainResult(0.0, 0.0, _copy_to_host(metrics) if self._has_loss else None, is_refused=True)
+        grad_norm = self.optimizer.compute_grad_norm()
         self.recorder.add_gradient()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
-        shares = _on_host(metrics) if self._has_loss else None
+        by_microbatch = _copy_to_host(metrics) if self._has_loss else None
         if self.routing is not None and math.isfinite(grad_norm):
             expert_metrics = self.routing.end()
-            if shares and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
-                shares[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
-        return RankTrainResult(grad_norm, learning_rate, shares, gpu_memory_gib=_peak_memory_gib())
+            if by_microbatch and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
+                by_microbatch[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
+        return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=_read_peak_memory_gib())
 
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
     ) -> list[dict[str, Tensor]]:
-        """Forward and backward over all microbatches, leaving the step's gradient, summed over ranks, in the buffers.
+        """Run forward and backward over all microbatches; gradient buffers then hold the sum over ranks.
 
         Returns:
             The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
@@ -193,39 +184,43 @@ class ModelRank(ABC):
         if self.routing is not None:
             self.routing.begin(counts.all_sequences)
 
-        def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """[rows, hidden] of the last stage to loss, token count and metrics, each []."""
+        def compute_loss(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             self.optimizer.finish_gathering()  # no forward hook gathers the head's weight, which is read directly
-            values, tokens = self._outputs(self.chunks[-1], output, microbatch.tokens)
+            values, tokens = self._apply_head(self.chunks[-1], output, microbatch.tokens)
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
             # Cloned because the schedule divides the loss in place, and metrics may share its storage.
             metrics = {name: value.detach().clone() for name, value in metrics.items()}
             # The schedule would divide by the sum of this token count; the loss is already divided by global counts.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
-        return self._run_schedule(self.optimizer.chunks, batch, microbatches, "loss_mask", loss_of, forward_only=False)
+        return self._run_schedule(
+            self.optimizer.chunks, batch, microbatches, "loss_mask", compute_loss, forward_only=False
+        )
 
     @torch.no_grad()
     def _forward_tokens(
         self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
     ) -> Tensor | None:
-        """Outputs at the sampled tokens of `batch` (at all tokens without that field), 0 at the others:
-        [sum(lengths)], float32, on the host of the output rank; None elsewhere."""
+        """Run a forward pass that returns one float per token (log-probability or value).
+
+        Tokens that were not sampled have 0; without the field `sampled` every token has its output. Shape
+        [sum(lengths)], on the host. Only the output rank gets it; others get None.
+        """
         for chunk in chunks:
             chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
-            """[rows, hidden] to a loss and a count of 0, each [], and outputs, [rows], float32, with their indices."""
-            values, _ = self._outputs(chunks[-1], output, microbatch.tokens)
-            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.flat)
+            # Megatron-Core's schedule wants a loss and a token count; both are 0 here.
+            values, _ = self._apply_head(chunks[-1], output, microbatch.tokens)
+            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
 
         pieces = self._run_schedule(chunks, batch, microbatches, "sampled", keep, forward_only=True)
         if not self._has_loss:
             return None
-        found = torch.cat([values for values, _ in pieces])
-        places = torch.from_numpy(np.concatenate([flat for _, flat in pieces]))
-        result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes the rows of no token (index -1)
-        result[places.to(result.device)] = found
+        outputs = torch.cat([values for values, _ in pieces])
+        indices = torch.from_numpy(np.concatenate([indices for _, indices in pieces]))
+        result = outputs.new_zeros(sum(batch.lengths) + 1)  # the last entry takes the rows of no token (index -1)
+        result[indices.to(result.device)] = outputs
         if self.config.parallel.context > 1:  # each rank has the values of its own tokens, and 0 elsewhere
             result = sum_over_context(result)
         return result[:-1].cpu() if self.is_output_rank else None
@@ -235,12 +230,14 @@ class ModelRank(ABC):
         chunks: Sequence[torch.nn.Module],
         batch: TokenBatch,
         microbatches: Microbatches,
-        asked: Literal["loss_mask", "sampled"],
+        mask_field: MaskField,
         finish: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor, Any]],
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's pipeline schedule, and return the third value of `finish` per microbatch, on the last stage.
+        """Run Megatron's pipeline schedule; returns the third value of `finish` per microbatch.
+
+        The result is empty except on the last stage.
 
         Stages do not know the length of a microbatch beforehand, because packed microbatches all differ. With
         variable_seq_lengths each stage first sends the shape of its output, [tokens, 1, hidden], then the tensor;
@@ -249,10 +246,9 @@ class ModelRank(ABC):
         once (more with a virtual pipeline). `finish` is called on the last stage only, with the rows of its hidden
         states.
         """
-        padded = [*microbatches, *[[]] * self._empty_microbatches(len(microbatches))]
+        padded = [*microbatches, *[[]] * self._count_empty_microbatches(len(microbatches))]
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            """The stage's output for the next microbatch, [1, tokens or rows, ...], and a call of `finish` on it."""
             microbatch = next(data)
             inner = getattr(module, "module", module)
             if inner.post_process:
@@ -261,11 +257,11 @@ class ModelRank(ABC):
             output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
             return output, lambda output: finish(output[0], microbatch)
 
-        # Made lazily, one at a time: the index tensors of a whole step may not fit the device.
-        made = (self.maker.make(batch, indices, asked) for indices in padded)
+        # Lazily, one at a time: the index tensors of a whole step may not fit the device.
+        iterator = (self.maker.make(batch, indices, mask_field) for indices in padded)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=list(itertools.tee(made, len(chunks))),  # every chunk iterates over all microbatches
+            data_iterator=list(itertools.tee(iterator, len(chunks))),  # every chunk iterates over all microbatches
             model=list(chunks),
             num_microbatches=len(padded),
             seq_length=1,
@@ -274,31 +270,28 @@ class ModelRank(ABC):
         )
         return results[: len(microbatches)]
 
-    def _empty_microbatches(self, number: int) -> int:
-        """Number of empty microbatches to append to `number` of them.
-
-        Ranks that share experts run each layer together, so all need as many microbatches as the rank with most; and an
-        interleaved pipeline needs a multiple of its number of stages.
-        """
-        parallel, most = self.config.parallel, number
+    def _count_empty_microbatches(self, count: int) -> int:
+        """Count the empty microbatches to append to `count` of them."""
+        parallel, padded_count = self.config.parallel, count
         if parallel.expert > 1 or parallel.expert_tensor > 1:
-            numbers = torch.tensor(number, device=self.platform.device)
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-            most = int(numbers)
-        if parallel.virtual_pipeline > 1:
-            most += -most % parallel.pipeline
-        return most - number
+            # Ranks that share experts run each layer together, so all need as many microbatches as the busiest rank.
+            largest = torch.tensor(count, device=self.platform.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+            padded_count = int(largest)
+        if parallel.virtual_pipeline > 1:  # an interleaved pipeline needs a multiple of its number of stages
+            padded_count += -padded_count % parallel.pipeline
+        return padded_count - count
 
 
-def _on_host(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Metrics by microbatch, each of shape [], as numbers, in one transfer from the device."""
-    values = [value.double() for one in metrics for value in one.values()]
+def _copy_to_host(by_microbatch: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Copy metrics, each of shape [], in one transfer from the device."""
+    values = [value.double() for metrics in by_microbatch for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
-    return [{name: next(numbers) for name in one} for one in metrics]
+    return [{name: next(numbers) for name in metrics} for metrics in by_microbatch]
 
 
-class _HeadPart(TypedDict):
-    """Arguments that both functions for log-probabilities take."""
+class _HeadArguments(TypedDict):
+    """Keyword arguments that both functions for log-probabilities take."""
 
     start: int
     columns: int
@@ -308,9 +301,9 @@ class _HeadPart(TypedDict):
 
 
 class PolicyRank(ModelRank):
-    """A rank's shard of the policy, of its optimizer and of the frozen reference policy, if there is one.
+    """A rank's shard of the policy, its optimizer and the frozen reference policy, if any.
 
-    With adapters the reference is the policy without them, and needs no weights of its own.
+    With adapters the reference is the policy without them, so it has no weights.
 
     Args:
         settings, platform, load, maker: as of `ModelRank`.
@@ -329,21 +322,21 @@ class PolicyRank(ModelRank):
         self._head_kernel = head_kernel or settings.config.logprob_kernel
 
     def compute_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token under the current weights, as `_forward_tokens` returns it.
+        """Compute log-probabilities under the current weights, as `_forward_tokens` returns them.
 
         With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
         """
-        with self.recorder.watching(batch, microbatches):
+        with self.recorder.sketching(batch, microbatches):
             return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
     def compute_whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """As `compute_logprobs`, over the whole vocabulary whatever the filter."""
+        """Compute log-probabilities over the vocabulary without the filter."""
         with self.without_filter():
             return self.compute_logprobs(batch, microbatches)
 
     @contextmanager
     def without_filter(self) -> Iterator[None]:
-        """Compute the body over the whole vocabulary."""
+        """Compute the body over the vocabulary without the filter."""
         settings = self.settings
         self.settings = replace(settings, token_filter=None)
         try:
@@ -352,9 +345,9 @@ class PolicyRank(ModelRank):
             self.settings = settings
 
     def compute_reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token under the frozen reference policy, as `_forward_tokens` returns it.
+        """Compute log-probabilities under the frozen reference policy.
 
-        Over the whole vocabulary, also with a filter, which could remove a token that the policy keeps.
+        Over the vocabulary without the filter, which could remove a token that the policy keeps.
         """
         reference = self.settings.reference
         assert reference is not None, "the reference policy was not loaded"
@@ -367,24 +360,27 @@ class PolicyRank(ModelRank):
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
-        """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
+        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference.
+
+        TR-DPO (Gorbatovski et al. 2024).
+        """
         assert self.reference is not None, "the reference policy was not loaded"
         # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
         for reference, chunk in zip(self.reference, self.gather_chunks(), strict=True):
-            for moved, weight in zip(reference.parameters(), chunk.parameters(), strict=True):
-                moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
+            for target, weight in zip(reference.parameters(), chunk.parameters(), strict=True):
+                target.copy_(torch.lerp(target.float(), weight.to(target.device).float(), alpha))
         self.reference_moved = True
 
-    def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """[rows, hidden] to log-probabilities, [rows], float32; adds the entropy to the fields.
+    def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """Compute log-probabilities, and add the entropy to the fields.
 
-        With a filter also the log-probabilities over the whole vocabulary.
+        With a filter also the log-probabilities over the vocabulary without it.
         """
         group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
         columns = len(model.head_weight)
         start = group.rank() * columns
         operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, require_field(tokens.token_ids)
-        part: _HeadPart = {
+        arguments: _HeadArguments = {
             "start": start,
             "columns": max(0, min(columns, self.shape.vocab - start)),
             "group": group if group.size() > 1 else None,
@@ -392,46 +388,25 @@ class PolicyRank(ModelRank):
             "chunk_tokens": self.config.logprob_chunk_size,
         }
         if self.settings.token_filter is None:
-            logprobs, entropy = linear_logprobs(*operands, **part, kernel=self._head_kernel)
+            logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=self._head_kernel)
             return logprobs, replace(tokens, entropy=entropy)
-        filtered = filtered_logprobs(*operands, self.settings.token_filter, **part)
+        filtered = filtered_logprobs(*operands, self.settings.token_filter, **arguments)
         return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.whole)
-
-
-def _reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:
-    """The configuration that the reference is built from: the policy's, without FP8 parameters if it is offloaded.
-
-    Moving an FP8 parameter to host memory would move its outer tensor alone. In bfloat16 products stay the same, since
-    the reference holds the values of the policy's FP8 parameters.
-    """
-    if not reference.offload or not config.fp8.parameters:
-        return config
-    return replace(config, fp8=replace(config.fp8, parameters=False))
-
-
-@torch.no_grad()
-def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> None:
-    """Copy parameters and buffers between models of the same layout, chunk by chunk."""
-    for one, other in zip(source, target, strict=True):
-        for tensors, others in ((one.parameters(), other.parameters()), (one.buffers(), other.buffers())):
-            for tensor, copied in zip(tensors, others, strict=True):
-                copied.copy_(tensor)
 
 
 class ValueRank(ModelRank):
     """A rank's shard of the value model and of its optimizer."""
 
     def compute_values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """The value before every token under the current weights, as `_forward_tokens` returns it."""
+        """Compute the value before every token under the current weights."""
         return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
-    def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """[rows, hidden] to values before each token, [rows], float32."""
+    def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         return model.output_layer(hidden), tokens
 
 
-def _peak_memory_gib() -> float:
-    """Peak GPU memory of this process's tensors since the last call, GiB; 0 on a CPU."""
+def _read_peak_memory_gib() -> float:
+    """Read and reset the peak memory of this process's GPU tensors; 0 on a CPU."""
     if not torch.cuda.is_available():
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -1,4 +1,4 @@
-"""Figures of a recorded step on a rank: each tensor's weight, gradients and change, and some tokens' hidden states."""
+"""Figures of a recorded step on a rank: weights, gradients and changes by tensor, and some tokens' hidden states."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_grpo.trainer.hidden_states import Piece, capture_states
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import Microbatches, ModelRank
 
+# Number of sums in a sketch.
 SKETCH = 64
-"""Number of sums in a sketch."""
+# Elements of a tensor that are sketched at a time, so that temporaries stay small beside the tensor.
 _PIECE = 2**20 * SKETCH
-"""Elements of a tensor that are sketched at a time, so that temporaries stay small beside the tensor."""
 
 
 def sketch(tensor: Tensor, name: str) -> list[float]:
-    """Random projections of a tensor, [...], any float type: SKETCH sums over its elements, each with a random sign.
+    """Sketch a tensor: SKETCH sums of its elements with random signs.
 
     The sketch of a difference is the difference of the sketches, and the squares of a sketch's numbers add up to the
     square of the tensor's norm in expectation, with a standard deviation of about sqrt(2 / SKETCH), 18%, of it (count
@@ -37,37 +37,37 @@ def sketch(tensor: Tensor, name: str) -> list[float]:
     elements of one block of SKETCH are in different ones. Signs and sums follow from the name and the element's number;
     sums are in float64.
     """
-    seed = _seed(name)
+    seed = _derive_seed(name)
     flat, sums = tensor.detach().reshape(-1), torch.zeros(SKETCH, dtype=torch.float64, device=tensor.device)
     columns = torch.arange(SKETCH, device=flat.device)
     for begin in range(0, len(flat), _PIECE):
         values = flat[begin : begin + _PIECE].double()
         values = torch.nn.functional.pad(values, (0, -len(values) % SKETCH))
         numbers = torch.arange(begin, begin + len(values), device=flat.device)
-        blocks = (values * (1 - 2 * (_mixed(numbers + seed) & 1))).view(-1, SKETCH)
-        turned = columns + _mixed(numbers[::SKETCH] - seed)[:, None] % SKETCH
+        blocks = (values * (1 - 2 * (_mix(numbers + seed) & 1))).view(-1, SKETCH)
+        turned = columns + _mix(numbers[::SKETCH] - seed)[:, None] % SKETCH
         sums += blocks.gather(1, turned % SKETCH).sum(dim=0)
     return sums.tolist()
 
 
 def sketch_rows(rows: Tensor, name: str, column: int = 0) -> Tensor:
-    """The sketch of each row by itself: [rows, width] to [rows, SKETCH], float64.
+    """Sketch each row: [rows, width] to [rows, SKETCH], float64.
 
     Rows that are parts of wider rows, from `column` on, have sketches that add up to those of the wider rows.
     """
-    seed, numbers = _seed(name), torch.arange(column, column + rows.shape[1], device=rows.device)
-    signs = 1 - 2 * (_mixed(numbers + seed) & 1)
-    turned = (numbers - _mixed(numbers - numbers % SKETCH - seed)) % SKETCH
+    seed, numbers = _derive_seed(name), torch.arange(column, column + rows.shape[1], device=rows.device)
+    signs = 1 - 2 * (_mix(numbers + seed) & 1)
+    turned = (numbers - _mix(numbers - numbers % SKETCH - seed)) % SKETCH
     sums = torch.zeros(len(rows), SKETCH, dtype=torch.float64, device=rows.device)
     return sums.index_add_(1, turned, rows.double() * signs)
 
 
-def _seed(name: str) -> int:
+def _derive_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """Pseudo-random bits of integers, int64 to int64: the mixing function of SplitMix64 (Steele et al. 2014)."""
+def _mix(numbers: Tensor) -> Tensor:
+    """Mix the bits of integers, int64, as SplitMix64 does (Steele et al. 2014)."""
     mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -75,12 +75,11 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 StateSketches = tuple[str, NDArray[np.int64], NDArray[np.float64]]
-"""A rank's part of a point's sketches: name of the point, numbers of the tokens in the step, [tokens], and
-[tokens, SKETCH]."""
+"""A rank's sketches at a point: the point, token indices in the step, [tokens], and sketches, [tokens, SKETCH]."""
 
 
 class StepRecorder:
-    """Sketches of a rank's tensors between `begin` and `end`; all methods are collective over the ranks of the model.
+    """Sketches a rank's tensors between `begin` and `end`; methods are collective.
 
     Before `begin`, the pass for log-probabilities can sketch hidden states (`watch`).
 
@@ -98,50 +97,50 @@ class StepRecorder:
         self._watched: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._states: list[tuple[str, Tensor, Tensor]] = []
 
-    def watch(self, places: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+    def watch(self, in_replica: NDArray[np.int64], in_step: NDArray[np.int64]) -> None:
         """Sketch the hidden states of some tokens in the next pass for log-probabilities.
 
         Args:
-            places: [watched], int64: places of the tokens in this replica's batch.
-            numbers: [watched], int64: numbers of the tokens in the step.
+            in_replica: [watched], int64: indices of the tokens in this replica's batch.
+            in_step: [watched], int64: indices of the same tokens in the step.
         """
-        self._watched = places, numbers
+        self._watched = in_replica, in_step
 
     @contextmanager
-    def watching(self, batch: TokenBatch, microbatches: Microbatches) -> Iterator[None]:
-        """Sketch the watched tokens in the body's forward pass; nothing unless `watch` was called before it."""
+    def sketching(self, batch: TokenBatch, microbatches: Microbatches) -> Iterator[None]:
+        """Sketch the watched tokens, if any, in the body's forward pass."""
         if self._watched is None:
             yield
             return
-        (places, numbers), self._watched = self._watched, None
-        whole = np.full(sum(batch.lengths), -1)
-        whole[places] = numbers
+        (in_replica, in_step), self._watched = self._watched, None
+        tokens = np.full(sum(batch.lengths), -1)
+        tokens[in_replica] = in_step
         self._states = []
-        with capture_states(self._rank, batch, microbatches, whole, self._add_states):
+        with capture_states(self._rank, batch, microbatches, tokens, self._add_states):
             yield
 
     def _add_states(self, piece: Piece) -> None:
-        """Sketch a piece on its device: fetching it would make the pass wait at every module."""
+        # Sketched on the device: fetching a piece would make the pass wait at every module.
         self._states.append((piece.point, piece.tokens, sketch_rows(piece.values, piece.point, piece.column)))
 
     def end_states(self) -> list[StateSketches]:
-        """This rank's parts of the sketches of the watched tokens, which add up over all ranks."""
+        """Return this rank's sketches of the watched tokens, which add up over ranks."""
         parts, self._states = self._states, []
         return [(point, tokens.numpy(), sketches.cpu().numpy()) for point, tokens, sketches in parts]
 
     def begin(self) -> None:
-        """Note the weights, and from now on the gradient of each optimizer step (`add_gradient`)."""
+        """Note the weights, and from now on each step's gradient (`add_gradient`)."""
         rank, settings = self._rank, self._rank.config.optimizer
         weights = iter_hf_tensors(rank.gather_chunks(), rank.shape)
-        self._figures, self._steps = list(_figures("weight", 0, weights)), 0
+        self._figures, self._steps = list(_iter_figures("weight", 0, weights)), 0
         follows = not (settings.precision_aware or settings.cpu_offload)
-        own = rank.optimizer.iter_updated_weights() if follows else iter(())
-        self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in own]
+        updated = rank.optimizer.iter_updated_weights() if follows else iter(())
+        self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in updated]
 
     def add_gradient(self) -> None:
-        """Note the gradient of an optimizer step, between its norm and the step; nothing unless a step is recorded."""
+        """Note the gradient if a step is recorded; between its norm and the optimizer step."""
         if self._figures is not None:
-            self._figures += self._of_buffers("gradient", self._steps)
+            self._figures += self._read_buffers("gradient", self._steps)
             self._steps += 1
 
     @torch.no_grad()
@@ -150,28 +149,28 @@ class StepRecorder:
         figures, self._figures = self._figures, None
         assert figures is not None, "the step was begun"
         if self._before and self._steps:
-            own = self._rank.optimizer.iter_updated_weights()
-            for (parameter, start, part), before in zip(own, self._before, strict=True):
+            updated = self._rank.optimizer.iter_updated_weights()
+            for (parameter, start, part), before in zip(updated, self._before, strict=True):
                 change = part.float() - before.to(part.device)
                 parameter.main_grad.view(-1)[start : start + len(change)] = change
-            figures += self._of_buffers("update", 0)
+            figures += self._read_buffers("update", 0)
         self._before = []
         return figures
 
-    def _of_buffers(self, kind: Literal["gradient", "update"], step: int) -> list[TensorFigure]:
-        """Figures of the contents of the gradient buffers, including the other ranks' parts."""
+    def _read_buffers(self, kind: Literal["gradient", "update"], step: int) -> list[TensorFigure]:
+        """Sketch the gradient buffers, including the other ranks' parts."""
         rank = self._rank
         rank.optimizer.complete_gradients()
         chunks = rank.chunks
         # Parameters that are not trained have no gradient buffer.
         buffers = iter_hf_tensors(chunks, rank.shape, lambda bound: getattr(bound.parameter, "main_grad", None))
-        found = list(_figures(kind, step, buffers))
+        figures = list(_iter_figures(kind, step, buffers))
         if rank.config.lora.rank:
-            found += _figures(kind, step, iter_adapter_tensors(chunks, rank.shape, attrgetter("main_grad")))
-        return found
+            figures += _iter_figures(kind, step, iter_adapter_tensors(chunks, rank.shape, attrgetter("main_grad")))
+        return figures
 
 
-def _figures(
+def _iter_figures(
     kind: Literal["weight", "gradient", "update"], step: int, tensors: Iterator[tuple[str, Tensor | None]]
 ) -> Iterator[TensorFigure]:
     for name, tensor in tensors:

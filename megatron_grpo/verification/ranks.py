@@ -126,7 +126,7 @@ def _whole(rank: PolicyRank) -> dict[str, Tensor]:
 
 def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     """The gradients, exported like weights: each is copied into its parameter for the export."""
-    parameters = rank.parameters()
+    parameters = rank.gather_parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)

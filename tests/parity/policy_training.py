@@ -71,11 +71,11 @@ def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], Clippe
 
 def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
     """Gradients under the names and in the shapes of transformers: exported the way weights are."""
-    weights = [parameter.detach().clone() for parameter in engine.parameters()]
-    for parameter in engine.parameters():
+    weights = [parameter.detach().clone() for parameter in engine.gather_parameters()]
+    for parameter in engine.gather_parameters():
         parameter.data.copy_(parameter.main_grad)
     gradients = whole_tensors(engine)
-    for parameter, weight in zip(engine.parameters(), weights, strict=True):
+    for parameter, weight in zip(engine.gather_parameters(), weights, strict=True):
         parameter.data.copy_(weight)
     return gradients
 
@@ -90,7 +90,7 @@ def gradients_on_rank(
         share, microbatches, loss_fn, counts = train_arguments(layout)
         engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)
-        found.append((gradients, engine.optimizer.grad_norm()))
+        found.append((gradients, engine.optimizer.compute_grad_norm()))
     return found
 
 

@@ -43,7 +43,7 @@ def make_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> Pol
 
 def of_training(rank: PolicyRank) -> Iterator[Tensor]:
     """Gradients and moments, found by other ways than in the code."""
-    for parameter in rank.parameters():
+    for parameter in rank.gather_parameters():
         if parameter.requires_grad:
             yield parameter.main_grad
     for one in rank.optimizer.optimizer.chained_optimizers:

@@ -53,8 +53,8 @@ def gradients_on_rank(
         share, microbatches, loss_fn, counts = train_arguments(layout)
         rank.compute_gradients(fetched(rank, share, loss_fn), microbatches, loss_fn, counts)
         values, gradients = (own_parts(rank, gradients) for gradients in (False, True))
-        found.append((values, gradients, rank.optimizer.grad_norm()))
-        trained = sum(one.requires_grad for one in rank.parameters())
+        found.append((values, gradients, rank.optimizer.compute_grad_norm()))
+        trained = sum(one.requires_grad for one in rank.gather_parameters())
         assert trained == 2 * len(adapted_layers(rank))
     return found
 

@@ -106,7 +106,7 @@ def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[st
 
 
 def weights(engine: PolicyRank) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in engine.parameters()]
+    return [parameter.detach().clone() for parameter in engine.gather_parameters()]
 
 
 def bad_gradient_on_rank(layout: Layout, model: TinyModel) -> tuple[float, bool, list[float], bool]:

@@ -127,11 +127,11 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
         engine = make_engine(layout, path, distributed=False)
         share, microbatches, loss_fn, counts = train_arguments(layout)
         shares = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-        for parameter in engine.parameters():
+        for parameter in engine.gather_parameters():
             parameter.data.copy_(parameter.main_grad)
         gradients = whole_tensors(engine)
         reported = sum(float(share["loss"]) for share in shares) if engine.is_output_rank else 0.0
-        found.append((gradients, engine.optimizer.grad_norm(), reported))
+        found.append((gradients, engine.optimizer.compute_grad_norm(), reported))
     return found
 
 

@@ -17,7 +17,8 @@ from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.model_ranks import TrainResult, derive_cost
+from megatron_grpo.trainer.microbatch_schedule import derive_cost
+from megatron_grpo.trainer.model_ranks import TrainResult
 from tests.support.fake_rollouts import add_entry, by_sequence
 from tests.support.token_fields import in_rectangles
 

@@ -1,8 +1,9 @@
-"""Building a rank's shard of the policy or of the value model: a decoder whose head is applied to chosen tokens
-alone."""
+"""Builds a rank's shard of the policy or the value model: a decoder whose head is applied to chosen tokens only."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
@@ -32,18 +33,20 @@ from megatron_grpo.trainer.model.rounding import keep_outer_layers
 
 
 class DecoderModel(GPTModel):
-    """Megatron-Core's model without its head, which `PolicyRank` or `ValueHead` applies to chosen tokens alone.
+    """Megatron-Core's model without its head, which is applied to chosen tokens only.
 
     The head is the largest matrix of a small model, and its output the largest tensor of any model. So prompts and
     padding never reach it, and logits of all tokens are never held.
     """
 
     rows: Tensor | None = None
-    """[rows], int64: indices of the chosen tokens of the next microbatch, [1, tokens]; None: the model returns logits
-    of every token, [sequences, length, columns of this rank]."""
+    """[rows], int64: indices of the chosen tokens of the next microbatch, [1, tokens].
+
+    None: the model returns logits of every token, [sequences, length, columns of this rank].
+    """
 
     def _postprocess(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[length, 1, hidden] of hidden states to those of the rows, [1, rows, hidden], on the last stage."""
+        """Select the rows' hidden states on the last stage: [length, 1, hidden] to [1, rows, hidden]."""
         if not self.post_process or self.rows is None:
             output: Tensor = super()._postprocess(hidden_states, *arguments, **keywords)
             return output
@@ -64,7 +67,7 @@ class DecoderModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """Head of a value model: hidden state times weight plus bias, in float32, equal on all tensor-parallel ranks.
+    """Linear head of a value model, equal on all tensor-parallel ranks.
 
     Sequence parallelism does not split its input (`DecoderModel.rows`): every rank computes all of the head and its
     gradient.
@@ -72,28 +75,28 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        placed = {"dtype": config.params_dtype, "device": config.platform.device}
-        weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **placed))
-        bias: Any = torch.nn.Parameter(torch.zeros(1, **placed))
+        options = {"dtype": config.params_dtype, "device": config.platform.device}
+        weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
+        bias: Any = torch.nn.Parameter(torch.zeros(1, **options))
         self.weight, self.bias = weight, bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden], any float type, to the value after each token: [rows], float32."""
+        """Compute the value after each token in float32: [rows, hidden] to [rows]."""
         return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
 
 
 def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | None = None) -> list[DecoderModel]:
-    """A rank's shard of the model on the platform's device, weights uninitialised: one chunk, or several that
-    microbatches pass in turn (virtual pipeline).
+    """Build a rank's shard of the model, weights uninitialised.
 
-    The last chunk of the last stage, `chunk(token_ids, None, None, packed_seq_params=...)`, returns logits, [1, tokens,
-    columns], where columns is padded vocabulary / TP; sums over the vocabulary have to leave the padding out. With
-    `rows` it returns hidden states. Packed sequences (`PackedSequences`) are passed as one sequence, [1, tokens].
+    It is one chunk, or several that microbatches pass in turn (virtual pipeline). The last chunk of the last stage,
+    `chunk(token_ids, None, None, packed_seq_params=...)`, returns logits, [1, tokens, columns], where columns is padded
+    vocabulary / TP; sums over the vocabulary have to leave the padding out. With `rows` it returns hidden states.
+    Packed sequences (`PackedSequences`) are passed as one sequence, [1, tokens].
 
     Args:
         config: the model's configuration; `initialize_parallel` was called with its layout.
         shape: sizes of the model; that of a value model ends in a `ValueHead`, initially zero.
-        platform: platform to build for; None: the one that this process has.
+        platform: platform to build for; None: the platform of this process.
 
     Raises:
         RunError: this rank's device or packages have no FP8, and the configuration asks for it.
@@ -101,14 +104,41 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)
     settings = build_transformer_config(config, shape, platform)
-    number = config.parallel.virtual_pipeline
-    return [_build_chunk(settings, config, shape, stage) for stage in (range(number) if number > 1 else (None,))]
+    chunks = config.parallel.virtual_pipeline
+    return [_build_chunk(settings, config, shape, stage) for stage in (range(chunks) if chunks > 1 else (None,))]
+
+
+def make_reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:
+    """Make the configuration of the frozen reference from the policy's."""
+    if not reference.offload or not config.fp8.parameters:
+        return config
+    # Moving an FP8 parameter to host memory would move its outer tensor alone. In bfloat16 products stay the same,
+    # since the reference holds the values of the policy's FP8 parameters.
+    return replace(config, fp8=replace(config.fp8, parameters=False))
+
+
+@torch.no_grad()  # else Transformer Engine keeps copies of FP8 parameters as they were before rounding
+def build_reference(
+    chunks: Sequence[DecoderModel],
+    config: PolicyConfig,
+    reference: ReferenceConfig,
+    shape: ModelShape,
+    platform: Platform,
+) -> list[DecoderModel]:
+    """Build a copy of a model that is not trained."""
+    config = make_reference_config(config, reference)
+    copies = [chunk.requires_grad_(False) for chunk in build_model(config, shape, platform)]
+    # Copied from the policy, which is faster than reading from disk again.
+    for chunk, copy in zip(chunks, copies, strict=True):
+        for source, target in ((chunk.parameters(), copy.parameters()), (chunk.buffers(), copy.buffers())):
+            for tensor, copied in zip(source, target, strict=True):
+                copied.copy_(tensor)
+    return copies
 
 
 def _build_chunk(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> DecoderModel:
-    """One chunk of the rank's shard; vp_stage None: the only chunk."""
     model = DecoderModel(
         config=settings,
         transformer_layer_spec=build_layer_specs(settings, config, shape, vp_stage),
@@ -128,10 +158,10 @@ def _build_chunk(
     if uses_transformer_engine(shape, settings.platform, config.precision):
         model.rotary_pos_emb = RotaryTable(model.rotary_pos_emb)
     else:
-        model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape, settings.platform)
+        model.rotary_pos_emb = _build_rotary(model.rotary_pos_emb, shape, settings.platform)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are
-        model.embedding.register_forward_hook(lambda _module, _given, embedded: embedded * scale)
+        model.embedding.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
     if config.lora.rank:
         train_adapters_alone(model)
     if config.fp8.is_simulated:
@@ -141,7 +171,7 @@ def _build_chunk(
     return model
 
 
-def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape, platform: Platform) -> RotaryAtPositions:
+def _build_rotary(rotary: RotaryEmbedding, shape: ModelShape, platform: Platform) -> RotaryAtPositions:
     if shape.local_rope_theta is None:
         return RotaryAtPositions(rotary)
     local = RotaryEmbedding(

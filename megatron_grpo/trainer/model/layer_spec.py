@@ -1,4 +1,4 @@
-"""The spec of a transformer layer: Transformer Engine's modules where they are installed, else plain torch."""
+"""Specs of transformer layers: Transformer Engine's modules where they are installed, else plain torch."""
 
 from __future__ import annotations
 
@@ -34,55 +34,58 @@ logger = logging.getLogger(__name__)
 def uses_transformer_engine(
     shape: ModelShape, platform: Platform, precision: Literal["float32", "bfloat16"] = "bfloat16"
 ) -> bool:
-    """Whether a model's layers are Transformer Engine's: it is installed beside a GPU and can express them.
+    """True if a model's layers are Transformer Engine's.
 
-    In float32 they are plain torch: no fused attention of Transformer Engine takes float32, its unfused one excludes
-    context parallelism, and its float32 products are rounded to TF32.
+    It has to be installed beside a GPU and to express the layers. In float32 they are plain torch: no fused attention
+    of Transformer Engine takes float32, its unfused one excludes context parallelism, and its float32 products are
+    rounded to TF32.
     """
-    if precision == "float32" or not _transformer_engine_found(platform.name):
+    if precision == "float32" or not _has_transformer_engine(platform.name):
         return False
     if not shape.fits_transformer_engine:
-        _say_beyond_transformer_engine(shape.family)
+        _warn_of_family(shape.family)
         return False
     return True
 
 
 @cache
-def _say_beyond_transformer_engine(family: str) -> None:
+def _warn_of_family(family: str) -> None:
     logger.warning("Transformer Engine's layers do not express %s: its layers are plain torch, which is slower", family)
 
 
 @cache
-def _transformer_engine_found(platform: Literal["cuda", "cpu", "dry"]) -> bool:
-    """Whether there is a GPU with Transformer Engine, as a dry run assumes; warns once when only the GPU is there."""
+def _has_transformer_engine(platform: Literal["cuda", "cpu", "dry"]) -> bool:
     if platform != "cuda":
-        return platform == "dry"
-    # The extension for torch is looked for, because the package transformer_engine may be installed without it.
-    found = importlib.util.find_spec("transformer_engine_torch") is not None
-    if not found:
+        return platform == "dry"  # a dry run assumes a GPU with Transformer Engine
+    # The extension for torch, because the package transformer_engine may be installed without it.
+    is_installed = importlib.util.find_spec("transformer_engine_torch") is not None
+    if not is_installed:
         logger.warning("transformer_engine_torch is not installed: layers fall back to plain torch, which is slower")
-    return found
+    return is_installed
 
 
 def build_layer_specs(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
+    """Build the specs of the layers of this pipeline stage, or of one of its chunks.
 
     With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer Engine
     is installed: its linear layers contain the norm before them, which hides the input that an adapter needs. Its
     attention stays in use.
     """
-    found = uses_transformer_engine(shape, settings.platform, config.precision)
-    engine = found and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
-    parts = _engine_parts(settings.platform) if found else None
-    with_experts = dense = _one_layer(shape, None, parts, whole=engine)
+    te = (
+        _find_te_parts(settings.platform)
+        if uses_transformer_engine(shape, settings.platform, config.precision)
+        else None
+    )
+    is_te_layer = te is not None and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
+    with_experts = dense = _build_layer(shape, None, te, is_te_layer=is_te_layer)
     if shape.experts is not None:
-        with_experts = _one_layer(shape, shape.experts.count, parts, whole=engine)
+        with_experts = _build_layer(shape, shape.experts.count, te, is_te_layer=is_te_layer)
     first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
-    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm if parts and engine else RMSNorm)
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=te.norm if te and is_te_layer else RMSNorm)
     if config.fp8.is_simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
         apply_mixin(block, RoundedLinear, fp8=config.fp8)
@@ -98,12 +101,12 @@ class TeParts:
     """Transformer Engine's modules, or shape-only ones in their place."""
 
     layer: Callable[..., ModuleSpec]
-    """Makes a layer's spec from its number of experts (None: dense) and `qk_layernorm`: whether heads are normed."""
+    """Builds a layer's spec from its number of experts (None: dense) and `qk_layernorm`: whether heads are normed."""
     attention: type
     norm: type
 
 
-def _engine_parts(platform: Platform) -> TeParts:
+def _find_te_parts(platform: Platform) -> TeParts:
     if platform.layer_parts is not None:
         return platform.layer_parts
     # Imported here because Transformer Engine may not be installed.
@@ -116,7 +119,7 @@ def _engine_parts(platform: Platform) -> TeParts:
 
 @cache
 def keep_empty_states() -> None:
-    """Let Transformer Engine's grouped linear layers be saved where their FP8 recipe keeps no state.
+    """Let Transformer Engine's grouped linear layers be saved without FP8 state.
 
     Only delayed scaling has a state beside the weights. With other recipes Transformer Engine returns an empty tensor,
     which Megatron-Core would split into a state for each expert.
@@ -132,15 +135,15 @@ def keep_empty_states() -> None:
     layer._split_extra_state = split_unless_empty
 
 
-def _one_layer(shape: ModelShape, experts: int | None, engine: TeParts | None, *, whole: bool) -> ModuleSpec:
-    """The spec of one layer with this number of experts; None: with a dense feed-forward network.
+def _build_layer(shape: ModelShape, experts: int | None, te: TeParts | None, *, is_te_layer: bool) -> ModuleSpec:
+    """Build a layer's spec; `experts` None: with a dense feed-forward network.
 
-    `whole`: whether all of the layer is Transformer Engine's, rather than its attention alone.
+    `is_te_layer`: all of the layer is Transformer Engine's, rather than only its attention.
     """
-    if engine is not None and whole:
-        layer = engine.layer(experts, qk_layernorm=shape.qk_norm)
+    if te is not None and is_te_layer:
+        layer = te.layer(experts, qk_layernorm=shape.qk_norm)
     else:
-        layer = _torch_layer(shape, experts, TorchCoreAttention if engine is None else engine.attention)
+        layer = _build_torch_layer(shape, experts, TorchCoreAttention if te is None else te.attention)
     if experts is not None:
         layer.module = DecoderLayer
         layer.submodules.mlp.submodules.router = ExpertRouter
@@ -149,7 +152,7 @@ def _one_layer(shape: ModelShape, experts: int | None, engine: TeParts | None, *
     return layer
 
 
-def _torch_layer(shape: ModelShape, experts: int | None, core_attention: type) -> ModuleSpec:
+def _build_torch_layer(shape: ModelShape, experts: int | None, core_attention: type) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

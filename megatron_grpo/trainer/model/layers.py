@@ -1,4 +1,4 @@
-"""RMS norms of the torch layers, and a way to put a class in front of every linear layer of a spec."""
+"""RMS norms of the torch layers, and mixins for the linear layers of a spec."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
+    """RMS norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
-    With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the factor is 1 + weight, and
-    everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
+    Zhang and Sennrich 2019, eq. 4. With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the
+    factor is 1 + weight, and everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
 
     Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel rank sees
     only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size], any float type, to every row normalised, in shape and dtype of `hidden`."""
+        """Normalise every row, in the dtype of `hidden`."""
         if not self.zero_centered:
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(hidden)
@@ -55,39 +55,44 @@ class NormedRowParallelLinear(RowParallelLinear):
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[length, sequences, features of this rank], any float type, to [length, sequences, output_size], no bias."""
+        """Project [length, sequences, features of this rank] to [length, sequences, output_size]; no bias."""
         projected, bias = super().forward(input_)
         assert bias is None, "a bias would have to be added before the norm"
         return self.post_norm(projected), None
 
 
 def apply_mixin(
-    block: TransformerBlockSubmodules, front: type, names: Collection[str] | None = None, **arguments: Any
+    block: TransformerBlockSubmodules, mixin: type, names: Collection[str] | None = None, **arguments: Any
 ) -> None:
-    """Make `front` the first base class of linear layers in a stage's spec of torch modules, in place.
+    """Make `mixin` the first base class of linear layers in a stage's spec.
 
-    The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of the
-    front's constructor, in addition to the layer's. `names`: layers with these names outside of experts; None: all.
+    The mixin overrides methods of the layer's class, the next base.
+
+    Args:
+        block: the stage's spec of torch modules; changed in place.
+        mixin: the class to mix in.
+        names: only layers with these names outside of experts; None: all.
+        arguments: keyword arguments of the mixin's constructor, in addition to the layer's.
     """
     for layer in block.layer_specs:
-        _put_in_front(layer.submodules, front, names, arguments)
+        _mix_in(layer.submodules, mixin, names, arguments)
 
 
 @cache
-def _fronted(front: type, layer: type) -> type:
-    """A subclass of one of Megatron-Core's linear layers, in which the methods of `front` override the layer's."""
-    return type(f"{front.__name__}{layer.__name__}", (front, layer), {})
+def _make_mixed_class(mixin: type, layer: type) -> type:
+    return type(f"{mixin.__name__}{layer.__name__}", (mixin, layer), {})
 
 
-def _put_in_front(parts: Any, front: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
+def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
     """Change the linear layers among a spec's submodules, recursively."""
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
-        kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        is_linear = isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
+        module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
+        is_linear = isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear))
         if is_linear:
             # The layers may share one spec.
-            if (names is None or field.name in names) and not issubclass(kind, front):
-                setattr(parts, field.name, ModuleSpec(module=_fronted(front, kind), params={**params, **arguments}))
-        elif isinstance(part, ModuleSpec) and (names is None or kind is not MoELayer):
-            _put_in_front(part.submodules, front, names, arguments)
+            if (names is None or field.name in names) and not issubclass(module, mixin):
+                mixed = _make_mixed_class(mixin, module)
+                setattr(parts, field.name, ModuleSpec(module=mixed, params={**params, **arguments}))
+        elif isinstance(part, ModuleSpec) and (names is None or module is not MoELayer):
+            _mix_in(part.submodules, mixin, names, arguments)

@@ -27,34 +27,26 @@ T = TypeVar("T")
 
 @dataclass
 class DecoderSettings(TransformerConfig):
-    """Megatron-Core's settings, which it hands to every module, and the platform that the modules are made for."""
+    """Megatron-Core's settings, which every module gets, and the modules' platform."""
 
     platform: Platform = field(default_factory=detect_platform)
     single_expert_has_weight_one: bool = False
-    """Whether the weight of a token's only expert is 1, before scaling, rather than its score."""
+    """True if the weight of a token's only expert is 1, before scaling, rather than its score."""
 
 
 def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
-    """Megatron-Core's settings of a decoder without dropout; fields that users pass override the others."""
+    """Build Megatron-Core's settings of a decoder without dropout.
+
+    Fields that users pass override ours.
+    """
     parallel, dtype = config.parallel, getattr(torch, config.precision)
     recomputes = config.activation_checkpointing
-    engine = uses_transformer_engine(shape, platform, config.precision)
+    uses_te = uses_transformer_engine(shape, platform, config.precision)
     ours: dict[str, Any] = dict(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn_hidden,
-        num_attention_heads=shape.attention_heads,
-        num_query_groups=shape.key_value_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
+        **_list_shape_settings(shape),
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **_parallel_settings(parallel),
+        **_list_parallel_settings(parallel),
         bf16=config.precision == "bfloat16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -69,48 +61,65 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
         variable_seq_lengths=True,
         # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
         moe_token_dispatcher_type="alltoall",
-        **_expert_settings(shape, engine=engine),
+        **_list_expert_settings(shape, uses_te=uses_te),
         recompute_granularity="full" if recomputes else None,
         recompute_method="uniform" if recomputes else None,
         recompute_num_layers=1 if recomputes else None,
-        # Settings that differ between families.
-        activation_func={"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
-        layernorm_zero_centered_gamma=shape.zero_centered_norms,
-        softmax_scale=shape.softmax_scale,
-        # Megatron-Core counts tokens before and after the query's own, and lists which layers have the window.
-        window_size=None if shape.window is None else (shape.window - 1, 0),
-        window_attn_skip_freq=[int(windowed) for windowed in shape.windowed] or None,
-        **_fp8_settings(config.fp8),
-        **_platform_settings(shape, platform, engine=engine, interleaved=parallel.virtual_pipeline > 1),
+        **_list_fp8_settings(config.fp8),
+        **_list_platform_settings(shape, platform, uses_te=uses_te, interleaved=parallel.virtual_pipeline > 1),
         platform=platform,
     )
     return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
 
 
+def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
+    """List the settings of a model's sizes and family."""
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn_hidden,
+        "num_attention_heads": shape.attention_heads,
+        "num_query_groups": shape.key_value_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "layernorm_zero_centered_gamma": shape.zero_centered_norms,
+        "qk_layernorm": shape.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": {"silu": F.silu, "gelu_tanh": compute_gelu_tanh}[shape.activation],
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "softmax_scale": shape.softmax_scale,
+        # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
+        "window_size": None if shape.window is None else (shape.window - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in shape.windowed] or None,
+    }
+
+
 def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Problems of passed fields, by section of the configuration: unknown to the installed version, or a wrong type."""
+    """Find passed fields by section that Megatron-Core does not know, or of a wrong type."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
-    kinds: dict[str, type] = {
+    classes: dict[str, type] = {
         "policy.megatron": TransformerConfig,
         "policy.ddp": DistributedDataParallelConfig,
         "policy.megatron_optimizer": OptimizerConfig,
     }
     problems: list[Problem] = []
     for section, values in sections.items():
-        kind = kinds[section]
-        what = f"a field of Megatron-Core's {kind.__name__}"
-        problems += check_library_fields(section, values, typing.get_type_hints(kind), what)
+        settings = classes[section]
+        subject = f"a field of Megatron-Core's {settings.__name__}"
+        problems += check_library_fields(section, values, typing.get_type_hints(settings), subject)
     return problems
 
 
 def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, Any]:
-    """Fields of TransformerConfig for speed and memory, and the fields that the user passes.
+    """Build TransformerConfig's fields for speed and memory, and the user's fields.
 
     With policy.deterministic it also sets the environment variable that Transformer Engine reads.
     """
-    fields: dict[str, Any] = {"gradient_accumulation_fusion": _fuses_accumulation(config, platform)}
+    fields: dict[str, Any] = {"gradient_accumulation_fusion": _should_fuse_accumulation(config, platform)}
     if config.deterministic:
         # Read by Transformer Engine, which refuses deterministic_mode without it.
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -122,35 +131,41 @@ def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[s
 
 
 def build_megatron_config(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
-    """Make one of Megatron-Core's configuration objects; ValueError if it refuses the combination of fields.
+    """Build one of Megatron-Core's configuration objects.
 
     The user's fields, whose names and types were checked, override ours; users write dtypes and members of enumerations
     by name.
+
+    Raises:
+        ValueError: Megatron-Core refuses the combination of fields.
     """
     hints = typing.get_type_hints(kind)
     try:
-        return kind(**{**ours, **{name: _converted(hints[name], value) for name, value in passed.items()}})
+        return kind(**{**ours, **{name: _convert_value(hints[name], value) for name, value in passed.items()}})
     except (AssertionError, ValueError) as error:
-        given = ", ".join(f"{name}={value}" for name, value in passed.items())
-        theirs = next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("megatron.core."))
-        raise ValueError(f"Megatron-Core refuses {theirs} with {given}: {error}") from error
+        fields = ", ".join(f"{name}={value}" for name, value in passed.items())
+        refusing = next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("megatron.core."))
+        raise ValueError(f"Megatron-Core refuses {refusing} with {fields}: {error}") from error
 
 
-def _converted(hint: Any, value: Any) -> Any:
-    """Convert a value of the configuration to a field's type."""
+def _convert_value(hint: Any, value: Any) -> Any:
+    members = typing.get_args(hint) or (hint,)
     if isinstance(value, str):
-        for one in typing.get_args(hint) or (hint,):
-            if one is torch.dtype:
+        for member in members:
+            if member is torch.dtype:
                 return getattr(torch, value)
-            if isinstance(one, type) and issubclass(one, enum.Enum):
-                return one[value]
-    if isinstance(value, list) and any(typing.get_origin(one) is tuple for one in (hint, *typing.get_args(hint))):
+            if isinstance(member, type) and issubclass(member, enum.Enum):
+                return member[value]
+    if isinstance(value, list) and any(typing.get_origin(member) is tuple for member in (hint, *members)):
         return tuple(value)
     return value
 
 
-def _fuses_accumulation(config: PolicyConfig, platform: Platform) -> bool:
-    """Whether the product that makes a weight's gradient also accumulates it, which apex's extension does on a GPU."""
+def _should_fuse_accumulation(config: PolicyConfig, platform: Platform) -> bool:
+    """True if the product that makes a weight's gradient also accumulates it.
+
+    apex's extension does that on a GPU.
+    """
     if config.gradient_accumulation_fusion is not None:
         return config.gradient_accumulation_fusion
     if config.quantization is not None or config.fp8.is_simulated:
@@ -159,8 +174,8 @@ def _fuses_accumulation(config: PolicyConfig, platform: Platform) -> bool:
     return platform.is_like_cuda and extension is not None
 
 
-def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
-    """TransformerConfig's fields for FP8; none when it is off or simulated."""
+def _list_fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
+    """List the settings of FP8; empty when it is off or simulated."""
     if not fp8.is_on_device:
         return {}
     return {
@@ -176,23 +191,27 @@ def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
-    """Raise a RunError if this rank has no GPU or Transformer Engine for FP8, or its GPU is too old for the recipe."""
+    """Require a GPU and Transformer Engine for FP8, if configured.
+
+    Raises:
+        RunError: one is missing, or the GPU is too old for the recipe.
+    """
     if not fp8.is_on_device:
         return
-    what = f"policy.fp8.format={fp8.format}"
+    setting = f"policy.fp8.format={fp8.format}"
     if not uses_transformer_engine(shape, platform):
-        raise RunError(f"{what} needs a GPU and Transformer Engine; policy.fp8.simulate=true imitates its numerics")
+        raise RunError(f"{setting} needs a GPU and Transformer Engine; policy.fp8.simulate=true imitates its numerics")
     if platform.name == "dry":
         return
-    have = torch.cuda.get_device_capability()
-    if have < fp8.least_capability:
-        least, there = (".".join(map(str, capability)) for capability in (fp8.least_capability, have))
+    capability = torch.cuda.get_device_capability()
+    if capability < fp8.least_capability:
+        least, actual = (".".join(map(str, version)) for version in (fp8.least_capability, capability))
         name = torch.cuda.get_device_name()
-        raise RunError(f"{what}, recipe={fp8.recipe}: needs compute capability {least}, and {name} has {there}")
+        raise RunError(f"{setting}, recipe={fp8.recipe}: needs compute capability {least}, and {name} has {actual}")
 
 
-def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """Megatron-Core's settings for the layout of a model over its ranks."""
+def _list_parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    """List the settings of a model's layout over its ranks."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -205,13 +224,13 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.sequence and parallel.tensor > 1,
-        # A stage's output was sent to the next stage, and only its place in the graph is needed until backward.
+        # A stage's output was sent to the next stage, and only its node of the graph is needed until backward.
         "deallocate_pipeline_outputs": True,
     }
 
 
-def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
-    """Megatron-Core's settings for a mixture of experts, without the losses and updates that `ExpertRouter` owns."""
+def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]:
+    """List the settings of a mixture of experts, without losses and bias updates (`ExpertRouter`)."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -219,7 +238,7 @@ def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
-        "moe_layer_freq": [int(one) for one in experts.layers],
+        "moe_layer_freq": [int(has_experts) for has_experts in experts.layers],
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,
         # Softmax over the chosen logits alone is softmax over all of them, scaled so that the chosen add up to one.
@@ -233,25 +252,27 @@ def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": engine,
-        "moe_permute_fusion": engine,
+        "moe_grouped_gemm": uses_te,
+        "moe_permute_fusion": uses_te,
     }
 
 
 def _leave_as_is(weight: Tensor) -> None:
-    """Do nothing to a weight, [...], any dtype: the initialisation of weights that are about to be loaded."""
+    """Initialise nothing: the weights are about to be loaded."""
 
 
-def gelu_tanh(gate: Tensor) -> Tensor:
-    """x Phi(x) in its approximation by tanh (Hendrycks and Gimpel 2016), [...], in the dtype of `gate`."""
+def compute_gelu_tanh(gate: Tensor) -> Tensor:
+    """Approximate x Phi(x) by tanh (Hendrycks and Gimpel 2016)."""
     return F.gelu(gate, approximate="tanh")
 
 
-def _platform_settings(shape: ModelShape, platform: Platform, *, engine: bool, interleaved: bool) -> dict[str, Any]:
-    """Megatron-Core's settings of fused kernels and of communication between stages, for this platform."""
+def _list_platform_settings(
+    shape: ModelShape, platform: Platform, *, uses_te: bool, interleaved: bool
+) -> dict[str, Any]:
+    """List the settings of fused kernels and communication on a platform."""
     cuda = platform.is_like_cuda
     return {
-        "apply_rope_fusion": engine,
+        "apply_rope_fusion": uses_te,
         "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,

@@ -255,12 +255,15 @@ def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) 
     return AttentionCalls(groups, move(out))
 
 
-def select_source(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Ints:
-    """[tokens of a part], int64: flat indices of the tokens in one of the `parts` equal parts that sequence parallelism
-    cuts a context-parallel rank's tokens into; -1 on padding, and everywhere unless the tokens are `real`."""
-    each = layout.local_tokens // parts
-    source = layout.source[part * each : (part + 1) * each]
-    return source if real else np.full_like(source, -1)
+def select_source(layout: PackedLayout, *, part: int, parts: int, is_dummy: bool = False) -> Ints:
+    """Flat token index at each position of a sequence-parallel part; -1 for padding.
+
+    Sequence parallelism cuts a context-parallel rank's tokens into `parts` equal parts; [tokens of a part], int64. In a
+    dummy microbatch every token is padding.
+    """
+    tokens = layout.local_tokens // parts
+    source = layout.source[part * tokens : (part + 1) * tokens]
+    return np.full_like(source, -1) if is_dummy else source
 
 
 def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from_numpy) -> Membership:

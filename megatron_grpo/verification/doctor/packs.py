@@ -15,7 +15,7 @@ from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_recorde
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.model_ranks import assign_microbatches, derive_cost
+from megatron_grpo.trainer.microbatch_schedule import assign_microbatches, derive_cost
 from megatron_grpo.verification.doctor.evidence import Rollout
 from megatron_grpo.verification.doctor.law import Tokens, residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect

@@ -30,13 +30,13 @@ from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.run.launch import make_policy_settings
 from megatron_grpo.trainer.hidden_states import Piece, assemble_pieces
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.model_ranks import (
+from megatron_grpo.trainer.microbatch_schedule import (
     StepMicrobatches,
-    TrainResult,
     assign_microbatches,
     derive_cost,
     split_among_replicas,
 )
+from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.doctor.layer_outputs import logprobs_and_states
 from megatron_grpo.verification.processes import run_on_ranks

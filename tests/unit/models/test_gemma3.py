@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_grpo.models.families import build_weight_map, count_forward_flops, parse_model_shape
 from megatron_grpo.models.weight_map import iter_entries
-from megatron_grpo.trainer.model_ranks import derive_cost
+from megatron_grpo.trainer.microbatch_schedule import derive_cost
 from tests.support.gemma3_config import LINEAR, OLD, in_the_new_spelling
 from tests.support.tiny_models import BUILDERS
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer import actor, offload, parallel, rank
+from megatron_grpo.trainer import actor, offload, parallel
 from megatron_grpo.trainer.actor import ALLOCATOR, PolicyActor
-from megatron_grpo.trainer.model import layer_spec, megatron_config
+from megatron_grpo.trainer.model import build, layer_spec, megatron_config
 from megatron_grpo.trainer.model.attention import RotaryTable, TorchCoreAttention
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import build_transformer_fields
@@ -44,9 +44,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         return (object() if name in names else None) if name in made_up else real(name, *args)
 
     monkeypatch.setattr("importlib.util.find_spec", find)
-    layer_spec._transformer_engine_found.cache_clear()
+    layer_spec._has_transformer_engine.cache_clear()
     yield names
-    layer_spec._transformer_engine_found.cache_clear()
+    layer_spec._has_transformer_engine.cache_clear()
 
 
 def test_float32_layers_are_plain_torch(packages: set[str]) -> None:
@@ -99,8 +99,8 @@ def test_grouped_layers_without_a_state_of_fp8_are_saved(monkeypatch: pytest.Mon
 def test_a_reference_that_moves_to_the_host_has_no_fp8_parameters() -> None:
     policy = Config().policy
     policy.fp8 = Fp8Config(format="hybrid", recipe="tensorwise", parameters=True)
-    assert rank._reference_config(policy, ReferenceConfig(offload=False)).fp8.parameters
-    moved_config = rank._reference_config(policy, ReferenceConfig(offload=True))
+    assert build.make_reference_config(policy, ReferenceConfig(offload=False)).fp8.parameters
+    moved_config = build.make_reference_config(policy, ReferenceConfig(offload=True))
     assert not moved_config.fp8.parameters
     assert moved_config.fp8.format == "hybrid"
 
@@ -136,15 +136,14 @@ def test_a_reference_is_built_without_copies_of_what_was_rounded(monkeypatch: py
     chunk = torch.nn.Linear(2, 2)
     grads: list[bool] = []
 
-    def build(*_: Any) -> list[torch.nn.Module]:
+    def build_linear(*_: Any) -> list[torch.nn.Module]:
         grads.append(torch.is_grad_enabled())
         return [torch.nn.Linear(2, 2)]
 
-    monkeypatch.setattr(rank, "build_model", build)
-    made: Any = SimpleNamespace(config=Config().policy, shape=SHAPE, platform=CPU, chunks=[chunk])
-    rank.ModelRank._add_reference(made, ReferenceConfig())
+    monkeypatch.setattr(build, "build_model", build_linear)
+    chunks: list[Any] = [chunk]
+    (reference,) = build.build_reference(chunks, Config().policy, ReferenceConfig(), SHAPE, CPU)
     assert grads == [False]
-    (reference,) = made.reference
     assert torch.equal(reference.weight, chunk.weight)
     assert not any(parameter.requires_grad for parameter in reference.parameters())
 
@@ -152,7 +151,7 @@ def test_a_reference_is_built_without_copies_of_what_was_rounded(monkeypatch: py
 def test_experts_of_transformer_engine_are_grouped_and_permuted_by_its_kernels() -> None:
     shape = parse_model_shape(QWEN3_MOE)
     for engine in (True, False):
-        settings = megatron_config._expert_settings(shape, engine=engine)
+        settings = megatron_config._list_expert_settings(shape, uses_te=engine)
         assert settings["moe_grouped_gemm"] is settings["moe_permute_fusion"] is engine
 
 

@@ -19,13 +19,13 @@ def test_padding_belongs_to_no_sequence() -> None:
     found = build_membership(layout, layout.source)
     assert found.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
     assert found.weight.tolist() == pytest.approx([1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9))
-    assert not build_membership(layout, select_source(layout, part=0, parts=1, real=False)).weight.any()
+    assert not build_membership(layout, select_source(layout, part=0, parts=1, is_dummy=True)).weight.any()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences_hold_every_token_once(size: int) -> None:
     by_rank = [lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=2) for rank in range(size)]
-    held = [(one, select_source(one, part=part, parts=2, real=True)) for one in by_rank for part in range(2)]
+    held = [(one, select_source(one, part=part, parts=2)) for one in by_rank for part in range(2)]
     parts = [build_membership(one, source) for one, source in held]
     weights = np.zeros(len(LENGTHS))
     for one in parts:

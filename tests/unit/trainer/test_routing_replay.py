@@ -102,13 +102,13 @@ def test_every_token_finds_its_record_on_the_rank_that_holds_it(size: int, parts
     seen = []
     for rank in range(size):
         layout = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
-        sources = [select_source(layout, part=part, parts=parts, real=True) for part in range(parts)]
+        sources = [select_source(layout, part=part, parts=parts) for part in range(parts)]
         held = [select_routing(routed.numpy(), source) for source in sources]
         assert [len(one) for one in held] == [layout.local_tokens // parts] * parts
         for row, source in zip(torch.cat(held).tolist(), layout.source.tolist(), strict=True):
             assert row == ([-1] * 4 if source < 0 else routed[source].tolist())
             seen.append(source)
-        nothing = select_routing(routed.numpy(), select_source(layout, part=0, parts=parts, real=False))
+        nothing = select_routing(routed.numpy(), select_source(layout, part=0, parts=parts, is_dummy=True))
         assert (nothing == -1).all()
         assert nothing.dtype == torch.int16
     assert sorted(source for source in seen if source >= 0) == list(range(total))
