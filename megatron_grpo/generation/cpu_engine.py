@@ -73,11 +73,6 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
     """Read the experts that `PipelineCPUWorker` has recorded for finished requests.
 
-    Args:
-        llm: the engine.
-        finals: the last output of each request.
-        form: layers that have experts, and how many experts each token goes through.
-
     Returns:
         For each request, [prompt and response tokens but the last, layers, experts of a token], int16, as vLLM returns
         them on a GPU.
@@ -166,7 +161,6 @@ class ForkedCoreContext(ForkServerContext):
 
 
 def is_in_core() -> bool:
-    """True in a forked engine core."""
     return isinstance(multiprocessing.current_process(), ForkedCore)
 
 

@@ -93,9 +93,7 @@ class RoutingRecorder:
     def end_step(self, scheduled: Any, order: list[str]) -> None:
         """Divide the experts of a forward pass among its requests.
 
-        Args:
-            scheduled: vLLM's SchedulerOutput of the pass.
-            order: requests in the order of their tokens in the pass; some may have no token in it.
+        `scheduled` is vLLM's SchedulerOutput; `order` has the requests in the order of their tokens.
         """
         cached = scheduled.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -111,13 +109,9 @@ class RoutingRecorder:
                 begin += count
 
     def take(self, name: str) -> Rows:
-        """Return the experts of a finished request, and forget it.
+        """Return the experts of a finished request by layer, and forget it.
 
-        Args:
-            name: name that the request was added under; vLLM appends a hyphen and random characters to it.
-
-        Returns:
-            The experts by layer; empty if the request never ran.
+        `name`: what the request was added as; vLLM appends a hyphen and random characters to it. Empty if it never ran.
         """
         vllm_name = next((request for request in self._requests if request.rpartition("-")[0] == name), None)
         if vllm_name is None:
@@ -155,7 +149,6 @@ class PipelineCPUWorker(CPUWorker):
             )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run vLLM's step, then record the experts of its tokens."""
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
             self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids)
@@ -165,9 +158,9 @@ class PipelineCPUWorker(CPUWorker):
         """Return and forget the experts of finished requests (`read_recorded_experts`).
 
         Returns:
-            By the caller's name and number of a layer with experts of this stage, the bytes of [tokens, experts of a
-            token], int16, since vLLM's messages carry no arrays. Empty on all but the first tensor-parallel rank,
-            since all of them see the same tokens.
+            By name and number of a layer with experts of this stage, the bytes of [tokens, experts of a token], int16,
+            since vLLM's messages carry no arrays. Empty on all but the first tensor-parallel rank, since all of them
+            see the same tokens.
         """
         if self._recorder is None or not get_tp_group().is_first_rank:
             return {}

@@ -52,12 +52,7 @@ if TYPE_CHECKING:
 
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
-    """Set vLLM's environment variables, except those that the user has set.
-
-    Args:
-        settings: settings of the engine.
-        name: the engine's name in logs and heartbeats.
-    """
+    """Set vLLM's environment variables, except those that the user has set."""
     os.environ[ENGINE_MARKER] = name
     os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
     os.environ.setdefault("VLLM_LOGGING_LEVEL", choose_library_level())
@@ -246,9 +241,9 @@ class VllmEngine(Engine):
 
     @phase("sleep")
     async def sleep(self) -> None:
-        """Free device memory, and refuse to sample until all of it is back.
+        """Free device memory and refuse to sample; weights stay in host memory.
 
-        Weights stay in host memory. With vLLM's CPU build the engine only refuses to sample.
+        With vLLM's CPU build the engine only refuses.
         """
         llm = await self._gate.wait_paused()
         await self._gate.close("memory", "the engine sleeps: its devices are those of the models in training for now")
@@ -258,10 +253,7 @@ class VllmEngine(Engine):
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
-        """Take back device memory: first for the weights, then for the cache.
-
-        Does nothing if the engine is awake.
-        """
+        """Take back device memory: first for the weights, then for the cache."""
         if not self._gate.is_closed("memory"):
             return
         llm = await self._gate.wait_paused()
@@ -307,7 +299,6 @@ class VllmEngine(Engine):
         return {asyncio.create_task(queue.get()): index for index, queue in enumerate(queues)}
 
     async def _abandon(self, call: str, indices: Iterable[int]) -> None:
-        """Abort requests whose caller is gone, which vLLM would otherwise continue to sample."""
         with suppress(EngineLostError):
             await self.abort(call, list(indices))
 

@@ -39,8 +39,7 @@ class CanaryPrompt:
     def require_agreement(self, actual: Sequence[Sequence[float]]) -> float:
         """Compare an engine's log-probabilities with the policy's.
 
-        Args:
-            actual: log-probability of every token but the first, of each sequence.
+        `actual`: log-probability of every token but the first, of each sequence.
 
         Returns:
             Median of the absolute differences in the sequence where it is largest, in nats.

@@ -67,11 +67,7 @@ class VllmGeneration:
         self._starting = self.submit(Engine.start)
 
     def wait_ready(self) -> None:
-        """Wait until every engine can generate.
-
-        Raises:
-            RunError: an engine failed or the deadline passed; the message names the engine and the cause.
-        """
+        """Wait until every engine can generate; RunError names one that failed."""
         remaining_s = self._startup_timeout_s - (time.monotonic() - self._started_at)
         deadline_s = max(remaining_s, 0.0)
         self._starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
@@ -79,12 +75,9 @@ class VllmGeneration:
         self.settings_in_use = [start.settings for start in self._starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
-        """Replace engines after ending their processes; returns when the new engines are up.
+        """Replace engines, given by number with the reason; returns when they are up.
 
         New engines have the weights of the model folder, so they must not serve before a refit.
-
-        Args:
-            lost_engines: reason for the replacement of each engine, by its number.
 
         Raises:
             RunError: an engine was already replaced generation.engine_restarts times, or does not start; or engines
@@ -127,10 +120,8 @@ class VllmGeneration:
     def sleep(self) -> None:
         """Put all engines to sleep, so that models can use the devices.
 
-        If one fails, the others still go to sleep.
-
         Raises:
-            RunError: an engine has responses in flight, failed, or missed the deadline.
+            RunError: an engine has responses in flight, failed, or missed the deadline; the others sleep.
         """
         calls = self.submit(VllmEngine.sleep)
         try:
@@ -140,13 +131,7 @@ class VllmGeneration:
             raise
 
     def wake(self, part: EngineMemory) -> None:
-        """Let engines take back device memory: first for weights, then for the cache.
-
-        After that they can sample.
-
-        Raises:
-            RunError: an engine failed or missed the deadline.
-        """
+        """Let engines take back device memory: first for weights, then for the cache."""
         self._gather(self.submit(VllmEngine.wake, part), "engines waking up")
 
     def shutdown(self) -> None:
@@ -157,26 +142,25 @@ class VllmGeneration:
         for engine in engines:
             ray.kill(engine)
 
-    def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
-        gather(refs, deadline_s=self.config.timeout_s, phase_name=what, name=ENGINE_NAME)
+    def _gather(self, refs: list[ray.ObjectRef], phase_name: str) -> None:
+        gather(refs, deadline_s=self.config.timeout_s, phase_name=phase_name, name=ENGINE_NAME)
 
     def _make_actor(self, settings: VllmSettings) -> Any:
         engine_class = ServerEngine if settings.config.server.urls else VllmEngine
         return ray.remote(engine_class).options(**self._actor_options(settings.index)).remote(settings)
 
     def _end_processes(self, index: int) -> None:
-        """End every process of an engine, whose actor may be unable to."""
         processes = self._starts[index].processes
         ray.kill(self.engines[index])
         on_its_machine = NodeAffinitySchedulingStrategy(processes.node, soft=False)
         task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=on_its_machine)
-        what = f"ending {ENGINE_NAME(index)}"
+        phase_name = f"ending {ENGINE_NAME(index)}"
         try:
             (alive,) = gather(
-                [task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, phase_name=what, name=lambda _: "Ray"
+                [task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, phase_name=phase_name, name=lambda _: "Ray"
             )
         except RunError as error:  # the machine is gone, and the processes with it
             logger.warning("%s", error)
             return
         if alive:
-            logger.warning("%s: processes %s are still there", what, alive)
+            logger.warning("%s: processes %s are still there", phase_name, alive)

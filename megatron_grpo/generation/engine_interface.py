@@ -78,17 +78,17 @@ class Engine(Protocol):
         ...
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the received weights as this version, or if it `awaits_canary` only after `check_canary`."""
+        """Serve the received weights as this version; every worker must hold it.
+
+        With `awaits_canary` the engine serves it only after `check_canary`.
+        """
         ...
 
     async def check_canary(self, prompt: CanaryPrompt) -> float:
         """Serve the committed weights if the engine agrees with the policy on the canary.
 
-        Returns:
-            Median difference of the log-probabilities in the worst sequence, in nats.
-
-        Raises:
-            CanaryError: the log-probabilities differ; the engine does not serve.
+        Returns the median difference of the log-probabilities in the worst sequence, in nats. Raises CanaryError if
+        they differ.
         """
         ...
 
@@ -96,9 +96,7 @@ class Engine(Protocol):
         """Compute fingerprints of every worker's weights, by worker."""
         ...
 
-    def shutdown(self) -> None:
-        """End the engine's processes."""
-        ...
+    def shutdown(self) -> None: ...
 
 
 class EngineWorker(Protocol):
@@ -107,17 +105,11 @@ class EngineWorker(Protocol):
     They return the text of an error and never raise.
     """
 
-    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
-        """Connect to the policy."""
-        ...
+    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None: ...
 
-    def receive_refit(self, version: int) -> str | None:
-        """Receive one version, and load it into the model."""
-        ...
+    def receive_refit(self, version: int) -> str | None: ...
 
-    def confirm_refit(self, version: int) -> str | None:
-        """Check that this worker holds a version."""
-        ...
+    def confirm_refit(self, version: int) -> str | None: ...
 
     def fingerprint_weights(self) -> dict[str, list[float]] | str:
         """Compute fingerprints of this worker's weights, as its kernels hold them."""

@@ -88,11 +88,7 @@ def end_child_processes(llm: AsyncLLM) -> None:
 
 
 def end_processes(engine: EngineProcesses) -> list[int]:
-    """Kill an engine's processes on this machine, and free their shared memory.
-
-    Returns:
-        Pids of the processes that still exist after `END_S`.
-    """
+    """Kill an engine's processes on this machine; returns pids that survive END_S."""
     family: set[psutil.Process] = set()
     for pid, started in engine.started:
         with suppress(psutil.NoSuchProcess):

@@ -64,15 +64,12 @@ class Gate:
                 raise RuntimeError(reason)
 
     def is_closed(self, cause: Cause) -> bool:
-        """True from `close` until `open` for this cause."""
         return cause in self._reasons
 
     async def close(self, cause: Cause, reason: str) -> None:
-        """Keep new requests out, and pause requests in flight when their weights change.
+        """Refuse new requests with this reason, or let them wait (`updates_in_flight`).
 
-        Args:
-            cause: what is missing; the gate is open again when no cause remains.
-            reason: text for requests that are refused.
+        The gate is open again when no cause remains.
         """
         self._reasons[cause] = reason
         if cause == "weights" and self._updates_in_flight:
@@ -93,11 +90,7 @@ class Gate:
         self._parking = asyncio.create_task(self._park())
 
     async def wait_paused(self) -> AsyncLLM:
-        """Wait until the scheduler has stopped, and return the engine.
-
-        Raises:
-            RuntimeError: responses are still in flight after LEAVE_S.
-        """
+        """Wait for the scheduler's stop; RuntimeError if responses stay for LEAVE_S."""
         began = time.monotonic()
         while self._parking is None and time.monotonic() < began + LEAVE_S:
             await asyncio.sleep(LOOK_S)  # aborted requests may still be draining

@@ -177,12 +177,7 @@ class _BoundedHeads(asyncio.Protocol):
 
 
 async def _read_body(receive: Any) -> Callable[[], Awaitable[Any]]:
-    """Read the body of a request; returns an ASGI `receive` that replays it.
-
-    Raises:
-        TimeoutError: the body is not complete in time.
-        ValueError: the body is too large.
-    """
+    """Read the body of a request; returns a `receive` that replays it."""
     messages: list[Any] = []
     size = 0
     async with asyncio.timeout(REQUEST_S):

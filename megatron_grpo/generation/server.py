@@ -96,6 +96,7 @@ class ServerEngine(Engine):
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
     ) -> AsyncIterator[Any]:
+        # With updates in flight a request waits in `_sample` instead, and a restarted server shows by its versions.
         if self._settings.in_flight is None:
             if not self._serving.is_set():
                 raise RuntimeError(f"{self._url}: the weights are incomplete: a refit was not committed")
@@ -160,7 +161,6 @@ class ServerEngine(Engine):
         return error
 
     async def _compute_canary(self, number: int, tokens: tuple[int, ...]) -> list[float]:
-        """Compute the server's log-probability of each token of a sequence but the first."""
         body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": SAMPLING_ARGUMENTS}
         answer = await self._post("/inference/v1/generate", body)
         candidates = answer["prompt_logprobs"][1:]
@@ -195,11 +195,7 @@ class ServerEngine(Engine):
                 await self._ensure_current_version()
 
     def _parse_response(self, answer: dict[str, Any]) -> GenerationOutput | str:
-        """Parse the server's answer into a response, or the reason why there is none.
-
-        Raises:
-            OtherWeightsError: a token was sampled by weights that do not belong to this run.
-        """
+        """Parse an answer; OtherWeightsError if another run's weights sampled a token."""
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
@@ -222,8 +218,7 @@ class ServerEngine(Engine):
     async def _ensure_current_version(self) -> None:
         """Give the current version to a restarted server again.
 
-        Raises:
-            RuntimeError: the server does not come back, or cannot be given the version.
+        Raises RuntimeError if the server does not come back, or cannot be given the version.
         """
         async with self._repairing:
             version = self._version
@@ -254,10 +249,12 @@ class ServerEngine(Engine):
     async def _receive(self, version: int) -> None:
         """Pause the server, let its workers receive a version, and name its weights so."""
         await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
+        # A restarted server has new workers, which are not connected; only files can connect them again by themselves.
         is_restarted = self._version is not None and not (await self._fetch_version_name()).startswith(self._prefix)
         if is_restarted and self._source is not None and self._source[0] == "files":
             await self._call_workers(EngineWorker.connect_refit, *self._source)
         await self._call_workers(EngineWorker.receive_refit, version)
+        # vLLM labels tokens with this name; a server that restarts from here on has lost it, which `_commit` notices.
         await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
     async def _commit(self, version: int, awaits_canary: bool = False) -> None:
@@ -350,12 +347,7 @@ class ServerEngine(Engine):
         return await self._request("POST", path, json={} if body is None else body, params=query)
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request, and return the answer, parsed from JSON.
-
-        Args:
-            method: HTTP method.
-            path: path of the URL.
-            options: options of aiohttp.
+        """Send a request with options of aiohttp; returns the answer, parsed from JSON.
 
         Raises:
             ServerGoneError: the connection could not be made, or ended before the answer.

@@ -44,13 +44,7 @@ async def iterate_finished(
 
 
 def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
-    """Return the workers' answers, of which none may be a text.
-
-    A text is the error of a method of `EngineWorker`.
-
-    Raises:
-        RuntimeError: workers had errors; the message has all of them, each after `prefix`.
-    """
+    """Return workers' answers; RuntimeError with all texts among them, which are errors."""
     errors = [f"{prefix}{answer}" for answer in answers if isinstance(answer, str)]
     if errors:
         raise RuntimeError("; ".join(errors))
@@ -58,7 +52,6 @@ def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
 
 
 def make_sampling_params(request: GenerationRequest, settings: SamplingSettings, max_length: int) -> SamplingParams:
-    """Convert a request to vLLM's SamplingParams; arguments and errors as of `make_sampling_arguments`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -76,16 +69,7 @@ def make_sampling_params(request: GenerationRequest, settings: SamplingSettings,
 def make_sampling_arguments(request: GenerationRequest, settings: SamplingSettings, max_length: int) -> dict[str, Any]:
     """Convert a request to vLLM's sampling parameters, in JSON types.
 
-    Args:
-        request: the response to sample.
-        settings: temperature, filters and stop conditions.
-        max_length: most tokens of prompt and response together.
-
-    Returns:
-        Parameters by vLLM's names; requests share no mutable value.
-
-    Raises:
-        ValueError: the prompt leaves no room for a response.
+    Requests share no mutable value. Raises ValueError if the prompt leaves no room for a response within `max_length`.
     """
     room = max_length - len(request.prompt_ids)
     max_tokens = min(request.max_new_tokens, settings.max_new_tokens, room)
@@ -134,12 +118,7 @@ def describe_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """Read the recorded experts of finished requests.
-
-    Args:
-        llm: the engine.
-        finals: last output of each request.
-        form: form of the experts.
+    """Read the recorded experts of finished requests, given by their last outputs.
 
     Returns:
         For each request, [prompt and response tokens but the last, experts recorded per token].
@@ -158,7 +137,7 @@ async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], fo
 async def make_responses(
     llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
 ) -> list[tuple[int, GenerationOutput | str]]:
-    """Convert the outputs of finished requests to responses.
+    """Convert the last outputs of finished requests to responses.
 
     Args:
         llm: the engine.

@@ -17,7 +17,7 @@ OVER = "the rollout is over"
 
 
 class BadCallError(ValueError):
-    """A call that cannot be answered in this rollout; the message is for the agent."""
+    """A call that this rollout cannot answer; the message is for the agent."""
 
 
 class Conversation:
@@ -86,6 +86,7 @@ class Conversation:
         Raises:
             BadCallError: the call does not continue the previous one, or there is no room for a response.
         """
+        # An agent may call again before it has its answer; each call continues the one before.
         async with self._lock:
             output = await self._sample(self._encode_messages(messages, tools, variables), max_tokens)
             self._history = [*messages, {"role": "assistant", "content": output.text}]
@@ -94,12 +95,7 @@ class Conversation:
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
         """Sample the response to a text or to token ids.
 
-        Args:
-            prompt: text or token ids; in later calls these begin with the conversation so far.
-            max_tokens: most tokens of the answer; None: the run's limit.
-
-        Raises:
-            BadCallError: the call does not continue the previous one, or there is no room for a response.
+        Later prompts begin with the conversation so far. Raises as `chat`.
         """
         async with self._lock:
             output = await self._sample(self._encode_prompt(prompt), max_tokens)
@@ -116,7 +112,7 @@ class Conversation:
         renderer, history = self._renderer, self._history
         if not renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
-        if self.outputs and not (isinstance(history, list) and _continues(messages, history)):
+        if self.outputs and not (isinstance(history, list) and _is_continuation(messages, history)):
             raise BadCallError(
                 "does not continue the rollout's conversation: each call has to repeat all messages so far, the "
                 "model's as they were answered, and add some; a rollout is trained on as one sequence"
@@ -135,7 +131,6 @@ class Conversation:
         return int(self.outputs[-1].token_ids[-1])
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Make the token ids that a call adds to the conversation."""
         if isinstance(prompt, str):
             if not self.outputs:
                 return self._encode_text(self._renderer.encode_plain, prompt)
@@ -189,7 +184,7 @@ class Conversation:
             raise BadCallError(f"the text cannot be tokenized: {error}") from None
 
 
-def _continues(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
+def _is_continuation(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
     """True if the messages begin with the history and add at least one."""
     pairs = zip(messages, history, strict=False)
     is_repeated = all(_normalize(message) == _normalize(earlier) for message, earlier in pairs)

@@ -50,7 +50,7 @@ class EndpointSettings:
     tokenizer: Any = field(repr=False)
     """Folder with the tokenizer, or the tokenizer that a script passed."""
 
-    def for_worker(self, index: int) -> EndpointSettings:
+    def with_worker_port(self, index: int) -> EndpointSettings:
         """Give the worker with this index a port; workers listen on consecutive ports."""
         return replace(self, port=self.port + index) if self.port else self
 
@@ -63,7 +63,7 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
 
 
 class Endpoint:
-    """Answers calls only within open rollouts, so that every sampled token belongs to a trajectory."""
+    """Answers calls only in open rollouts: every sampled token belongs to a trajectory."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
@@ -233,7 +233,7 @@ def _make_url_host(host: str) -> str:
 
 
 def _require_valid_call(call: Any, accepted: set[str], settings: SamplingSettings) -> None:
-    """Raise BadCallError if a call is malformed, or asks for other sampling than the run's."""
+    """Raise BadCallError if a call is malformed, or asks for another kind of sampling."""
     if not isinstance(call, dict):
         raise BadCallError("the request is not a JSON object")
     fields = {name: value for name, value in call.items() if value is not None}

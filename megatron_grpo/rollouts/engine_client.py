@@ -49,17 +49,15 @@ class EngineLoss:
 
 
 class EngineClient:
-    """Client of one engine. Requests of one round of the event loop are sent together, in their order.
+    """Client of one engine; sends the requests of an event loop's round together.
 
     While an engine is lost, callers that ask it or wait for it get an error, until it is replaced.
     """
 
     def __init__(self, actor: Any, index: int, user: str) -> None:
-        """
-        Args:
-            actor: Ray actor (`Engine`).
-            index: number of the engine, for messages.
-            user: name of the calling process, which makes the names of its calls unique.
+        """Take an `Engine` actor and its number.
+
+        `user`, the name of the calling process, makes the names of its calls unique.
         """
         self.name, self.number = ENGINE_NAME(index), index
         self.load = 0
@@ -94,6 +92,8 @@ class EngineClient:
             raise SamplingError(self.loss.reason) if self.loss.is_final else EngineLostError(self.loss.reason)
         loop = asyncio.get_running_loop()
         open_request = _OpenRequest(request, settings, loop.create_future())
+        # Coroutines of many samples ask in the same round of the event loop; one message carries them all, in this order,
+        # on which equal responses depend.
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.append(open_request)
@@ -140,7 +140,7 @@ class EngineClient:
             raise SamplingError(self.loss.reason)
 
     async def is_lost(self) -> bool:
-        """Check whether an overdue engine is lost; one with a hanging process counts as lost."""
+        """Check whether an overdue engine is lost, or has a hanging process."""
         if self.loss is None:
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self._look_for_hanging())
@@ -162,7 +162,6 @@ class EngineClient:
             stream.add_done_callback(self._streams.discard)
 
     async def _stream(self, call: str, requests: list[_OpenRequest]) -> None:
-        """Send requests with the same settings in one call, and give each its answer."""
         for index, request in enumerate(requests):
             request.call, request.index = call, index
         restarts = self.restarts
@@ -179,6 +178,7 @@ class EngineClient:
         except RayError as error:
             hanging = await asyncio.to_thread(report_hanging, [self.name])
             reason = f"generation: {self.name} {explain_error(error)}{hanging}"
+            # The end of a previous actor is no loss of the current one.
             if is_lost(error) and restarts == self.restarts:
                 self.lose(reason)
             _fail((request.answer for request in requests), SamplingError(reason))
@@ -200,7 +200,6 @@ class EngineClient:
 
 
 def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception) -> None:
-    """Set an error on the answers that are still pending."""
     for answer in answers:
         if not answer.done():
             answer.set_exception(error)
@@ -216,17 +215,13 @@ class Engines:
             client.losses = self._losses
 
     def find(self, number: int) -> EngineClient:
-        """Find the client of the engine with this number."""
         return next(client for client in self.clients if client.number == number)
 
     def assign(self, group_sizes: Sequence[int]) -> list[EngineClient]:
-        """Choose an engine for each group of rollouts, and count it in the engine's load.
+        """Choose an engine for each group, and count its rollouts in the engine's load.
 
         Loads become as equal as groups allow. A group stays on one engine, for the prefix cache, and neighbouring
         groups share an engine; among equally loaded engines the first ones are filled first.
-
-        Args:
-            group_sizes: rollouts of each group.
         """
         loads = [client.load for client in self.clients]
         if len(group_sizes) == 1:
@@ -248,8 +243,7 @@ class Engines:
     async def lose_overdue(self, deadline_s: float) -> None:
         """Mark engines as lost whose responses are overdue, until it is cancelled.
 
-        Args:
-            deadline_s: seconds for a response, counted from now or from the engine's replacement.
+        The deadline counts from now or from the engine's replacement.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -268,7 +262,7 @@ class Engines:
                     client.lose(reason)
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
-        """Wait for losses that were not returned before; returns them by number of the engine."""
+        """Wait for losses that were not returned before; returns them by engine."""
         while True:
             clients = [await self._losses.get()]
             while not self._losses.empty():

@@ -42,7 +42,7 @@ class _Call:
     """True if the call is sent by itself, as the last attempt."""
 
     def settle(self, outcome: Any) -> None:
-        """Set the result or exception, unless the call is answered or its caller is cancelled."""
+        """Set the result or exception, unless there is one or the caller is cancelled."""
         if self.answer.done():
             return
         if isinstance(outcome, Exception):
@@ -52,7 +52,7 @@ class _Call:
 
 
 class EnvironmentClient:
-    """Client of an environment. Queued calls are sent as soon as a process is free, several at once.
+    """Client of an environment; sends queued calls when a process is free.
 
     When a process dies or misses the deadline, it is replaced, and its calls are repeated once, sample by sample, each
     by itself, so that only the sample that caused the failure fails.
@@ -84,23 +84,17 @@ class EnvironmentClient:
         return await self._ask_or_fail(EnvironmentWorker.reset, prompt, extra_env_info)
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
-        """Return the turn after a response; a single-turn environment ends the rollout.
-
-        Args:
-            state: state after the last turn.
-            response: the model's text.
-            last_token: last token of the response.
-        """
+        """Return the turn after a response; a single-turn environment ends the rollout."""
         if not self.is_multi_turn:
             return Turn()
         return await self._ask_or_fail(EnvironmentWorker.step, state, response, last_token)
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        """Run the agent, with a process to itself, and return the state of the rollout."""
+        """Run the agent in its own process; returns the rollout's state."""
         return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """Return for each sample a score, or the reason why a second attempt failed too.
+        """Return a score for each sample, or the reason of its second failure.
 
         Raises:
             SamplingError: a process died and could not be replaced.
@@ -123,7 +117,7 @@ class EnvironmentClient:
         *arguments: *Arguments,
         is_alone: bool = False,
     ) -> Answer:
-        """Return the answer to a call, after a second attempt alone; RolloutFailure if that fails too."""
+        """Return the answer to a call; repeat it alone if its process is lost."""
         try:
             answer = await self._ask(method, *arguments, is_alone=is_alone)
         except RolloutFailure:
@@ -137,10 +131,7 @@ class EnvironmentClient:
     async def _ask(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
     ) -> Answer:
-        """Return the answer to a call; RolloutFailure if its process was lost.
-
-        A call that was sent with it may have caused that.
-        """
+        """Return the answer to a call; RolloutFailure if its process was lost."""
         if self._error is not None:
             raise self._error
         call = _Call(method, arguments, asyncio.get_running_loop().create_future(), is_alone)
@@ -150,9 +141,10 @@ class EnvironmentClient:
         return answer
 
     def _take_calls(self) -> list[_Call]:
-        """Take a process's share of the queue, or one call that must be sent by itself."""
+        """Take a process's share of the queue, or one call that goes alone."""
         while self._queue and self._queue[0].answer.done():
             self._queue.popleft()  # its caller is cancelled
+        # A process takes its share, not the whole queue, so that the other processes have work, too.
         calls: list[_Call] = []
         share = -(-len(self._queue) // len(self._handle.actors))
         while self._queue and len(calls) < share and not (calls and self._queue[0].is_alone):
@@ -173,6 +165,7 @@ class EnvironmentClient:
                 reason = await self._run(process, calls) if calls else None
                 if reason is not None:
                     process.kill()
+                    # The callers repeat their calls one by one: a single response may have ended the process.
                     for call in calls:
                         call.settle(RolloutFailure(reason))
                     process = await self._wait_ready(self._handle.spawn())
@@ -184,7 +177,7 @@ class EnvironmentClient:
                 call.settle(sampling_error)
 
     async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
-        """Send calls to a process; returns the reason why it did not answer, or None."""
+        """Send calls to a process; returns why it did not answer, or None."""
         name, timeout_s, pid = self._handle.name, self._handle.config.timeout_s, process.status.pid
         process_name = f"environment {name} worker {pid}"
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])

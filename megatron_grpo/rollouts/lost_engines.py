@@ -25,9 +25,7 @@ def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
 class EngineReplacer:
     """Replaces the engines that rollout workers report as lost.
 
-    Args:
-        engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
-        restore: replaces engines.
+    `engines` are actors in the order of their numbers; `restore` puts replacements into this sequence.
     """
 
     def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
@@ -38,7 +36,7 @@ class EngineReplacer:
         self._reports: dict[Any, Any] = {}  # open calls of `wait_for_losses`, each with its worker
 
     def watch(self, worker: Any, numbers: Sequence[int]) -> None:
-        """Listen to the reports of a rollout worker, which uses the engines with these numbers."""
+        """Listen to the reports of a rollout worker, which uses these engines."""
         self._users.append((worker, numbers))
         self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
 
@@ -52,13 +50,7 @@ class EngineReplacer:
                     call_actor(worker, RolloutWorker.replace_engine, number, actor)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Wait until one of the calls has ended, or a worker has reported lost engines.
-
-        Lost engines are replaced if possible.
-
-        Args:
-            calls: calls of any workers.
-            timeout_s: most seconds to wait.
+        """Wait until a call of a worker has ended, and replace lost engines.
 
         Returns:
             The call that has ended; None: a worker has reported lost engines.

@@ -20,11 +20,7 @@ TokenFunction = Callable[..., tuple[TokenArrays, Any]]
 
 
 def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
-    """List the fields that rollouts have.
-
-    Args:
-        routed: form of the recorded experts; None: none are recorded.
-    """
+    """List the fields that rollouts have, with recorded experts or without."""
     fields = ("token_ids", "sampled", "generation_logprobs")
     return fields if routed is None else (*fields, "routed_experts")
 
@@ -38,7 +34,7 @@ def locate_sequences(
         partitions: indices of the sequences of each partition, int64, group by group.
         group_sizes: number of sequences of each group.
     """
-    # side="right", so that a group without sequences owns none.
+    # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
     ends = np.cumsum(group_sizes)
     begins = ends - np.asarray(group_sizes)
     located = []
@@ -56,8 +52,8 @@ def concatenate_trajectories(trajectories: Sequence[Trajectory], routed: RoutedF
         routed: form of the recorded experts; None: none are recorded.
 
     Returns:
-        token_ids (int32), sampled (bool: the token was sampled, not given) and generation_logprobs (float32: the
-        log-probability under which it was drawn, 0 for given tokens), each [tokens of all trajectories]; and with
+        Arrays [tokens of all trajectories]: token_ids (int32), sampled (bool: the token was sampled, not given),
+        generation_logprobs (float32: the log-probability under which it was drawn, 0 for given tokens); and with
         `routed` routed_experts, [tokens of all trajectories, experts recorded per token].
     """
     total = sum(trajectory.tokens for trajectory in trajectories)
@@ -93,9 +89,6 @@ def build_partitions(
         located: for each partition [sequences, 2], int32: for each sequence the index of its group in `groups`, and its
             index in that group.
         routed: form of the recorded experts; None: none are recorded.
-
-    Returns:
-        Arrays in the order of `list_rollout_fields`, as a tuple, which Ray stores one by one.
     """
     trajectories = groups.fetch()
     built = (
@@ -114,9 +107,6 @@ def gather_partitions(
         parts: the field in each partition, [tokens of the partition], of one dtype.
         partitions: indices of the sequences of each partition, int64 (`StepBatch.partitions`).
         lengths: tokens of each sequence of the step: [sequences], int64.
-
-    Returns:
-        [tokens of the step], in the dtype of the parts.
     """
     # One slice per sequence, because one index of all tokens would take twice the memory of the data.
     gathered = np.empty(int(lengths.sum()), dtype=parts[0].dtype)
@@ -139,13 +129,7 @@ def split_by_partition(
 def compute_over_tokens(
     fn: TokenFunction, batch: StepBatch, fields: Sequence[str], arguments: Sequence[Any]
 ) -> tuple[dict[str, list[Any]], Any]:
-    """Run a function over the tokens of a step, in this process.
-
-    Args:
-        fn: called with `lengths`, the arrays of `fields` in the order of the step, and `arguments`.
-        batch: the step's batch, whose partitions hold the fields.
-        fields: names of the fields that the function reads.
-        arguments: further arguments of the function.
+    """Run a function over the tokens of a step, in this process (`RolloutWorkers.compute`).
 
     Returns:
         The new fields by name, for each partition a reference to its array (`StepBatch.fields`), and the summary.

@@ -77,10 +77,7 @@ class PendingBatch:
 
 
 class RolloutPool(RolloutWorkers):
-    """The driver's handle of the rollout workers.
-
-    `start()` returns at once; then call `wait_ready()`.
-    """
+    """The driver's handle of the rollout workers; after `start()` call `wait_ready()`."""
 
     def __init__(
         self,
@@ -137,13 +134,8 @@ class RolloutPool(RolloutWorkers):
     ) -> RolloutSettings:
         """Make the settings of a generation batch, for `collect` and `begin`.
 
-        The seed of a response comes from `run_seed`, `step`, the prompt's row, and the numbers of the sample and turn.
-
-        Args:
-            samples_per_prompt: responses to each prompt.
-            sampling: how tokens are drawn.
-            run_seed: seed of the run.
-            step: number of the generation batch.
+        The seed of a response comes from `run_seed`, `step` (number of the generation batch), the prompt's row, and the
+        numbers of the sample and turn.
         """
         return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
@@ -157,12 +149,9 @@ class RolloutPool(RolloutWorkers):
         )
 
     def collect(self, prompts: Sequence[DatumSpec], settings: RolloutSettings, timer: StepTimer) -> list[SampledGroup]:
-        """Sample responses to each prompt and score them.
+        """Sample responses to each prompt and score them; returns a group for each prompt.
 
         The time until the last response is sampled counts as "generation", the scoring after that as "environment".
-
-        Returns:
-            A group for each prompt, in the order of the prompts.
 
         Raises:
             SamplingError: an engine or an environment failed, or too many rollouts failed.
@@ -174,12 +163,11 @@ class RolloutPool(RolloutWorkers):
     def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> PendingBatch:
         """Begin to sample and score; then call `finish`, or `list_complete` and `take`.
 
-        Other batches may be pending.
-
         Args:
             prompts: prompts by their number in the batch, in ascending order.
             settings: common settings of its rollouts, from `make_settings`.
         """
+        # A refit may have replaced engines since the last batch; requests to the old actors would fail.
         self._replacer.announce_replacements()
         batch = next(self._batches)
         by_worker = {number: part for number, part in enumerate(self._share_out(list(prompts.items()))) if part}
@@ -205,6 +193,7 @@ class RolloutPool(RolloutWorkers):
         with timer.phase("environment"):
             complete = self.list_complete([batch])
             since = time.monotonic()
+            # Scoring has a deadline of its own, which begins when the last response is sampled.
             while batch.streams:
                 self._wait_for_call(batch.streams, since, self._scoring_s, "scoring")
                 complete += self.list_complete([batch])
@@ -240,6 +229,7 @@ class RolloutPool(RolloutWorkers):
         by_worker: defaultdict[int, list[CompletePrompt]] = defaultdict(list)
         for prompt in complete:
             by_worker[prompt.worker].append(prompt)
+        # One call a worker: it packs small groups into common objects, which a call a prompt would not allow.
         calls = {
             worker: call_actor(
                 self.actors[worker], RolloutWorker.hand_over, [(prompt.batch, prompt.number) for prompt in prompts]
@@ -261,12 +251,11 @@ class RolloutPool(RolloutWorkers):
         return groups
 
     def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
-        """Wait until `list_complete` may return a prompt; replaces engines that are lost meanwhile.
+        """Wait until `list_complete` may return a prompt; replaces lost engines meanwhile.
 
         Args:
             batches: all pending batches.
-            since: time.monotonic() when the caller began to wait for groups, from which the deadlines of generation and
-                scoring count.
+            since: time.monotonic() from which the deadlines of generation and scoring count.
 
         Raises:
             SamplingError: no group became complete within the deadline.
@@ -277,14 +266,8 @@ class RolloutPool(RolloutWorkers):
     def _wait_for_call(self, calls: Mapping[Any, int], since: float, deadline_s: float, phase_name: str) -> Any | None:
         """Wait until one of `calls` ends, and return it; None: lost engines were replaced.
 
-        Args:
-            calls: calls, each with its worker's number.
-            since: time.monotonic() from which the deadline counts.
-            deadline_s: deadline in seconds.
-            phase_name: phase for the message.
-
-        Raises:
-            SamplingError: the deadline passed; the message names the late workers.
+        `calls` maps a call to its worker's number. Raises SamplingError, naming the late workers, `deadline_s` after
+        `since` (time.monotonic()).
         """
         try:
             return self._replacer.wait_for_call(list(calls), since + deadline_s - time.monotonic())
@@ -293,9 +276,9 @@ class RolloutPool(RolloutWorkers):
             raise SamplingError(str(build_overdue_error(phase_name, workers, deadline_s))) from None
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """Take each engine's counts since the last call; zeros for a failed engine.
+        """Take each engine's counts since the last call.
 
-        The failed engine's next request reports its failure.
+        A failed engine has zeros; its next request reports the failure.
         """
         calls = [call_actor(engine, Engine.take_counts) for engine in self.engines]
         ended = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])

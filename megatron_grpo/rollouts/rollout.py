@@ -47,7 +47,7 @@ class GroupRollout:
             settings: samples of the prompt, sampling settings, seeds and deadlines.
             engines: the worker's engines, from which a second attempt gets another one.
             environment: environment of the prompt's task.
-            endpoint: endpoint at which the environment's agent calls the model; None: the environment has no agent.
+            endpoint: where the environment's agent calls the model; None: the environment has no agent.
         """
         self._group, self._datum, self._settings = group, datum, settings
         self._engines, self._environment, self._endpoint = engines, environment, endpoint
@@ -60,11 +60,7 @@ class GroupRollout:
     async def sample(self, engine: EngineClient) -> None:
         """Run the turns of every sample, first on this engine.
 
-        Args:
-            engine: engine whose load already includes these samples.
-
-        Raises:
-            SamplingError: an engine failed.
+        The engine's load already includes these samples. Raises SamplingError if an engine failed.
         """
         self._deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
         samples = [
@@ -78,7 +74,7 @@ class GroupRollout:
             raise
 
     async def score(self) -> list[Trajectory]:
-        """Score the samples; returns all of them, with scores or with the reason of their failure.
+        """Score the samples; returns all, with scores or the reason of their failure.
 
         Raises:
             SamplingError: a process of the environment could not be replaced.
@@ -109,6 +105,7 @@ class GroupRollout:
             )
             for trajectory, state in sampled
         ]
+        # The first attempt shares the deadline of sampling; a second one has the whole time again.
         deadline = self._deadline
         for _ in range(ATTEMPTS):
             try:
@@ -142,13 +139,14 @@ class GroupRollout:
         return trajectory, None
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Attempt a sample once; it starts over, with equal seeds, when the engine is replaced."""
+        """Attempt a sample; start over, with equal seeds, when the engine is replaced."""
         run_turns = self._run_turns if self._endpoint is None else self._run_agent
         while True:
             try:
                 async with asyncio.timeout(self._settings.timeout_s):
                     return await run_turns(sample, engine)
             except TimeoutError:
+                # A rollout on a lost engine is not to blame for its delay, so this is no failed attempt.
                 if not await engine.is_lost():
                     raise
             except EngineLostError:
@@ -173,6 +171,7 @@ class GroupRollout:
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
+            # The environment's text is context of a next response; without room for one, the rollout is cut off.
             is_full = not turn.done and length >= settings.max_total_sequence_length
             stop_reason: StopReason = "length" if is_full else output.stop_reason
             if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
@@ -213,14 +212,7 @@ class GroupRollout:
         outputs: list[GenerationOutput],
         stop_reason: StopReason,
     ) -> Trajectory:
-        """Make a trajectory of alternating context and sampled pieces.
-
-        Args:
-            sample: number of the sample in its group.
-            pieces: token ids of prompt or observation and of responses in turn, [tokens] each, int32.
-            outputs: the responses.
-            stop_reason: why the last response ended.
-        """
+        """Make a trajectory of context and sampled token ids, which alternate in `pieces`."""
         spans: list[Span] = []
         routed: NDArray[Any] | None = None
         start = 0

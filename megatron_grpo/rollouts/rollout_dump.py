@@ -30,11 +30,7 @@ FETCHED_GROUPS = 64
 
 
 def load_rollouts(file: Path) -> tuple[StepFacts, PackedGroups]:
-    """Read a step's file of rollouts: facts of their sampling, and their groups.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
+    """Read a step's file of rollouts; RunError if it cannot be read."""
     try:
         facts, groups = read_recorded_rollouts(file)
     except (OSError, ValueError) as error:
@@ -43,12 +39,7 @@ def load_rollouts(file: Path) -> tuple[StepFacts, PackedGroups]:
 
 
 def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[int]]:
-    """Choose sequences spread evenly over all groups: their indices in each group.
-
-    Args:
-        group_sizes: sequences of each group.
-        number: number of sequences to choose; None: all.
-    """
+    """Choose sequences spread evenly over all groups: their indices in each group."""
     total = sum(group_sizes)
     indices = np.arange(total) if number is None or number >= total else np.arange(number) * total // number
     chosen: list[list[int]] = [[] for _ in group_sizes]
@@ -63,32 +54,25 @@ def dump_rollouts(
     """Write trajectories into a Parquet file, which appears only when it is complete.
 
     Args:
-        groups: the step's groups, whose sequences the batch has in this order.
+        groups: the step's groups; the batch has their sequences in this order.
         chosen: indices of the samples of each group to write.
         batch: the step's batch, for advantages and log-probabilities; None: the run does not train.
         file: file to write.
         record: facts of the step for the file.
     """
+    values = None if batch is None else fetch_trained_values(batch)
+
+    def add_values(trajectory: Trajectory, index: int) -> Written:
+        return trajectory, None if values is None else select_trained_values(values, index, trajectory)
 
     def iterate_groups() -> Iterator[tuple[int, list[Written]]]:
-        values = None if batch is None else fetch_trained_values(batch)
         samples = record.run.samples_per_prompt
         written = [number for number, indices in enumerate(chosen) if indices]
+        # A few groups at a time: a step's trajectories need not fit into the memory of one worker.
         for begin in range(0, len(written), FETCHED_GROUPS):
             numbers = written[begin : begin + FETCHED_GROUPS]
             for number, trajectories in zip(numbers, groups.select(numbers).fetch(), strict=True):
-                yield (
-                    number,
-                    [
-                        (
-                            trajectories[index],
-                            None
-                            if values is None
-                            else select_trained_values(values, number * samples + index, trajectories[index]),
-                        )
-                        for index in chosen[number]
-                    ],
-                )
+                yield number, [add_values(trajectories[index], number * samples + index) for index in chosen[number]]
 
     write_rollouts(file, iterate_groups(), record.metadata())
 
@@ -97,8 +81,7 @@ def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.floa
     """Fetch the advantages and log-probabilities that a step has so far.
 
     Returns:
-        By name, an array for each sequence: [tokens], float32. A field that was lost with its process is left out, like
-        one that was not computed.
+        By name, an array for each sequence: [tokens], float32. A field that was lost with its process is left out.
     """
     values: dict[str, Sequence[NDArray[np.float32]]] = {}
     for name in ("advantages", "prev_logprobs"):
@@ -115,13 +98,7 @@ def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.floa
 def select_trained_values(
     values: Mapping[str, Sequence[NDArray[np.float32]]], index: int, trajectory: Trajectory
 ) -> TrainedValues:
-    """Select the values of a sequence's sampled tokens.
-
-    Args:
-        values: values by name and sequence, from `fetch_trained_values`.
-        index: index of the sequence in the step.
-        trajectory: the sequence.
-    """
+    """Select the values of a sequence's sampled tokens; `index` is the sequence's."""
     spans = [np.arange(span.start, span.end) for span in trajectory.spans]
     positions = np.concatenate([np.empty(0, dtype=np.int64), *spans])
     selected = {name: by_sequence[index][positions] for name, by_sequence in values.items()}

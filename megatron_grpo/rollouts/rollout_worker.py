@@ -32,7 +32,10 @@ from megatron_grpo.rollouts.stored_groups import PackedGroups, store_groups
 
 
 class RolloutWorker:
-    """Ray actor that runs rollouts. Rollouts stay in the object store as long as a reference to them exists."""
+    """Ray actor that runs rollouts.
+
+    Rollouts stay in the object store as long as a reference to them exists.
+    """
 
     def __init__(
         self,
@@ -43,14 +46,7 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """
-        Args:
-            index: number of the worker.
-            engines: its engines, by number.
-            environments: its processes of each environment, by task name.
-            generation_timeout_s: deadline of a response.
-            endpoint: settings of its endpoint for agents; None: there is none.
-        """
+        """`engines` and `environments`: this worker's part, by number and by task name."""
         begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])
@@ -92,7 +88,7 @@ class RolloutWorker:
             nonlocal groups_to_sample
             await group.sample(engine)
             groups_to_sample -= 1
-            if not groups_to_sample:
+            if not groups_to_sample:  # from here on only environments work, which have deadlines of their own
                 deadline.cancel()
                 sampled.set()
             return await group.score()
@@ -117,16 +113,10 @@ class RolloutWorker:
                 task.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
-        """Return complete groups, and forget them.
+        """Return groups, with remarks for the run's log, and forget them.
 
         Why `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
-        generator.
-
-        Args:
-            complete: numbers of batch and prompt of each group.
-
-        Returns:
-            The groups; and events for the log of the run, such as the replacement of an environment process.
+        generator. `complete`: numbers of batch and prompt of each group.
         """
         remarks = [text for client in self._environments.values() for text in client.remarks]
         for client in self._environments.values():
@@ -150,7 +140,7 @@ class RolloutWorker:
         self._engines.find(number).replace(actor)
 
     async def give_up_engine(self, number: int, reason: str) -> None:
-        """Let rollouts on an engine fail with this text, because the engine is not replaced."""
+        """Let rollouts on an engine that is not replaced fail with this text."""
         self._engines.find(number).give_up(reason)
 
     # These run on a thread, so that rollouts continue meanwhile.

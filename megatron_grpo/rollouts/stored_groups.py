@@ -35,15 +35,11 @@ class PackedGroups:
     """Outcomes of each group, for the driver; empty where only tokens are needed."""
 
     def select(self, groups: Sequence[int]) -> PackedGroups:
-        """Select the groups with these indices."""
         return PackedGroups(self.references, self.indices[groups])
 
     def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
-        """Fetch the trajectories of each group; RayError if one is lost or overdue.
-
-        Args:
-            timeout_s: deadline in seconds; None: no limit.
-        """
+        """Fetch the trajectories of each group; RayError if one is lost or overdue."""
+        # Each object is fetched once, however many of its groups are needed.
         needed = np.unique(self.indices[:, 0]).tolist()
         objects = ray.get([self.references[number] for number in needed], timeout=timeout_s)
         groups = dict(zip(needed, objects, strict=True))
@@ -71,7 +67,8 @@ def store_groups(groups: Sequence[Sequence[Trajectory]]) -> PackedGroups:
     references: list[Any] = []
     together: list[Sequence[Trajectory]] = []
     indices, size = np.zeros((len(groups), 2), dtype=np.int32), 0
-    # Small groups share an object, because every object has a cost.
+    # Every Ray object has a cost of its own, so groups are put together until they have OBJECT_BYTES. Larger objects
+    # would stay in memory as long as any of their groups, such as one that waits for a later step.
     for number, trajectories in enumerate(groups):
         indices[number] = len(references), len(together)
         together.append(trajectories)

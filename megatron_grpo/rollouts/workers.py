@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 class RolloutWorkers:
     """The actors of a `RolloutPool`, and what they do with stored tokens.
 
-    Workers build partitions, compute over tokens and write files; the driver holds only references to tokens.
+    The driver holds only references to tokens.
     """
 
     def __init__(
@@ -49,16 +49,8 @@ class RolloutWorkers:
         routed: RoutedForm | None = None,
         endpoint: EndpointSettings | None = None,
     ) -> None:
-        """
-        Args:
-            number: count of workers; None: one for every ENGINES_PER_WORKER engines.
-            engines: Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled.
-            environments: pools of environment processes by task name, not yet started.
-            timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
-            routed: form of the experts that engines return, or None.
-            endpoint: settings of the endpoints for agents, or None.
-        """
         self._endpoint = endpoint
+        # `number`: workers; None: one for every ENGINES_PER_WORKER engines. The rest: see `RolloutPool`.
         self._number, self.engines, self._environments = number, engines, environments
         self._timeout_s, self._routed = timeout_s, routed
         self.actors: list[Any] = []
@@ -77,6 +69,7 @@ class RolloutWorkers:
         # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
         starts = [engines * worker // workers for worker in range(workers + 1)]
         self._engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
+        # A worker's share of the prompts is that of its engines; an engine of several workers counts in parts.
         users = [sum(engine in numbers for numbers in self._engines_of) for engine in range(engines)]
         self._shares = [sum(1 / users[engine] for engine in numbers) / max(engines, 1) for numbers in self._engines_of]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
@@ -86,7 +79,7 @@ class RolloutWorkers:
                 engines={number: self.engines[number] for number in numbers},
                 environments={name: by_worker[index] for name, by_worker in handles.items()},
                 generation_timeout_s=self._timeout_s,
-                endpoint=None if self._endpoint is None else self._endpoint.for_worker(index),
+                endpoint=None if self._endpoint is None else self._endpoint.with_worker_port(index),
             )
             self.actors.append(worker)
         self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
@@ -105,7 +98,7 @@ class RolloutWorkers:
     def build_partitions(
         self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Make the workers store the tokens of a step, one array per partition and field.
+        """Make the workers store a step's tokens, one array per partition and field.
 
         Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
 
@@ -114,9 +107,7 @@ class RolloutWorkers:
             partitions: indices of the sequences of each partition, int64, ascending, group by group.
 
         Returns:
-            By field, for each partition a reference to an array [tokens of the partition]: token_ids (int32), sampled
-            (bool: the token was sampled, not given), generation_logprobs (float32, 0 where not sampled); with recorded
-            routing also routed_experts, [tokens of the partition, experts recorded per token].
+            By field (`concatenate_trajectories`), for each partition a reference to an array [tokens of the partition].
         """
         fields = list_rollout_fields(self._routed)
         located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
@@ -124,15 +115,12 @@ class RolloutWorkers:
         stored: dict[str, list[Any]] = {name: [None] * len(partitions) for name in fields}
         for number, worker in enumerate(self.actors[:workers]):
             assigned = range(number, len(partitions), workers)
+            # A worker gets only the groups of its own partitions, numbered anew.
             needed = sorted({group for partition in assigned for group, _ in located[partition]})
             position = {group: index for index, group in enumerate(needed)}
             # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
-            among_needed = [
-                np.array([(position[group], sample) for group, sample in located[partition]], dtype=np.int32).reshape(
-                    -1, 2
-                )
-                for partition in assigned
-            ]
+            pairs = ([(position[group], sample) for group, sample in located[partition]] for partition in assigned)
+            among_needed = [np.array(sequences, dtype=np.int32).reshape(-1, 2) for sequences in pairs]
             packed = pack_groups([groups[group] for group in needed])
             results = len(fields) * len(assigned)
             references = iter(
@@ -144,16 +132,13 @@ class RolloutWorkers:
         return stored
 
     def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
-        """Run a function over a step's tokens in a worker, and add the new fields to the batch.
+        """Compute new fields of a step's tokens in a worker; returns the function's summary.
 
         Args:
             fn: called with the lengths, the arrays of `fields` and `args`; it must be importable in the worker.
-            batch: the step's batch.
+            batch: the step's batch, which gets the new fields.
             fields: names of the fields that the function reads.
             args: further arguments of the function.
-
-        Returns:
-            The summary that the function returns beside the new fields.
 
         Raises:
             RunError: the function raised, or the worker failed.
@@ -181,10 +166,7 @@ class RolloutWorkers:
         return store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """Read a step's rollouts from the file of an earlier run.
-
-        Returns:
-            Facts of their sampling, and one group per prompt.
+        """Read a step's rollouts from the file of an earlier run; facts and groups.
 
         Raises:
             RunError: the file cannot be read in time.
@@ -203,7 +185,7 @@ class RolloutWorkers:
         *,
         sample: int | None = None,
     ) -> Any:
-        """Begin to write the rollouts of a step into rollouts/step_N.parquet.
+        """Begin to write a step's rollouts into rollouts/step_N.parquet.
 
         Args:
             step: number of the training step, for the file's name.
@@ -226,20 +208,20 @@ class RolloutWorkers:
         self._gather(dump, self._timeout_s, "writing of rollouts")
 
     def _share_out(self, values: Sequence[Value]) -> list[list[Value]]:
-        """Divide values among the workers in proportion to their engines; each part is contiguous."""
+        """Divide values among workers by their number of engines; each part is contiguous."""
         bounds = [round(len(values) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         return [list(values[begin:end]) for begin, end in pairwise(bounds)]
 
     def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, Any]:
-        """Call a method of the next worker (round robin); returns the call by the worker's number."""
+        """Call a method of the next worker (round robin); returns {worker's number: call}."""
         worker = next(self._turn) % len(self.actors)
         return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
 
     @staticmethod
     def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:
-        """Wait for the answers to calls, given by number of the worker; keeps their order.
+        """Wait for the answers to calls, given by number of the worker.
 
         Raises:
             SamplingError: a worker failed or missed the deadline.
@@ -250,6 +232,7 @@ class RolloutWorkers:
             return gather(list(calls.values()), deadline_s=deadline_s, phase_name=phase_name, name=names.__getitem__)
         except RunError as error:
             cause = error.__cause__
+            # The worker's own RunError says more than that its call failed.
             if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
                 raise type(cause.cause)(str(cause.cause)) from None
             raise SamplingError(str(error)) from error
