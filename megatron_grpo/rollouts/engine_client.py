@@ -92,8 +92,8 @@ class EngineClient:
             raise SamplingError(self.loss.reason) if self.loss.is_final else EngineLostError(self.loss.reason)
         loop = asyncio.get_running_loop()
         open_request = _OpenRequest(request, settings, loop.create_future())
-        # Coroutines of many samples ask in the same round of the event loop; one message carries them all, in this order,
-        # on which equal responses depend.
+        # Samples ask in the same round of the event loop; one message carries their requests in this order, on which
+        # equal responses depend.
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.append(open_request)
