@@ -1,4 +1,44 @@
-"""Group Relative Policy Optimization (Shao et al. 2024): sample groups of responses, score, learn, publish, repeat."""
+"""Group Relative Policy Optimization (Shao et al. 2024): sample groups of responses, score, learn, publish, repeat.
+
+The driver runs the code of this folder. It holds numbers about sequences and references to their tokens; tokens pass
+between the other processes, through the object store. A partition is the sequences of a step whose tokens lie together.
+
+                     driver: algorithms/ (a run and its steps), run/ (its start, checkpoints and end)
+            lengths, rewards │            ▲ references            │ sequences of each microbatch
+     prompts, seeds          │            │                       ▼
+   ┌──────────────────▶ rollout workers (rollouts/) ─────▶ ranks of policy and value model (trainer/)
+   │                     a coroutine a rollout     │           fetch the fields that their stage uses
+   │        requests │ ▲ responses   texts │ ▲ scores  arrays          │            ▲
+   │                 ▼ │                   ▼ │          ▼              ▼            │
+   │          vLLM engines            environments   object store: for each partition, an array a field
+   │          (generation/)         (environments/)  token_ids, sampled, generation_logprobs │ prev_logprobs, ...
+   │                 ▲
+   └─────────────────┴── refit (weight_sync/): weights of version N, verified, from every pipeline stage
+
+The life of a step:
+
+1. The loader gives num_prompts_per_step prompts as token ids.
+2. Sample (samples.py). A rollout is a coroutine in a rollout worker. It awaits its responses from the least loaded
+   engine, and when all samples of a prompt are complete, their environment scores them while others are still
+   generated. A response has its token ids, the log-probability under which each token was drawn, the reason it stopped,
+   and its weight versions. The driver gets lengths, rewards and references. With use_dynamic_sampling groups whose
+   rewards are all equal are dropped, and sampling repeats until the step is full.
+3. Score (step_advantages.py). Rewards are scaled and shaped, once; groups with a learning signal are found.
+4. Batch (batch/step_batch.py). Sequences are assigned to partitions, whose tokens are put into the object store once.
+   Later stages add fields by reference.
+5. Log-probabilities, only as far as the step needs them: of the reference policy for a KL term; of the policy itself
+   when several optimizer steps follow, or an option compares it with the engines.
+6. Advantages (step_advantages.py): within each group, reward minus baseline. Where advantages differ by token
+   (REINFORCE++, GAE, a KL in the reward) a rollout worker computes them (token_functions.py).
+7. Learn (stages.py): num_iterations passes, an optimizer step for every train_global_batch_samples samples. The driver
+   assigns sequences to microbatches by their lengths.
+8. Publish (placement.py): the refit sends the new weights to every engine, which verifies and commits them as the next
+   version, and serves them once the canary agrees.
+9. Report (step_report.py); then the loop (loop.py) logs, validates and saves.
+
+With async_grpo.enabled only step 2 differs: it takes samples from a buffer of prompts that were begun earlier
+(sample_buffer.py). With PPO (ppo.py) a value model gives its values after step 5, and learns after the policy has.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +86,7 @@ def grpo_train(run: GRPORun) -> None:
 
 
 def async_grpo_train(run: GRPORun) -> None:
-    """Train as `grpo_train` does, while samples of later steps are generated.
-
-    Args:
-        run: a run that was set up with grpo.async_grpo.enabled: it has a sample buffer, and its engines take new
-            weights while they generate.
+    """Train a run with grpo.async_grpo.enabled: NeMo RL's name for `grpo_train`, which does the same.
 
     Raises:
         ValueError: the run was set up without asynchronous sampling.
@@ -61,12 +97,12 @@ def async_grpo_train(run: GRPORun) -> None:
 
 
 def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
-    """Send the policy's weights to the engines as `version`: NeMo RL's name for `WeightTransport.publish`."""
+    """Send the policy's weights as `version`: NeMo RL's name for `WeightTransport.publish`."""
     return transport.publish(version)
 
 
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step: sample, score, learn, publish. Returns None when no prompts are left.
+    """Do one step: sample, score, learn, publish; None: no prompts are left.
 
     Raises:
         SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as
@@ -74,26 +110,26 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         RunError: a value is not finite, or a process failed.
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
-    number, timer = run.state["total_steps"] + 1, StepTimer()
+    step, timer = run.state["total_steps"] + 1, StepTimer()
     run.placement.wake_engines(timer)
     samples = sample(run, batches, timer)
     if samples is None:
         return None
     run.placement.offload_engines(timer)
-    check = run.make_check(samples.groups, number)
+    check = run.make_check(samples.groups, step)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
         batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
-        run.dumps.hold(number, samples.groups, batch, samples.make_facts(run.loader_state))
-    of_logprobs = add_logprobs(config, batch, policy, rollouts, check, timer)
+        run.dumps.hold(step, samples.groups, batch, samples.make_facts(run.loader_state))
+    logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):
-        finite = add_advantages(config, scores, batch, rollouts)
-    check.require_finite("advantages", finite | ~batch.in_loss, batch)
+        is_finite = add_advantages(config, scores, batch, rollouts)
+    check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, check)
-    of_learning = compute_learning_metrics(learned, batch)
-    assessment = assess_agreement(run, number, of_learning, samples.outcomes)
-    metrics = {**compute_sampling_metrics(config, samples, scores), **of_logprobs, **of_learning}
+    learning_metrics = compute_learning_metrics(learned, batch)
+    assessment = assess_agreement(run, step, learning_metrics, samples.outcomes)
+    metrics = {**compute_sampling_metrics(config, samples, scores), **logprob_metrics, **learning_metrics}
     return publish_and_report(run, samples, metrics, learned, assessment, timer)

@@ -1,4 +1,4 @@
-"""Proximal Policy Optimization (Schulman et al. 2017) with a value model: sample, score, value, learn, publish."""
+"""Proximal Policy Optimization (Schulman et al. 2017): GRPO's step (grpo.py) with a value model."""
 
 from __future__ import annotations
 
@@ -45,35 +45,39 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         RunError: a value is not finite, or a process failed.
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
-    number, timer = run.state["total_steps"] + 1, StepTimer()
+    step, timer = run.state["total_steps"] + 1, StepTimer()
     run.placement.wake_engines(timer)
     samples = sample(run, batches, timer)
     if samples is None:
         return None
     run.placement.offload_engines(timer)
-    check = run.make_check(samples.groups, number)
+    check = run.make_check(samples.groups, step)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
         batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
-        run.dumps.hold(number, samples.groups, batch, samples.make_facts(run.loader_state))
-    of_logprobs = add_logprobs(config, batch, policy, rollouts, check, timer)
+        run.dumps.hold(step, samples.groups, batch, samples.make_facts(run.loader_state))
+    logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("values"):
-        finite = run.value.add_values(batch)
-    check.require_finite("values", finite | ~batch.in_loss, batch)
+        is_finite = run.value.add_values(batch)
+    check.require_finite("values", is_finite | ~batch.in_loss, batch)
     with timer.phase("advantages"):
-        finite = add_advantages(config, scores, batch, rollouts)
-    check.require_finite("advantages", finite | ~batch.in_loss, batch)
+        is_finite = add_advantages(config, scores, batch, rollouts)
+    check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     learned = None
-    if (
-        number > config.ppo.policy_training_start_step
-    ):  # first, since it may refuse the step, which then changes nothing
+    if step > config.ppo.policy_training_start_step:
+        # The policy learns first, since it may refuse the step, which then changes nothing.
         with timer.phase("train"):
             learned = learn(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):
-        of_values = learn_values(config, batch, run.value, run.value_loss_fn, check)
-    of_learning = compute_learning_metrics(learned, batch)
-    assessment = assess_agreement(run, number, of_learning, samples.outcomes)
-    metrics = {**compute_sampling_metrics(config, samples, scores), **of_logprobs, **of_learning, **of_values}
+        value_metrics = learn_values(config, batch, run.value, run.value_loss_fn, check)
+    learning_metrics = compute_learning_metrics(learned, batch)
+    assessment = assess_agreement(run, step, learning_metrics, samples.outcomes)
+    metrics = {
+        **compute_sampling_metrics(config, samples, scores),
+        **logprob_metrics,
+        **learning_metrics,
+        **value_metrics,
+    }
     return publish_and_report(run, samples, metrics, learned, assessment, timer)
