@@ -19,13 +19,8 @@ SETUP = "megatron_grpo.algorithms.setup:setup"
 def run_algorithm(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
     """Run the configured algorithm from start (or resume) to end.
 
-    With debug.train=false the run only samples and scores, which is the same for every algorithm.
-
-    Args:
-        config: the checked configuration.
-        user_objects: objects of a script that a configuration cannot name; None: none.
-        began: time in seconds since the epoch at which a script called for the run; None: the run is the command of
-            this process.
+    With debug.train=false the run only samples and scores. `began`: time since the epoch at which a script called for
+    the run; None: the run is the command of this process.
 
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.

@@ -42,7 +42,7 @@ def complete_files(run: SamplingRun) -> Iterator[None]:
 
 @contextmanager
 def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Iterator[None]:
-    """Save the finished steps if the step in the body fails.
+    """Save the finished steps, whose last has `metrics`, if the step in the body fails.
 
     Args:
         run: the run before the step.

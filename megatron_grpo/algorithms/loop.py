@@ -70,12 +70,7 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
-    """Validate if due, log the step, save if due; returns the step's metrics.
-
-    Raises:
-        RunError: the validation failed, rollouts could not be written, or checkpoints cannot be ranked; the step was
-            logged and saved.
-    """
+    """Validate if due, log the step, save if due; returns the step's metrics."""
     step, loop, metrics = run.state["total_steps"], run.config.training_loop, dict(report.metrics)
     try:
         if _is_validation_due(run) or (loop.val_at_end and step == loop.max_num_steps):

@@ -20,13 +20,8 @@ class Placement:
     """Moves models and engines into and out of shared devices.
 
     Device memory holds either models or engines, and the weights of both during a refit. At construction the engines
-    sleep and the models are on the devices. With devices of their own, engines and models stay where they are, and
-    every call does nothing.
-
-    Args:
-        engines: engines that share the devices of the models; None: engines have devices of their own.
-        policy: the model whose weights a refit sends; needed with engines.
-        other_models: further models that are trained.
+    sleep and the models are on the devices. Without `engines`, which have devices of their own then, every call does
+    nothing.
     """
 
     def __init__(

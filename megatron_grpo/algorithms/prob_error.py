@@ -185,13 +185,8 @@ NO_FINDING = Assessment({})
 def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
     """Compare the error of a learnt step with the run's noise.
 
-    The state of the run is updated. If an episode begins, the refit of this step is followed by both checks of weights.
-
-    Args:
-        run: the run.
-        step: number of the step.
-        metrics: metrics of learning; without an optimizer step they lack the error.
-        outcomes: outcomes of the rollouts that were trained on.
+    The state of the run is updated. If an episode begins, both checks of weights follow the refit of this step. Without
+    an optimizer step `metrics` lack the error.
     """
     config = run.config
     kind, state, remarks = name_noise_kind(config), run.state.get("prob_error"), []
@@ -267,14 +262,7 @@ def require_agreement(
 def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Mapping[str, float]) -> NoReturn:
     """End the run before it learns from a step.
 
-    Args:
-        config: the run's configuration.
-        batch: the step's batch, which has a limit.
-        check: number of the step, and the run's folder.
-        metrics: metrics of the error, for the step's line in metrics.jsonl.
-
-    Raises:
-        DisagreementError: always.
+    `metrics`: the figures of the error, for the step's line in metrics.jsonl.
     """
     limit, step = batch.prob_error_limit, check.step
     assert limit is not None

@@ -37,11 +37,7 @@ from megatron_grpo.rollouts.pool import RolloutPool
 class RecordedSteps(Batches):
     """Recorded steps of an earlier run, in place of a loader.
 
-    For checkpoints it has that run's position in the data.
-
-    Args:
-        path: folder of the run, or its folder of rollouts.
-        prompts_per_batch: prompts that the run sampled together.
+    For checkpoints it has that run's position in the data. `path` is the folder of the run, or of its rollouts.
     """
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
@@ -82,12 +78,6 @@ class RolloutDumps:
     """Writes rollouts while their step learns.
 
     The step is reported only when its rollouts are on disk.
-
-    Args:
-        rollouts: the handle of the workers that write the files.
-        config: which rollouts are written.
-        run_dir: the run's folder.
-        facts: facts about the run that every file holds.
     """
 
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
@@ -100,12 +90,7 @@ class RolloutDumps:
     def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
         """Hold the rollouts of a step until `begin`, or `write_all` if it fails before.
 
-        Args:
-            step: number of the step.
-            groups: the rollouts, a group for each prompt.
-            batch: the step's batch, to which later stages add advantages and log-probabilities; None: the run does not
-                train.
-            facts: facts about the sampling of the step, for the file.
+        Later stages add advantages and log-probabilities to `batch`; None: the run does not train.
         """
         self._current = (step, groups, batch, facts)
 
@@ -130,11 +115,7 @@ class RolloutDumps:
             self._rollouts.wait_dump(self._writing.pop(step))
 
     def write_all(self) -> None:
-        """Write the rollouts of a failed step, and wait until all are on disk.
-
-        Raises:
-            RunError: they could not be written.
-        """
+        """Write the rollouts of a failed step, and wait until all are on disk."""
         if self._current is not None:
             self.begin()
         for step in list(self._writing):
@@ -205,12 +186,7 @@ class StepCheck:
             self.stop(value_name, bad_rewards, error=SamplingError)
 
     def require_finite(self, field: str, is_finite: NDArray[np.bool_], batch: StepBatch) -> None:
-        """Check a field that was computed for every token.
-
-        Args:
-            field: name of the field, for the message.
-            is_finite: [sequences], bool: whether the field is finite wherever it is used.
-            batch: the step's batch, one sequence for each response.
+        """Check that a field is finite wherever it is used, [sequences], bool.
 
         Raises:
             RunError: the field is not finite somewhere (`stop` makes the message).
@@ -233,10 +209,7 @@ class StepCheck:
             value_name: name of the non-finite value, for the message.
             responses: indices of the responses in the step.
             values: further keys of the file, a value for each response.
-            error: class of the error to raise.
-
-        Raises:
-            RunError: always; names the prompts, as rows of the data.
+            error: class of the error to raise, which names the prompts as rows of the data.
         """
         file = self.run_dir / f"non_finite_step_{self.step}.json"
         outcomes: list[Outcome] = [outcome for group in self.groups for outcome in group.outcomes]

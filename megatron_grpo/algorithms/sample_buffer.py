@@ -23,12 +23,7 @@ from megatron_grpo.rollouts.rollout_settings import RolloutSettings
 class SampleBuffer(ABC):
     """Samples of coming steps, complete or being generated.
 
-    Args:
-        rollouts: samples the prompts.
-        loader: loader of the prompts that `take` gets, for its state and the size of its batches.
-        loop: samples per prompt, seed, last step, prompts under way, and the greatest age of a trajectory in steps.
-        settings: how tokens are drawn.
-        generation_batches: generation batches that earlier steps have taken.
+    `loader` is that of the prompts that `take` gets; `generation_batches`: how many earlier steps have taken.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class SampleBuffer(ABC):
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        """Begin prompts as far as allowed, then take a generation batch.
+        """Begin prompts as far as allowed, then take a generation batch of groups.
 
         Args:
             batches: prompts of generation batches, in the order of the data; the same iterator each time.
@@ -58,9 +53,6 @@ class SampleBuffer(ABC):
 
         Returns:
             None: no prompts are left.
-
-        Raises:
-            SamplingError: an engine or an environment failed, or too many rollouts did.
         """
 
     @abstractmethod

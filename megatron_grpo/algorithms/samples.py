@@ -65,10 +65,7 @@ class StepSamples:
 
 
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample the groups of the next step, or read them from a recording.
-
-    Returns:
-        None: no prompts, or no recorded steps, are left.
+    """Sample the groups of the next step, or read them from a recording; None: none are left.
 
     Raises:
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
@@ -211,10 +208,8 @@ def dynamic_sampling(
 ) -> DynamicBatch[Group]:
     """Add the groups with a signal to those that wait for a step.
 
-    Groups keep the order in which they were sampled.
-
     Args:
-        groups: groups of one generation batch.
+        groups: groups of one generation batch, in the order in which they were sampled.
         signal: [groups], bool, see `has_signal`.
         num_prompts_per_step: groups that a step trains on.
         batch_cache: groups of earlier generation batches that wait for this step.

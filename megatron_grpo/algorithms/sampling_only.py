@@ -23,10 +23,6 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     """Do one step: sample, score, write; None: no prompts are left.
 
     The metric valid_tokens counts the tokens that would be in the loss.
-
-    Raises:
-        SamplingError: an engine or an environment failed, or a reward is not finite.
-        RunError: a sampling log-probability is not finite.
     """
     config, timer = run.config, StepTimer()
     samples = sample(run, batches, timer)

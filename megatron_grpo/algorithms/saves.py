@@ -43,11 +43,8 @@ def save_checkpoint(
     Args:
         run: the run, whose models are written as they are now.
         metrics: metrics of the last step, which rank the checkpoint.
-        snapshot: the driver's part of the checkpoint, after the last update of its models; None: as it is now.
+        snapshot: the driver's part, after the last update of the models; None: as it is now.
         wait: return only when the checkpoint is complete.
-
-    Raises:
-        RunError: a process of a model failed, or the folder cannot be written.
     """
     started = time.monotonic()
     snapshot = snapshot or Snapshot.from_run(run)
@@ -84,10 +81,7 @@ def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 def save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot | None = None) -> None:
     """Save before a failure ends the run; if that fails too, only note it.
 
-    Args:
-        run: the run.
-        metrics: metrics of the last finished step.
-        snapshot: the driver's state after that step; None: as it is now.
+    `metrics` and `snapshot` are of the last finished step; None: the driver's state as it is now.
     """
     step = run.state["total_steps"]
     if step == 0 or not run.config.has_checkpoints:

@@ -37,11 +37,7 @@ from megatron_grpo.weight_sync.transport import RefitError
 def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:
     """Lay the rollouts of a step out in partitions, in the object store.
 
-    Args:
-        config: layouts and minibatches, and the rollouts that are left out of the loss.
-        groups: rollouts of the step, a group for each prompt.
-        rollouts: the handle of the workers that store the partitions.
-        cost: the policy's cost of a sequence, by which work is divided equally among replicas.
+    `cost`: the cost of a sequence to the policy, by which work is divided equally among replicas.
     """
     batch = StepBatch.from_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
     batch.partitions = partition_sequences(config, batch, cost)
@@ -145,9 +141,6 @@ def learn_values(
     """Do all optimizer steps of the value model; returns its metrics.
 
     Without a token in the loss there are none.
-
-    Raises:
-        RunError: a gradient is not finite; no update was made from it.
     """
     minibatch = config.value.train_global_batch_samples
     result = _train(config, batch, value, loss_fn, minibatch, check, "the value model's gradient")
@@ -184,10 +177,8 @@ def train_in_minibatches(
 ) -> TrainResult | None:
     """Train passes over the batch, an optimizer step for every `samples` sequences.
 
-    The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it.
-
-    Returns:
-        The combined results of the optimizer steps (`combine_results`); None: there was no optimizer step.
+    The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. The results are
+    combined; None: there was no optimizer step.
 
     Raises:
         NonFiniteGradientError: a gradient is not finite; names sequences by their indices in `batch`.
@@ -239,8 +230,6 @@ def publish_and_report(
     timer: StepTimer,
 ) -> StepReport:
     """Publish the weights at the end of a step, and report the step.
-
-    The arguments are those of `make_report`.
 
     Raises:
         UnpublishedStepError: the engines do not serve the weights; the error has the report.

@@ -57,11 +57,9 @@ class Scores:
 
 
 def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
-    """Scale and shape rewards, and find the groups that have a learning signal.
+    """Scale and shape the rewards of whole groups, and find learning signals.
 
-    Args:
-        config: scaling and shaping of rewards, and the advantage estimator.
-        outcomes: outcomes of whole groups; the samples of a prompt are neighbours.
+    The samples of a prompt are neighbours in `outcomes`.
     """
     samples = config.training_loop.num_generations_per_prompt
     rewards = torch.tensor(

@@ -33,14 +33,13 @@ def compute_token_advantages(
 
     Args:
         lengths: tokens of each sequence.
-        arrays: sampled (bool); with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`),
-            float32.
+        arrays: sampled; with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`).
         config: estimator, penalty and clipping.
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
 
     Returns:
-        advantages, float32; and [sequences], bool: whether all of a sequence's advantages are finite.
+        advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
     estimator, response_lengths = config.grpo.adv_estimator, response_tokens.tolist()
     penalty = compute_kl_penalty(config, arrays)
@@ -68,19 +67,8 @@ def compute_ppo_token_advantages(
 ) -> tuple[TokenArrays, NDArray[np.bool_]]:
     """Compute advantages and returns of every sampled token, 0 for the others, in float64.
 
-    Advantages are normalised over the tokens in the loss, then clipped as configured.
-
-    Args:
-        lengths: tokens of each sequence.
-        arrays: sampled (bool) and values (float32); with use_kl_in_reward reference_logprobs and the policy's
-            (`choose_policy_logprobs`), float32.
-        config: estimator, penalty and clipping.
-        rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
-        response_tokens: [sequences], int64: sampled tokens of each.
-        in_loss: [sequences], bool: whether the loss is taken over the response.
-
-    Returns:
-        advantages and returns, float32; and [sequences], bool: whether all of a sequence's advantages are finite.
+    Advantages are normalised over the tokens of sequences `in_loss`, then clipped as configured. Arguments and results
+    are those of `compute_token_advantages`, with values in `arrays` and returns beside the advantages.
     """
     ppo = config.ppo
     device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")
@@ -103,12 +91,9 @@ def choose_policy_logprobs(config: Config) -> str:
 
 
 def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:
-    """Compute the KL penalty of each sampled token.
+    """Compute the KL penalty of each sampled token: [sampled tokens], float32.
 
-    It compares the policy that the step begins with and the reference.
-
-    Returns:
-        [sampled tokens], float32; None when use_kl_in_reward is off.
+    It compares the policy that the step begins with and the reference; None when use_kl_in_reward is off.
     """
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
@@ -153,16 +138,10 @@ def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]
 def flag_inconsistent_sequences(
     lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_], threshold: float
 ) -> tuple[TokenArrays, tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Flag responses that training and generation disagree about.
+    """Flag responses that training and generation disagree about, [sequences], bool.
 
-    Args:
-        lengths: tokens of each sequence.
-        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32).
-        in_loss: [sequences], bool: whether the loss is taken over the response.
-        threshold: the largest mean of exp(|prev - generation|) of a response that stays in the loss.
-
-    Returns:
-        No fields; and [sequences], bool: the flagged ones, with metrics about them.
+    A response stays in the loss if the mean of exp(|prev - generation|) over its tokens is at most `threshold`. Returns
+    no fields, the flags and metrics about them.
     """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
@@ -175,13 +154,7 @@ def measure_prob_error(
 ) -> tuple[TokenArrays, tuple[float, float]]:
     """Measure the probability error of a step as the policy's loss does.
 
-    Args:
-        lengths: tokens of each sequence.
-        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32).
-        in_loss: [sequences], bool: whether the loss is taken over the response.
-
-    Returns:
-        No fields; and the mean and the largest exp(|prev - generation|) of the tokens in the loss.
+    Returns no fields, and the mean and the largest exp(|prev - generation|) of the tokens in the loss.
     """
     mask = arrays["sampled"] & np.repeat(in_loss, lengths)
     prev, generation = (torch.from_numpy(arrays[name][mask]) for name in ("prev_logprobs", "generation_logprobs"))

@@ -20,10 +20,6 @@ from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metri
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
     """Measure the engines' current weights by a response to each validation prompt.
 
-    Args:
-        run: the run, with its engines and validation prompts.
-        timer: takes the seconds of generation and scoring; None: nobody needs them.
-
     Returns:
         Metrics of `compute_held_out_metrics` with the prefix val_; empty without validation data.
 
@@ -64,19 +60,9 @@ def sample_responses(
     size: int,
     timer: StepTimer,
 ) -> Iterator[list[SampledGroup]]:
-    """Sample and score responses to prompts, a batch at a time.
+    """Sample and score responses to all prompts, a batch of `size` prompts at a time.
 
-    Args:
-        rollouts: the handle of the workers that sample them.
-        prompts: the prompts; every one is answered.
-        samples: responses to each prompt.
-        settings: how tokens are drawn.
-        seed: seed of the draws; the same weights give the same prompts the same responses each time.
-        size: most prompts of a batch.
-        timer: counts the seconds of generation and scoring.
-
-    Yields:
-        The groups of a batch, one for each prompt.
+    The same weights give the same prompts the same responses for a seed.
 
     Raises:
         SamplingError: an engine or an environment failed, or too many rollouts did.
@@ -88,10 +74,6 @@ def sample_responses(
 
 def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
     """Compute the metrics of the responses to some prompts.
-
-    Args:
-        prompts: the prompts.
-        outcomes: by prompt, the outcomes of its responses.
 
     Returns:
         accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME for each reward

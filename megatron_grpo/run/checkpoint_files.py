@@ -118,13 +118,9 @@ def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[
 
 
 def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Complete a folder that has the models, and sync it to disk.
+    """Complete a folder that has the models after `step` steps, and sync it to disk.
 
-    Args:
-        folder: folder of the checkpoint, perhaps under a temporary name.
-        step: training steps before the checkpoint.
-        state: progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
-        loader_state: state of the training data loader.
+    `state` has progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
     """
     import torch  # imported here: a command that only verifies a checkpoint starts at once
 
@@ -159,12 +155,8 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
 def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     """Read all files of a checkpoint and compare them with its manifest.
 
-    Args:
-        folder: folder of the checkpoint, `step_N`.
-        stop: event that another thread sets to end the reading early, with CancelledError.
-
-    Returns:
-        A remark for the user about an intact checkpoint, or None.
+    Another thread sets `stop` to end the reading early, with CancelledError. Returns a remark for the user about an
+    intact checkpoint, or None.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
@@ -199,7 +191,7 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the driver's state from a checkpoint.
+    """Read the driver's state; raises CheckpointError if it is missing or damaged.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -222,7 +214,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
-    """Read the state of the training data loader from a checkpoint.
+    """Read the loader's state; raises CheckpointError if it is missing or damaged.
 
     Raises:
         CheckpointError: the file is missing or damaged.

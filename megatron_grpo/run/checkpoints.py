@@ -56,10 +56,7 @@ class PendingSave:
 class Checkpointer:
     """The folder run_dir/checkpoints. One process, the driver, owns it.
 
-    Args:
-        run_dir: folder of the run.
-        config: where to start from, and which checkpoints to keep.
-        look_only: let `find_start` only say which damaged checkpoints it would set aside.
+    `look_only`: let `find_start` only say which damaged checkpoints it would set aside.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
@@ -79,10 +76,7 @@ class Checkpointer:
 
         A run that started from another run's checkpoint and has saved since continues from its own newest intact one,
         because a job that is queued again has the same command line. Newer checkpoints of its own are damaged: they are
-        renamed (set aside), and standard error says which and why.
-
-        Args:
-            stop: event that another thread sets to end the search early, with CancelledError.
+        renamed (set aside), and standard error says which and why. `stop`: as in `verify_checkpoint`.
 
         Raises:
             ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
@@ -132,9 +126,6 @@ class Checkpointer:
             loader_state: state of the training data loader.
             models: trained models, by their folder in the checkpoint.
             background: let ranks write in the background, and return as soon as the models may change.
-
-        Raises:
-            RunError: this checkpoint, or the pending one, could not be written.
         """
         self.finish()
         # The folder is renamed when all files are on disk, last the manifest with their digests, so every checkpoint
@@ -172,7 +163,7 @@ class Checkpointer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the pending checkpoint is complete, then delete checkpoints beyond keep_top_k.
+        """Wait until the pending checkpoint is complete, then prune.
 
         Raises:
             RunError: the checkpoint could not be written and is abandoned. Earlier checkpoints are unchanged.

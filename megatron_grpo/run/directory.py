@@ -112,11 +112,6 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
 
     The link `latest` beside the folder then points at it.
 
-    Args:
-        folder: the run's folder.
-        config: the run's configuration.
-        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
-
     Raises:
         ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
     """

@@ -152,8 +152,8 @@ def start_rollouts(
         config: the configuration of a run, or of an evaluation.
         folder: the model's folder in Hugging Face format.
         generation: the engines, which are being started; None: workers only read a recording.
-        stack: ends what is started here.
-        rewards: a script's reward functions, by their entry in reward_funcs.
+        stack: ends the processes.
+        rewards: a script's reward functions, by their names in reward_funcs.
         tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
         restore: replaces engines that are lost.
     """
@@ -197,12 +197,7 @@ def make_transport(
 ) -> WeightTransport:
     """Make the transport of the policy's weights to the engines, not yet connected.
 
-    Args:
-        policy: sends its weights.
-        generation: receives them.
-        config: the mode of transfer and its settings.
-        run_dir: the run's folder, which distinguishes its files from those of other runs.
-        canary: the checks before engines serve; None: there are none.
+    Files go into `run_dir`. Without `canary` nothing is checked before engines serve.
     """
     if config.mode == "files":
         return FilesTransport(policy, generation, config, run_dir, canary)

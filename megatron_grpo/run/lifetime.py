@@ -106,11 +106,8 @@ class Startup:
 def open_run(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
     """Lock the run's folder and start Ray; leaving the context ends it.
 
-    Args:
-        config: the run's configuration, checked.
-        user_objects: objects of a script that a configuration cannot name; None: none.
-        began: time in seconds since the epoch at which a script called for the run; None: the run is the command of
-            this process, whose imports count too.
+    `began`: time since the epoch at which a script called for the run; None: the run is the command of this process,
+    whose imports count too.
 
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
@@ -152,10 +149,6 @@ def record_end(startup: Startup, *, report: bool) -> Iterator[None]:
 
     The summary of an earlier start in the folder is removed first. Errors of this writing are logged and raise nothing,
     so that they do not hide why the run ended.
-
-    Args:
-        startup: the start-up, with the run's folder and the function that writes the summary.
-        report: write report.html.
     """
     (startup.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     try:

@@ -21,7 +21,7 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
         output: folder of the exported model.
         base: path or hub name of the model that training started from.
         checkpoint: the checkpoint, in its run's folder.
-        adapters: whether the folder holds adapters for the base model instead of a model.
+        adapters: True: the folder has adapters for the base model instead of a model.
     """
     from huggingface_hub import ModelCard, ModelCardData  # here: its import takes longer than all others together
 
@@ -63,12 +63,8 @@ def _list_data(config: dict[str, Any]) -> str:
 def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
     """Send a folder with its card to the hub; returns the repository's address.
 
-    Args:
-        folder: folder of the exported model.
-        name: ORGANISATION/NAME of the repository, which is made (private) if it does not exist.
-        base: path or hub name of the model that training started from.
-        checkpoint: the checkpoint, in its run's folder.
-        adapters: whether the folder holds adapters for the base model instead of a model.
+    The repository `name`, ORGANISATION/NAME, is made (private) if it does not exist. The other arguments are those of
+    `write_model_card`.
 
     Raises:
         RunError: the hub refuses the upload or cannot be reached.

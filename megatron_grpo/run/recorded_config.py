@@ -28,12 +28,8 @@ def is_composition(name: str) -> bool:
 def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """Load the configuration of a run's last start, with some keys changed.
 
-    Args:
-        run_dir: folder of the run.
-        overrides: changes, each section.key=VALUE in YAML.
-
     Raises:
-        ConfigError: a change is not understood, or makes the configuration wrong.
+        ConfigError: an override (section.key=VALUE in YAML) is not understood, or makes the configuration wrong.
         ValueError: the folder has no configuration, or one that cannot be read.
     """
     file = run_dir / CONFIG_FILE
@@ -45,12 +41,9 @@ def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
 
 
 def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
-    """Build the configuration of these values with some keys changed.
+    """Build the configuration of recorded values, which `overrides` change.
 
-    Args:
-        values: the recorded values by key, which are changed.
-        overrides: changes, each section.key=VALUE in YAML.
-        source: origin of the values, for messages.
+    `source`: origin of the values, for messages.
 
     Raises:
         ConfigError: a change is not understood, or makes the configuration wrong.

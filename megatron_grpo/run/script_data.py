@@ -71,9 +71,8 @@ class ScriptData:
     def select_file(self, file: Path, argument: str) -> Path:
         """Select the file to read a dataset from.
 
-        Args:
-            file: a file written at a path of `reserve_path`; other files are the user's own, and are returned.
-            argument: the script's argument, for messages.
+        It is one with the same rows in the folder of the run, else `file`; files that were not written at a path of
+        `reserve_path` are the user's own. `argument`: that of the script, for messages.
 
         Raises:
             ConfigError: run_dir has a run that began with other rows.
