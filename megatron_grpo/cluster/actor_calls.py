@@ -13,7 +13,7 @@ import ray
 Arguments = ParamSpec("Arguments")
 
 Method = Callable[Concatenate[Any, Arguments], Any]
-"""A method of an actor's class, or of the protocol that the class fulfils; the actor needs a method of that name."""
+"""A method of the actor's class or of a protocol of the class."""
 
 
 def call_actor(

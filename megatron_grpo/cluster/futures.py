@@ -1,4 +1,4 @@
-"""Remote calls: waiting with a deadline, error messages of one sentence, and fast pickling of values."""
+"""Remote calls: waiting with a deadline, error messages, and fast pickling."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from megatron_grpo.cluster.overdue import report_hanging, report_overdue
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import CanaryError, EngineLostError, RunError
 
-FETCH_S = 300.0
-"""Deadline for fetching values that are already in the object store, in seconds."""
-
+FETCH_S = 300.0  # deadline for values that are already in the object store
 MAX_NAMES = 8
 """Most workers that a message lists by name."""
 
@@ -31,7 +29,7 @@ def gather(
     phase_name: str,
     name: Callable[[int], str] = "rank {}".format,
 ) -> list[Any]:
-    """Results of `refs` in their order; raises as soon as the first call fails.
+    """Wait for the results of `refs`, in their order; raise when the first call fails.
 
     Args:
         refs: remote calls of one phase.
@@ -52,25 +50,25 @@ def gather(
         except RayError:
             ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         index = {ref: i for i, ref in enumerate(refs)}
-        others = [names[index[ref]] for ref in pending]
+        pending_names = [names[index[ref]] for ref in pending]
         for ref in ready:
             try:
                 ray.get(ref)
             except RayError as error:
                 failed = names[index[ref]]
                 raise RunError(
-                    f"{phase_name}: {failed} {explain_error(error)}{report_hanging([failed, *others])}"
+                    f"{phase_name}: {failed} {explain_error(error)}{report_hanging([failed, *pending_names])}"
                 ) from error
         if pending:
-            raise build_overdue_error(phase_name, others, deadline_s)
+            raise build_overdue_error(phase_name, pending_names, deadline_s)
         return list(ray.get(list(refs)))  # all calls ended between the deadline and the check
 
 
 def fetch_stored(refs: Sequence[ray.ObjectRef], content: str) -> list[Any]:
-    """Fetch values that are in the object store already (from `ray.put`), in the order of their references.
+    """Fetch values that `ray.put` stored, in the order of their references.
 
     Raises:
-        RunError: a value was lost with its process or did not arrive within `FETCH_S`; the message names `content`.
+        RunError: a value was lost with its process or is late; the message names `content`.
     """
     try:
         return list(ray.get(list(refs), timeout=FETCH_S))
@@ -79,28 +77,25 @@ def fetch_stored(refs: Sequence[ray.ObjectRef], content: str) -> list[Any]:
 
 
 def build_overdue_error(phase_name: str, workers: Sequence[str], deadline_s: float) -> RunError:
-    """Error for a missed deadline: names the overdue workers and their phases, and makes them log their stacks.
-
-    Waits up to a few seconds for the workers to write their stacks.
+    """Make overdue workers log their stacks, within seconds; return an error with their phases.
 
     Args:
-        phase_name: the phase ("training step").
+        phase_name: the overdue phase ("training step").
         workers: names of the overdue workers, under which they also log.
-        deadline_s: seconds of the deadline.
     """
-    where = report_overdue(phase_name, list(dict.fromkeys(workers)))
-    return RunError(f"{phase_name}: no answer from {join_names(workers)} within {round(deadline_s, 1):g} s{where}")
+    report = report_overdue(phase_name, list(dict.fromkeys(workers)))
+    return RunError(f"{phase_name}: no answer from {join_names(workers)} within {round(deadline_s, 1):g} s{report}")
 
 
 def join_names(names: Sequence[str]) -> str:
-    """The first `MAX_NAMES` names for a message, without repetition."""
+    """Join the first `MAX_NAMES` different names for a message."""
     unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - MAX_NAMES} more" if len(unique) > MAX_NAMES else ""
-    return ", ".join(unique[:MAX_NAMES]) + more
+    ending = f" and {len(unique) - MAX_NAMES} more" if len(unique) > MAX_NAMES else ""
+    return ", ".join(unique[:MAX_NAMES]) + ending
 
 
 def explain_error(error: Exception) -> str:
-    """Reason why a remote call failed, in one line."""
+    """Say in one line why a remote call failed."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, EngineLostError):
@@ -118,45 +113,43 @@ def explain_error(error: Exception) -> str:
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Whether a remote call failed because its actor, or a process that the actor needs, is gone."""
+    """True if a call failed because its actor, or a process of the actor, is gone."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineLostError)
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_canary_failure(error: BaseException | None) -> bool:
-    """Whether a remote call failed because an engine does not compute what the policy does."""
+    """True if a call failed because an engine computes something else than the policy."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError)
 
 
 def find_lost_calls(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
-    """Indices of the calls that failed because their actor is gone.
+    """Find the indices of calls whose actor is gone; one of the calls has failed.
 
     Args:
-        refs: remote calls, at least one of which has failed.
-        wait_s: seconds to wait for the other calls: an actor whose peer died often fails before the death is known.
+        wait_s: seconds for the remaining calls: an actor whose peer died often fails before the death is known.
     """
-    over = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
-    lost = []
-    for number, ref in enumerate(refs):
+    ended = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
+    indices = []
+    for index, ref in enumerate(refs):
         try:
-            if ref in over:
+            if ref in ended:
                 ray.get(ref)
         except RayError as error:
             if is_lost(error):
-                lost.append(number)
-    return lost
+                indices.append(index)
+    return indices
 
 
 IN_BAND_BYTES = 4096
-"""Arrays up to this size are copied into the pickle; larger ones travel beside it without a copy."""
+"""Largest array that is copied into the pickle; larger ones travel beside it without a copy."""
 
 
 def wrap_for_pickling(value: Any) -> Any:
-    """Wrapper that makes Ray pickle `value` fast; the receiver gets `value` itself, with large arrays read-only.
+    """Wrap a value so that Ray pickles it fast; the receiver gets the value itself.
 
-    Ray's own pickler calls back into Python for every object, the standard one does not. The value must not hold
-    object references, because Ray has to track to whom they are passed.
+    Its large arrays arrive read-only. It must not hold object references, because Ray has to track them.
     """
     return _Pickled(value)
 
@@ -168,14 +161,15 @@ class _Pickled:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         large: list[pickle.PickleBuffer] = []
 
-        def in_band(buffer: pickle.PickleBuffer) -> bool:
-            small = buffer.raw().nbytes <= IN_BAND_BYTES
-            if not small:
+        def is_in_band(buffer: pickle.PickleBuffer) -> bool:
+            is_small = buffer.raw().nbytes <= IN_BAND_BYTES
+            if not is_small:
                 large.append(buffer)
-            return small
+            return is_small
 
-        return _unpickled, (pickle.dumps(self.value, protocol=5, buffer_callback=in_band), *large)
+        # The standard pickler: Ray's calls back into Python for every object.
+        return _unpickle, (pickle.dumps(self.value, protocol=5, buffer_callback=is_in_band), *large)
 
 
-def _unpickled(data: bytes, *large: Any) -> Any:
-    return pickle.loads(data, buffers=large)
+def _unpickle(pickled: bytes, *large: Any) -> Any:
+    return pickle.loads(pickled, buffers=large)

@@ -1,4 +1,4 @@
-"""Heartbeats: a small file per process with its current phase, which a thread rewrites every few seconds.
+"""Heartbeats: a small file per process with its phase, rewritten every few seconds.
 
 People, the driver and other nodes read the files. A file holds one JSON object padded to RECORD_BYTES and is rewritten
 in place: one open, write and close a beat. NFS shows a write to other nodes once the file is closed.
@@ -24,22 +24,20 @@ HEARTBEATS_FOLDER = "heartbeats"
 """Folder of the heartbeat files, inside the folder of the logs."""
 
 BEAT_S = 1.0
-"""Seconds between two beats of a process that stays in its phase, where all processes are on one machine."""
+"""Seconds between two beats of a process that stays in its phase, on one machine."""
 SHARED_BEAT_S = 5.0
 """The same on several machines, whose thousands of processes write to one file server."""
 BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"
-"""Environment variable that tells the driver's processes the seconds between two beats."""
+"""Environment variable with the seconds between two beats, for the driver's processes."""
 
 
 def read_beat_s() -> float:
-    """Seconds between two beats of this process, and of all others of its run."""
+    """Read the seconds between two beats of every process of the run."""
     return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
 
 
-BURST = 20
-WRITES_PER_S = 10.0
-"""Rate limit of the writes when phases are entered (a token bucket); further phases wait for the next beat."""
-
+# Rate limit of the writes when phases are entered (a token bucket); further phases wait for the next beat.
+BURST, WRITES_PER_S = 20, 10.0
 RECORD_BYTES = 1024
 SHOWN_PHASES = 4
 """Most phases in a record, oldest first."""
@@ -49,8 +47,7 @@ FROZEN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-_clock = threading.Lock()
-"""Lock for setting faulthandler's timer; also held while the process forks."""
+_clock = threading.Lock()  # held while faulthandler's timer is set, and while the process forks
 
 
 def _stop_clock() -> None:
@@ -72,22 +69,21 @@ class Heartbeat:
     machine: str
     """Identifies the machine or container within which the pid is valid."""
     beat: float
-    """Time of writing, in seconds since the epoch on the clock of the process's machine."""
+    """Time of writing in seconds since the epoch, on the clock of the process's machine."""
     phases: tuple[Phase, ...]
     """Current phases, outermost first; empty: the process waits for work."""
     idle_since: float
-    """Time when the last phase ended, in seconds since the epoch."""
+    """Time of the end of `last_phase`, in seconds since the epoch."""
     last_phase: str | None
-    """Name of the phase that ended at `idle_since`; None: there was none."""
 
 
 def build_file_stem(name: str) -> str:
-    """The name of a process's files without their ending: "policy rank 0" -> "policy_rank_0"."""
+    """Turn a process's name into that of its files: "policy rank 0" -> "policy_rank_0"."""
     return re.sub(r"[^\w.-]+", "_", name.strip()).lower()
 
 
 def identify_machine() -> str:
-    """Value of `Heartbeat.machine`: boot id of the kernel and pid namespace, or else the host name."""
+    """Read boot id of the kernel and pid namespace, or else the host name."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -95,12 +91,12 @@ def identify_machine() -> str:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat until `stop`, and logs its stacks on request or when the process is frozen.
+    """Writes this process's heartbeat, and logs its stacks on request or when frozen.
 
     Args:
-        folder: folder of the heartbeat files; made when it is missing.
+        folder: folder of the heartbeat files, which may not exist yet.
         name: name of this process.
-        log: open file of this process's log; stacks go there.
+        log: open file of this process's log, for stacks.
     """
 
     def __init__(self, folder: Path, name: str, log: TextIO) -> None:
@@ -115,22 +111,22 @@ class HeartbeatWriter:
         self._tokens, self._tokens_at = float(BURST), time.monotonic()
         self._problem = ""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Write the first record and keep beating."""
         self._write()
-        THIS_PROCESS.on_enter = self.phase_entered
+        THIS_PROCESS.on_enter = self.on_enter
         self._thread.start()
 
     def stop(self) -> None:
-        """Write no more; idempotent."""
+        """Stop writing; idempotent."""
         THIS_PROCESS.on_enter = None
         with _clock:  # otherwise the thread could set the timer again, after the log is closed
             self._stopped.set()
             faulthandler.cancel_dump_traceback_later()
 
-    def phase_entered(self) -> None:
+    def on_enter(self) -> None:
         """Write a new phase at once, within the rate limit."""
         now = time.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._tokens_at) * WRITES_PER_S)
@@ -139,7 +135,7 @@ class HeartbeatWriter:
             self._tokens -= 1.0
             self._write()
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         while True:
             # Code that holds the interpreter's lock keeps this thread from resetting the timer; the dump needs no lock.
             with _clock:
@@ -158,16 +154,16 @@ class HeartbeatWriter:
             host=self._host,
             machine=self._machine,
             beat=time.time(),
-            phases=THIS_PROCESS.current()[:SHOWN_PHASES],
+            phases=THIS_PROCESS.list_active()[:SHOWN_PHASES],
             idle_since=THIS_PROCESS.idle_since,
             last_phase=THIS_PROCESS.last_phase,
         )
-        data = (json.dumps(asdict(record)).ljust(RECORD_BYTES - 1) + "\n").encode()
+        line = (json.dumps(asdict(record)).ljust(RECORD_BYTES - 1) + "\n").encode()
         with self._lock:
             try:
                 # One write over bytes of nearly always this length, so that readers find the old bytes or the new.
                 with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
-                    file.write(data)
+                    file.write(line)
                     file.truncate()  # changes something only after a record of very long names
                 self._problem = ""
             except OSError as error:  # a full or vanished disk does not end the run
@@ -188,19 +184,19 @@ class HeartbeatWriter:
 
 
 def build_requests_path(folder: Path, name: str) -> Path:
-    """The file to which any node appends a byte to request the stacks of a process; beside the heartbeat files."""
+    """Build the path of the file to which any node appends a byte to request stacks."""
     return folder / f"{build_file_stem(name)}.requests"
 
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
-    """Read the last heartbeats of all processes from the folder of the heartbeat files, by name of the process."""
-    found = [_read(path) for path in sorted(folder.glob("*.json"))]
-    return {heartbeat.name: heartbeat for heartbeat in found if heartbeat is not None}
+    """Read the last heartbeats of all processes, by name of the process."""
+    heartbeats = [_read(path) for path in sorted(folder.glob("*.json"))]
+    return {heartbeat.name: heartbeat for heartbeat in heartbeats if heartbeat is not None}
 
 
 def _read(path: Path) -> Heartbeat | None:
-    """Read a heartbeat file, again if it was being written; None: there is no valid record."""
-    for _ in range(3):
+    """Read a heartbeat file; None: it has no valid record."""
+    for _ in range(3):  # again, if the file was being written
         try:
             fields = json.loads(path.read_bytes())
         except FileNotFoundError:
@@ -208,5 +204,5 @@ def _read(path: Path) -> Heartbeat | None:
         except ValueError:
             time.sleep(0.01)
         else:
-            return Heartbeat(**{**fields, "phases": tuple(Phase(**one) for one in fields["phases"])})
+            return Heartbeat(**{**fields, "phases": tuple(Phase(**phase) for phase in fields["phases"])})
     return None

@@ -1,4 +1,4 @@
-"""The machines of a run, found without importing Ray: their GPUs, whether Ray answers, Ray's environment variables."""
+"""The machines of a run, without importing Ray: GPUs, addresses, Ray's environment variables."""
 
 from __future__ import annotations
 
@@ -15,61 +15,58 @@ from megatron_grpo.config.run_schema import ClusterConfig
 
 
 def count_visible_gpus() -> int:
-    """CUDA devices of this machine as the NVIDIA driver's device files show them, within CUDA_VISIBLE_DEVICES."""
+    """Count this machine's GPUs within CUDA_VISIBLE_DEVICES, by the NVIDIA driver's device files."""
     devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return devices
-    return min(devices, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
+    return min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it."""
 LOCAL = "local"
-"""Its value for a Ray of the driver's own."""
+"""Value of ADDRESS_VARIABLE with which the driver starts its own Ray."""
 
 
 def read_environment_address() -> str | None:
-    """The address of a Ray cluster in the environment; None: there is none, or it asks for a Ray of the run's own."""
+    """Read the address of a Ray cluster from the environment; None: the run starts Ray itself."""
     address = os.environ.get(ADDRESS_VARIABLE, "").strip()
     return None if address in ("", LOCAL) else address
 
 
 def fill_in_address(cluster: ClusterConfig) -> None:
-    """Set cluster.ray_address, if it is None, to the address in the environment, which Ray itself would join."""
+    """Set cluster.ray_address, if it is None, to the address that Ray itself would join."""
     if cluster.ray_address is None:
         cluster.ray_address = read_environment_address()
 
 
 def explain_origin(address: str) -> str:
-    """End of a message about an address, if it is that in the environment: how to do without it."""
+    """End a message about an address: how to do without it, if it comes from the environment."""
     if address != read_environment_address():
         return ""
     return f"; the address is {ADDRESS_VARIABLE} of the environment: unset it to start Ray on this machine"
 
 
 def fill_in_gpus(cluster: ClusterConfig) -> None:
-    """Set cluster.gpus_per_node, if it is None, to the number of this machine's GPUs.
-
-    It stays None on a machine without GPUs that joins a Ray cluster, because the cluster's machines may have GPUs.
-    """
+    """Set cluster.gpus_per_node, if it is None, to the number of this machine's GPUs."""
+    # A machine without GPUs may join a cluster whose machines have some.
     if cluster.gpus_per_node is None and (cluster.ray_address is None or count_visible_gpus()):
         cluster.gpus_per_node = count_visible_gpus()
 
 
 def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Error message if too few of these machines (as ray.nodes() returns them) have enough GPUs; else None."""
-    found = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
-    if sum(count >= cluster.gpus for count in found) >= cluster.num_nodes:
+    """Return an error message if too few machines (of ray.nodes()) have enough GPUs."""
+    counts = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
+    if sum(count >= cluster.gpus for count in counts) >= cluster.num_nodes:
         return None
     return (
         f"cluster.gpus_per_node={cluster.gpus} on cluster.num_nodes={cluster.num_nodes}: the Ray cluster has "
-        f"{len(found)} machine(s), with {', '.join(map(str, found))} GPUs; give what they have, or start Ray on more"
+        f"{len(counts)} machine(s), with {', '.join(map(str, counts))} GPUs; give what they have, or start Ray on more"
     )
 
 
-AUTO = "auto"
-"""Address that means the cluster that Ray finds on this machine."""
+AUTO = "auto"  # address of the cluster that Ray finds on this machine
 PROBE_S = 5.0
 """Deadline in seconds for the connection, and again for the answer."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})")
@@ -79,7 +76,7 @@ _FRAME_HEADER_BYTES, _FRAME_TYPE_AT, _SETTINGS = 9, 3, 4
 
 
 def check_address(address: str) -> str | None:
-    """Error message for an address of a wrong form; None: the form is right."""
+    """Return an error message for an address of a wrong form."""
     match = _ADDRESS.fullmatch(address)
     if address == AUTO or (match and 0 < int(match["port"]) < 2**16):
         return None
@@ -87,8 +84,9 @@ def check_address(address: str) -> str | None:
 
 
 def check_reachable(address: str, timeout_s: float = PROBE_S) -> str | None:
-    """Reason why no Ray head answers at a well-formed address; None: one answers, or only Ray itself can tell."""
+    """Return the reason why no Ray head answers at an address; None: it does, or only Ray can tell."""
     match = _ADDRESS.fullmatch(address)
+    # Only Ray itself can tell about an address that is not HOST:PORT, or with TLS.
     if match is None or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return None
     try:
@@ -96,8 +94,8 @@ def check_reachable(address: str, timeout_s: float = PROBE_S) -> str | None:
             connection.settimeout(timeout_s)
             connection.sendall(_HTTP2_PREFACE)
             answer = b""
-            while len(answer) < _FRAME_HEADER_BYTES and (more := connection.recv(_FRAME_HEADER_BYTES - len(answer))):
-                answer += more
+            while len(answer) < _FRAME_HEADER_BYTES and (piece := connection.recv(_FRAME_HEADER_BYTES - len(answer))):
+                answer += piece
     except TimeoutError:
         return f"nothing answers within {timeout_s:g} s"
     except OSError as error:
@@ -108,7 +106,7 @@ def check_reachable(address: str, timeout_s: float = PROBE_S) -> str | None:
 
 
 LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
-"""Environment variable of all processes of a run that starts Ray itself: all of them are on this machine."""
+"""Environment variable of the processes of a run that starts Ray itself, all on this machine."""
 
 RAY_SETTINGS = {
     LOCAL_MARKER: "1",
@@ -128,14 +126,12 @@ RAY_SETTINGS = {
 
 
 def prepare_ray_environment() -> None:
-    """Set `RAY_SETTINGS` and a token in the environment, unless they are set or Ray, which reads them, is imported.
-
-    Ray's servers run code for their clients, among them those of other users of this machine, so a Ray that is started
-    here accepts only clients with a token drawn for this run.
-    """
-    if "ray" in sys.modules:
+    """Set `RAY_SETTINGS` and a token in the environment, where they are unset."""
+    if "ray" in sys.modules:  # too late: Ray reads them when it is imported
         return
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    # Ray's servers run code for their clients, who may be other users of this machine. So a Ray that is started here
+    # accepts only clients with a token drawn for this run.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

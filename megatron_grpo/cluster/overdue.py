@@ -1,4 +1,4 @@
-"""Reports of overdue calls: the phase of each process for the error message, and the stacks of overdue processes.
+"""Reports of overdue calls: phases of all processes for the message, stacks of overdue ones in logs.
 
 faulthandler writes the stacks of running processes; py-spy, which comes with Ray, writes those of stopped ones. Neither
 knows the phase of a process or reaches other machines, so heartbeat files do that (heartbeat.py); torch's flight
@@ -47,20 +47,18 @@ SIGNAL_WAIT_S = 5.0
 QUIET_S = 0.2
 """Seconds without a new line after which the stacks in a log are complete."""
 REQUEST_BEATS = 2.5
-"""Beats for processes of other machines, which look for requests at every heartbeat, to write their stacks."""
+"""Beats in which processes of other machines, which look for requests at every heartbeat, write their stacks."""
 
-PY_SPY_S = 10.0
-PY_SPIES = 8
-"""Deadline of py-spy in seconds, and most stopped processes that it reads."""
-
+# Deadline of py-spy in seconds, and most stopped processes that it reads.
+PY_SPY_S, PY_SPIES = 10.0, 8
 LOG_END_BYTES = 2**18
-"""Bytes at the end of a log in which its last error is looked for."""
+"""Bytes at the end of a log that are searched for its last error."""
+# The line of a traceback that names the exception, perhaps after the prefix of a logger.
 _ERROR = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt): .*\S")
-"""The line of a traceback that names the exception, perhaps after the prefix of a logger."""
 
+# States of a process according to the kernel of this machine; FAR: the process is on another machine.
 STOPPED, TRACED, GONE, ALIVE, FAR = "stopped", "traced", "gone", "alive", "far"
-"""States of a process according to the kernel of this machine; FAR: the process is on another machine."""
-
+# Descriptions of a hanging process, by its state.
 _VERDICTS = {
     STOPPED: "its process is stopped (SIGSTOP)",
     TRACED: "a debugger holds its process",
@@ -68,7 +66,6 @@ _VERDICTS = {
     ALIVE: "its interpreter does not respond",
     FAR: "its process or its machine hangs",
 }
-"""Descriptions of a hanging process, by its state."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +82,7 @@ class ProcessStatus:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether the process itself is stuck, rather than waiting for another."""
+        """True if the process itself is stuck, false if it waits for another."""
         if self.state in (STOPPED, TRACED, GONE):
             return True
         return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * read_beat_s())
@@ -99,7 +96,7 @@ class ProcessStatus:
 
 
 def describe_activity(beat: Heartbeat) -> str:
-    """Activity of a process at its last beat: "is in phase 'train', entered 21 s ago"."""
+    """Describe a process at its last beat: "is in phase 'train', entered 21 s ago"."""
     now = time.time()
     if not beat.phases:
         after = "" if beat.last_phase is None else f" after phase '{beat.last_phase}'"
@@ -112,11 +109,11 @@ def describe_activity(beat: Heartbeat) -> str:
     )
 
 
-def report_overdue(what: str, processes: Sequence[str]) -> str:
-    """Log the state of every process, make overdue processes log their stacks, and describe these.
+def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
+    """Log the state of every process and the stacks of overdue ones; describe the latter.
 
     Args:
-        what: the overdue phase, for the logs ("training step").
+        phase_name: the overdue phase, for the logs ("training step").
         processes: names of overdue processes; a name includes its children ("generation engine 0 core").
 
     Returns:
@@ -125,66 +122,69 @@ def report_overdue(what: str, processes: Sequence[str]) -> str:
     log = find_current_log()
     if log is None:
         return ""
-    everybody = read_statuses(log)
-    overdue = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
-    silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in overdue)]
-    table = "\n".join(f"  {one}" for one in everybody)
-    logger.error("%s is overdue; where the processes are:\n%s", what, table)
-    request_stacks(log, what, overdue)
-    parts = _described(overdue)
+    statuses = read_statuses(log)
+    overdue = [status for status in statuses if _belongs(status, processes)]
+    silent = [name for name in processes if not any(_belongs(status, [name]) for status in overdue)]
+    table = "\n".join(f"  {status}" for status in statuses)
+    logger.error("%s is overdue; where the processes are:\n%s", phase_name, table)
+    request_stacks(log, phase_name, overdue)
+    parts = _describe_statuses(overdue)
     parts += [f"{name} has not begun: it has no log" for name in silent[:MAX_DESCRIBED]]
     return "".join(f"; {part}" for part in parts) + f"; stacks are in {log.folder}"
 
 
 def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
-    """Describe the processes that are stopped, gone or silent, for the end of another process's error message.
+    """Describe processes that are stopped, gone or silent, for the end of a message.
 
-    Given the name of an `overdue` phase, they also log their stacks. A name in `processes` includes its children.
+    Args:
+        processes: names of processes; a name includes its children.
+        overdue: a phase that is overdue; then the processes also log their stacks.
     """
     log = find_current_log()
     if log is None:
         return ""
-    hanging = [one for one in read_statuses(log) if one.is_hanging and _belongs(one.heartbeat.name, processes)]
+    hanging = [status for status in read_statuses(log) if status.is_hanging and _belongs(status, processes)]
     if hanging and overdue is not None:
         request_stacks(log, overdue, hanging)
-    ends = (_last_error(build_log_path(log.folder, one.heartbeat.name)) for one in hanging if one.state == GONE)
-    return "".join(f"; {part}" for part in (*_described(hanging), *filter(None, ends)))
+    logs = (build_log_path(log.folder, status.heartbeat.name) for status in hanging if status.state == GONE)
+    errors = filter(None, map(_find_last_error, logs))
+    return "".join(f"; {part}" for part in (*_describe_statuses(hanging), *errors))
 
 
-def _last_error(file: Path) -> str | None:
-    """The last error in the log of a process that is gone, with the name of the log; None: the log has none."""
+def _find_last_error(file: Path) -> str | None:
+    """Find the last error in the log of a process that is gone; return it with the log's name."""
     with file.open("rb") as opened:
         opened.seek(-min(LOG_END_BYTES, file.stat().st_size), os.SEEK_END)
         lines = opened.read().decode(errors="replace").splitlines()
-    errors = (found[0] for line in reversed(lines) if (found := _ERROR.search(line)))
+    errors = (match[0] for line in reversed(lines) if (match := _ERROR.search(line)))
     last = next(errors, None)
     return None if last is None else f"{file} ends with {to_text(last)}"
 
 
 def read_statuses(log: ProcessLog) -> list[ProcessStatus]:
-    """State of every process that has a heartbeat, except this one; hanging processes first."""
+    """Read the state of every other process that has a heartbeat, hanging ones first."""
     machine, now = identify_machine(), time.time()
-    found = [
-        ProcessStatus(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
+    statuses = [
+        ProcessStatus(beat, state=_read_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
         for beat in read_heartbeats(log.folder / HEARTBEATS_FOLDER).values()
         if beat.name != log.name
     ]
-    return sorted(found, key=lambda one: not one.is_hanging)
+    return sorted(statuses, key=lambda status: not status.is_hanging)
 
 
-def _belongs(name: str, processes: Iterable[str]) -> bool:
+def _belongs(status: ProcessStatus, processes: Iterable[str]) -> bool:
+    name = status.heartbeat.name
     return any(name == process or name.startswith(f"{process} ") for process in processes)
 
 
-def _described(found: Sequence[ProcessStatus]) -> list[str]:
-    """Descriptions of processes, at most as many as a message holds."""
-    parts = [str(one) for one in found[:MAX_DESCRIBED]]
-    if len(found) > MAX_DESCRIBED:
-        parts.append(f"the driver's log lists {len(found) - MAX_DESCRIBED} more")
+def _describe_statuses(statuses: Sequence[ProcessStatus]) -> list[str]:
+    parts = [str(status) for status in statuses[:MAX_DESCRIBED]]
+    if len(statuses) > MAX_DESCRIBED:
+        parts.append(f"the driver's log lists {len(statuses) - MAX_DESCRIBED} more")
     return parts
 
 
-def _state(beat: Heartbeat, machine: str) -> str:
+def _read_state(beat: Heartbeat, machine: str) -> str:
     if beat.machine != machine:
         return FAR
     try:
@@ -194,66 +194,69 @@ def _state(beat: Heartbeat, machine: str) -> str:
             return GONE
     except psutil.NoSuchProcess:
         return GONE
-    known = {psutil.STATUS_STOPPED: STOPPED, psutil.STATUS_TRACING_STOP: TRACED}
-    return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else known.get(status, ALIVE)
+    states = {
+        psutil.STATUS_STOPPED: STOPPED,
+        psutil.STATUS_TRACING_STOP: TRACED,
+        psutil.STATUS_ZOMBIE: GONE,
+        psutil.STATUS_DEAD: GONE,
+    }
+    return states.get(status, ALIVE)
 
 
-def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus]) -> None:
-    """Make processes write their stacks into their logs, and wait until they did, or long enough for that."""
-    stopped = [one.heartbeat for one in overdue if one.state in (STOPPED, TRACED)]
+def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessStatus]) -> None:
+    """Make processes write their stacks into their logs, and wait for them."""
+    stopped = [status.heartbeat for status in overdue if status.state in (STOPPED, TRACED)]
     signalled: dict[Path, int] = {}
     wait_s = 0.0
-    for one in overdue:
-        beat = one.heartbeat
-        if one.state == ALIVE:
-            _append(log, beat.name, f"{what} is overdue; the stacks of the process's threads:")
+    for status in overdue:
+        beat = status.heartbeat
+        if status.state == ALIVE:
+            _append(log, beat.name, f"{phase_name} is overdue; the stacks of the process's threads:")
             file = build_log_path(log.folder, beat.name)
             size = file.stat().st_size
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, signal.SIGUSR1)
                 signalled[file] = size
-        elif one.state == FAR:
+        elif status.state == FAR:
             with build_requests_path(log.folder / HEARTBEATS_FOLDER, beat.name).open("ab") as requests:
                 requests.write(b"!")
             wait_s = max(wait_s, REQUEST_BEATS * read_beat_s())
     with ThreadPoolExecutor(max_workers=2) as pool:
-        texts = pool.map(_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
+        texts = pool.map(_read_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
         for beat, text in zip(stopped, texts, strict=False):
-            _append(log, beat.name, f"{what} is overdue and this process is stopped; {text}")
+            _append(log, beat.name, f"{phase_name} is overdue and this process is stopped; {text}")
     started = time.monotonic()
     _wait_for_stacks(signalled)
     time.sleep(max(wait_s - (time.monotonic() - started), 0.0))
 
 
 def _wait_for_stacks(sizes: dict[Path, int]) -> None:
-    """Wait until every log has grown and then grows no more, at most SIGNAL_WAIT_S.
-
-    `sizes`: bytes of each log before its process was asked. A busy machine may run a signalled process seconds later.
-    """
-    deadline, seen, unchanged_since = time.monotonic() + SIGNAL_WAIT_S, dict(sizes), time.monotonic()
+    """Wait until every log has grown beyond its size and stays, at most SIGNAL_WAIT_S."""
+    # A busy machine may run a signalled process seconds later.
+    deadline, previous, unchanged_since = time.monotonic() + SIGNAL_WAIT_S, dict(sizes), time.monotonic()
     while sizes and (now := time.monotonic()) < deadline:
         current = {file: file.stat().st_size for file in sizes}
-        if current != seen:
-            seen, unchanged_since = current, now
+        if current != previous:
+            previous, unchanged_since = current, now
         elif all(current[file] > size for file, size in sizes.items()) and now - unchanged_since >= QUIET_S:
             return
         time.sleep(QUIET_S / 4)
 
 
-def _stacks_from_outside(pid: int) -> str:
-    """Read the stacks of a stopped process with py-spy; returns the stacks, or the reason why they cannot be read."""
+def _read_stacks_from_outside(pid: int) -> str:
+    """Read the stacks of a stopped process with py-spy, or the reason why that fails."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
         return "its stacks cannot be read: there is no py-spy"
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
+        dump = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
     except subprocess.TimeoutExpired:
         return f"its stacks cannot be read: py-spy did not end within {PY_SPY_S:g} s"
-    if done.returncode:
-        return f"its stacks cannot be read: py-spy says {done.stderr.strip()}"
-    return f"its stacks, as py-spy reads them:\n{done.stdout.rstrip()}"
+    if dump.returncode:
+        return f"its stacks cannot be read: py-spy says {dump.stderr.strip()}"
+    return f"its stacks, as py-spy reads them:\n{dump.stdout.rstrip()}"
 
 
 def _append(log: ProcessLog, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Phases of a process: `with phase("train"):` records in heartbeat and log that its body runs."""
+"""Phases of a process: `with phase("train"):` records its body in heartbeat and log."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ class Phase:
 
     name: str
     since: float
-    """Time of entering, in seconds since the epoch; of the oldest call if `count` is above one."""
+    """Time of entering in seconds since the epoch; of `count` concurrent calls the oldest."""
     count: int = 1
-    """Concurrent calls that are in this phase."""
 
 
 class Phases:
-    """The phases that this process is in; any thread and any coroutine may enter one."""
+    """The phases of this process; any thread and any coroutine may enter one.
+
+    Attributes:
+        on_enter: called each time a phase is entered.
+    """
 
     def __init__(self) -> None:
+        # Also held during a fork: if another thread held it then, it would stay locked in the child.
         self.lock = threading.Lock()
-        """Also held during a fork: if another thread held it then, it would stay locked in the child."""
         self._active: dict[object, tuple[str, float]] = {}  # in the order of entering
         self.idle_since = time.time()
         self.last_phase: str | None = None
         self.on_enter: Callable[[], None] | None = None
-        """Called each time a phase is entered."""
 
     def enter(self, name: str) -> object:
-        """Begin a phase; returns the token that `leave` takes."""
+        """Begin a phase; return the token for `leave`."""
         token = object()
         with self.lock:
             self._active[token] = (name, time.time())
@@ -57,30 +59,31 @@ class Phases:
             if not self._active:
                 self.idle_since, self.last_phase = time.time(), name
 
-    def forget(self) -> None:
-        """Reset a forked process: it is in no phase of its parent and must not write its parent's heartbeat."""
+    def reset_child(self) -> None:
+        """Reset a forked process, which still holds the lock."""
+        # It is in no phase of its parent and must not write its parent's heartbeat.
         self._active.clear()
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
         self.lock.release()
 
-    def current(self) -> tuple[Phase, ...]:
-        """The phases that the process is in, oldest first; concurrent calls of one phase are counted together."""
-        found: dict[str, Phase] = {}
+    def list_active(self) -> tuple[Phase, ...]:
+        """List the active phases, oldest first; concurrent calls of one phase are one element."""
+        phases: dict[str, Phase] = {}
         with self.lock:
             for name, since in self._active.values():
-                first = found.get(name)
-                found[name] = Phase(name, since) if first is None else Phase(name, first.since, first.count + 1)
-        return tuple(found.values())
+                first = phases.get(name)
+                phases[name] = Phase(name, since) if first is None else Phase(name, first.since, first.count + 1)
+        return tuple(phases.values())
 
 
 THIS_PROCESS = Phases()
 os.register_at_fork(
-    before=THIS_PROCESS.lock.acquire, after_in_parent=THIS_PROCESS.lock.release, after_in_child=THIS_PROCESS.forget
+    before=THIS_PROCESS.lock.acquire, after_in_parent=THIS_PROCESS.lock.release, after_in_child=THIS_PROCESS.reset_child
 )
 
 
 class phase(ContextDecorator):  # noqa: N801  # used like a function
-    """Record that this process is in the phase `name` while the body runs, with two lines in its log at debug level.
+    """Record the phase `name` while the body runs, with two debug lines in the log.
 
     It also decorates functions, including `async` ones. It costs some microseconds: use it for a call, not for each
     token. Concurrent coroutines may each be in a phase. If the body raises, the traceback is logged.
@@ -112,8 +115,8 @@ class phase(ContextDecorator):  # noqa: N801  # used like a function
             return super().__call__(function)
 
         @functools.wraps(function)
-        async def inside(*args: Any, **kwargs: Any) -> Any:
+        async def run_in_phase(*args: Any, **kwargs: Any) -> Any:
             with phase(self._name):
                 return await function(*args, **kwargs)
 
-        return cast("Function", inside)
+        return cast("Function", run_in_phase)

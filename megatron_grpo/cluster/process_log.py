@@ -1,8 +1,7 @@
 """Log files: one per process under run_dir/logs, with a heartbeat file beside each.
 
-The driver opens its own with `driver_log`, before Ray is started; every other process calls `begin_process_log` with
-its name as its first call. The folder comes from an environment variable that Ray's workers and vLLM's processes
-inherit.
+The driver opens its log with `driver_log`, before Ray is started; every other process first calls `begin_process_log`
+with its name. The folder comes from an environment variable that Ray's workers and vLLM's processes inherit.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"
 """Folder of the logs, inside the folder of the run."""
-
 DRIVER = "driver"
 """Name of the driver's process."""
 
+# Environment variables with the folder of logs and the log level, for the driver's processes.
 FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"
 LEVEL_VARIABLE = "MEGATRON_GRPO_LOG_LEVEL"
-"""Environment variables that tell the driver's processes their folder of logs and log level."""
 
 PACKAGE = "megatron_grpo"
 LOG_FORMAT = "%(asctime)s %(levelname)s [{process}] %(name)s: %(message)s"
@@ -52,12 +50,12 @@ class ProcessLog:
     """The open log of a process."""
 
     folder: Path
-    """Folder in which every process of the run logs."""
+    """Folder of the logs of all processes."""
     name: str
-    """Name of the process that logs, like "policy rank 0"."""
+    """Name of the process, like "policy rank 0"."""
     pid: int
     stream: TextIO
-    """The log file, open for writing."""
+    """The open log file."""
     handler: logging.Handler
     heartbeat: HeartbeatWriter
 
@@ -66,66 +64,67 @@ _current: ProcessLog | None = None
 
 
 def find_current_log() -> ProcessLog | None:
-    """The log of the calling process; None: the process has no log."""
+    """Find the log of the calling process, if it has one."""
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
 def build_log_path(folder: Path, name: str) -> Path:
-    """The log of a process, by its name like "policy rank 0", in the folder of the run's logs."""
+    """Build the path of a process's log, by its name like "policy rank 0"."""
     return folder / f"{build_file_stem(name)}.log"
 
 
 def choose_library_level() -> str:
-    """Log level of vLLM and other libraries, by its name in logging: their debug level writes too much.
-
-    "ERROR" when nothing is logged.
-    """
+    """Choose the log level of vLLM and other libraries; "ERROR" without a log."""
+    # Their debug level writes too much.
     level = os.environ.get(LEVEL_VARIABLE, "error").upper()
     return "INFO" if level == "DEBUG" else level
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes records to a log. When that fails, as on a full disk, one line says so, and later failures say nothing."""
+    """Writes records to a log; the first failure, as on a full disk, prints a line."""
 
-    _told = False
+    _has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             print(f"{self.stream.name} lacks records from now on: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class OncePerMessage(logging.Filter):
-    """Lets each message of a logger through once."""
+    """Passes each message of a logger once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: set[str] = set()
+        self._messages: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        before = len(self._seen)
-        self._seen.add(record.getMessage())
-        return len(self._seen) > before
+        count = len(self._messages)
+        self._messages.add(record.getMessage())
+        return len(self._messages) > count
 
 
 def read_log_environment() -> dict[str, str]:
-    """Environment variables that a process on another node needs for its log; empty when nothing is logged."""
+    """Read the variables that a process on another node needs for its log."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}
 
 
 @contextmanager
 def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterator[Path]:
-    """Log this process as the driver while the body runs, and make the processes that it starts there log too.
+    """Log this process as the driver while the body runs, and the processes it starts.
 
-    Logs of the level "debug", "info" or "warning" go into a folder in the run's folder, which is yielded.
-    `one_machine`: whether all processes are on this machine, where heartbeats cost nothing.
+    Args:
+        run_dir: folder of the run, in which the folder of logs is made.
+        level: "debug", "info" or "warning".
+        one_machine: true if all processes are on this machine, where heartbeats cost nothing.
+
+    Yields:
+        The folder of the logs.
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
-    for old in (folder / HEARTBEATS_FOLDER).glob(
-        "*"
-    ):  # heartbeats of an earlier start, which may have had more processes
-        old.unlink(missing_ok=True)
+    for heartbeat in (folder / HEARTBEATS_FOLDER).glob("*"):  # an earlier start may have had more processes
+        heartbeat.unlink(missing_ok=True)
     before = read_log_environment()
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
     os.environ[BEAT_VARIABLE] = str(BEAT_S if one_machine else SHARED_BEAT_S)
@@ -143,9 +142,9 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
 
 
 def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
-    """Open the log of this process until it ends, for records, warnings, fatal errors, stdout and stderr.
+    """Log this process until it ends: records, warnings, fatal errors, stdout and stderr.
 
-    Does nothing without a log folder in the environment, or when the process has its log already.
+    Does nothing without a log folder in the environment, or if the process already has a log.
 
     Args:
         name: name of the process in messages, like "policy rank 0"; its log is then "policy_rank_0.log".
@@ -159,7 +158,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
     _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
-        if isinstance(stream, io.TextIOWrapper):  # what a reward function prints may be any text
+        if isinstance(stream, io.TextIOWrapper):  # a reward function may print any text
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         os.dup2(log.stream.fileno(), descriptor)  # also for output of C code; Ray's own files are hard to find
     faulthandler.enable(file=log.stream)

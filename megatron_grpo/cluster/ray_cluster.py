@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: started on this machine or joined on many, and where processes are placed."""
+"""The Ray cluster of a run, started here or joined, and its GPUs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 JOIN_S = 1.0
 """Seconds between two checks for machines that have not joined yet."""
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
 """Environment variable of processes that use GPUs of policy ranks: Ray's names of these GPUs, separated by commas."""
 OBJECT_STORE_BYTES = 512 * 2**20
-"""Size of the object store on CPU: batches of a tiny model are small, and Ray's default is a third of the memory."""
-
+"""Size of the object store on CPUs: batches of a tiny model are small, and Ray's default is a third of the memory."""
 
 logger = logging.getLogger(__name__)
 
 
 class RayCluster:
-    """Starts or joins Ray and hands out resources to policy ranks and generation engines."""
+    """Starts or joins Ray and reserves GPUs for ranks and engines."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
@@ -46,55 +46,57 @@ class RayCluster:
         self._value_group: PlacementGroup | None = None
         self._engine_groups: list[PlacementGroup] = []
         self._ranks_per_engine = 1
+        # Around the folder of Ray's session, which Ray opens to everybody; None: Ray was not started here.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        """Folder around that of Ray's session, which Ray opens to everybody; None: Ray was not started here."""
-        self._shared: list[str] = []
-        """Ray's names of the policy's GPUs if engines and the value model share them; else empty."""
+        # Ray's names of the policy's GPUs if engines and the value model share them; else empty.
+        self._shared_gpus: list[str] = []
 
     def start(self, remove_if_killed: FolderRemover | None = None) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
         Args:
-            remove_if_killed: tells the guardian of the folder of a Ray that is started here; None: there is none.
+            remove_if_killed: takes the folder of a Ray that is started here (`cleanup_after_kill`).
 
         Raises:
             RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
-                process uses a Ray already.
+                process already uses Ray.
         """
         if ray.is_initialized():
             raise RunError("this process has called ray.init already; call ray.shutdown() before the run is started")
         fill_in_address(self.config)
-        address, quiet = self.config.ray_address, {"log_to_driver": False, "logging_level": logging.ERROR}
         with keep_sigterm_handler():
-            if address is None:
-                memory = None if self.config.gpus else OBJECT_STORE_BYTES
-                # A short name, because the path of a socket has at most 107 bytes.
-                self._temporary = tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True)
-                if remove_if_killed is not None:
-                    remove_if_killed(self._temporary.name)
-                folder = os.path.join(self._temporary.name, "r")
-                try:
-                    # Without an address Ray would join one in the environment, which takes no such arguments.
-                    ray.init(
-                        address=LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet
-                    )
-                except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
-                    raise RunError(f"Ray does not start on this machine: {error}") from error
-                return
-            reason = check_address(address) or check_reachable(address)
-            if reason is None:
-                try:
-                    ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **quiet)
-                except (ConnectionError, ValueError, RuntimeError) as error:
-                    reason = _join_failure(error)
-            if reason is not None:
-                raise RunError(
-                    f"no Ray cluster answers at cluster.ray_address={address}: {reason}{explain_origin(address)}"
-                )
-            self._await_machines()
+            if self.config.ray_address is None:
+                self._start_local(remove_if_killed)
+            else:
+                self._join(self.config.ray_address)
+                self._await_machines()
+
+    def _start_local(self, remove_if_killed: FolderRemover | None) -> None:
+        # A short name, because the path of a socket has at most 107 bytes.
+        self._temporary = tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True)
+        if remove_if_killed is not None:
+            remove_if_killed(self._temporary.name)
+        folder = os.path.join(self._temporary.name, "r")
+        memory = None if self.config.gpus else OBJECT_STORE_BYTES
+        try:
+            # Without an address Ray would join one in the environment, which takes no such arguments.
+            ray.init(address=LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **_QUIET)
+        except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
+            raise RunError(f"Ray does not start on this machine: {error}") from error
+
+    def _join(self, address: str) -> None:
+        reason = check_address(address) or check_reachable(address)
+        if reason is None:
+            try:
+                ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **_QUIET)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                reason = _explain_failed_join(error)
+        if reason is not None:
+            message = f"no Ray cluster answers at cluster.ray_address={address}: {reason}"
+            raise RunError(f"{message}{explain_origin(address)}")
 
     def _await_machines(self) -> None:
-        """Wait until the cluster has the machines and GPUs that the configuration asks for.
+        """Wait until the cluster has the machines and GPUs of the configuration.
 
         Machines of one job join minutes apart, because each first imports a container image. So a lack of GPUs is an
         error only once `cluster.num_nodes` machines have joined.
@@ -103,14 +105,15 @@ class RayCluster:
             RunError: machines are missing after `cluster.startup_timeout_s`, or the machines have too few GPUs.
         """
         end = time.monotonic() + self.config.startup_timeout_s
-        told: list[str] = []
-        while (missing := check_machines(self.config, ray.nodes())) is not None:
-            there = sorted(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
-            if len(there) >= self.config.num_nodes or time.monotonic() > end:
-                raise RunError(missing)
-            if there != told:
-                logger.warning("%d of %d machines have joined: %s", len(there), self.config.num_nodes, ", ".join(there))
-                told = there
+        logged: list[str] = []
+        while (shortage := check_machines(self.config, ray.nodes())) is not None:
+            joined = sorted(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
+            if len(joined) >= self.config.num_nodes or time.monotonic() > end:
+                raise RunError(shortage)
+            if joined != logged:
+                text = "%d of %d machines have joined: %s"
+                logger.warning(text, len(joined), self.config.num_nodes, ", ".join(joined))
+                logged = joined
             time.sleep(JOIN_S)
 
     def reserve(
@@ -119,7 +122,7 @@ class RayCluster:
         generation: GenerationParallelConfig | None,
         value: ParallelConfig | None = None,
     ) -> None:
-        """Reserve GPUs for the models and engines that the run starts; a no-op on CPU.
+        """Reserve GPUs for models and engines; does nothing on CPUs.
 
         Ranks of the policy, and of the value model if there is one, fill whole nodes in rank order, so that
         tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
@@ -128,37 +131,38 @@ class RayCluster:
         per_node = self.config.gpus
         if not per_node:
             return
-        needs: dict[str, int] = {}
+        needs: dict[str, int] = {}  # GPUs of each component, for the error message
         if policy is not None:
-            self._policy_group = _whole_nodes(policy.world_size, per_node)
+            self._policy_group = _fill_nodes(policy.world_size, per_node)
             needs["the policy"] = policy.world_size
         if value is not None:
-            self._value_group = _whole_nodes(value.world_size, per_node)
+            self._value_group = _fill_nodes(value.world_size, per_node)
             needs["the value model"] = value.world_size
         if generation is not None:
             ranks = generation.ranks_per_engine
             bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
             self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
             needs["generation"] = ranks * generation.data
-        self._await([group for group in (self._policy_group, self._value_group, *self._engine_groups) if group], needs)
+        groups = (self._policy_group, self._value_group, *self._engine_groups)
+        self._await_groups([group for group in groups if group], needs)
 
     def reserve_shared(self, ranks: int, guests: int) -> None:
-        """Reserve a GPU for each policy rank on one node, to share with `guests` other processes; a no-op on CPU."""
+        """Reserve a GPU for each policy rank on one node, to share with `guests` processes."""
         if self.config.gpus:
             self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
-            self._await([self._policy_group], {"the policy": ranks})
+            self._await_groups([self._policy_group], {"the policy": ranks})
 
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
-        """Let engines and the value model use the policy's GPUs; call it before they are placed.
+        """Let engines and the value model, which start later, use the policy's GPUs.
 
         Args:
-            devices: Ray's name of the GPU of each policy rank; empty on a CPU.
+            devices: Ray's name of the GPU of each policy rank; empty on CPUs.
             ranks_per_engine: number of these GPUs that an engine uses.
         """
-        self._shared, self._ranks_per_engine = devices, ranks_per_engine
+        self._shared_gpus, self._ranks_per_engine = devices, ranks_per_engine
 
-    def _await(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
-        """Wait until groups have their GPUs; `needs`: GPUs that each component asks for, for the error message.
+    def _await_groups(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
+        """Wait until placement groups have their GPUs.
 
         Raises:
             RunError: the cluster has not enough free GPUs.
@@ -168,52 +172,50 @@ class RayCluster:
         )
         if late:
             free = ray.available_resources().get("GPU", 0)
-            wanted = ", ".join(f"{who} needs {count}" for who, count in needs.items())
+            demand = ", ".join(f"{component} needs {count}" for component, count in needs.items())
             raise RunError(
-                f"the cluster has not enough free GPUs: {wanted}; {free:g} are still free after placing {len(ready)} "
+                f"the cluster has not enough free GPUs: {demand}; {free:g} are still free after placing {len(ready)} "
                 f"of {len(groups)} groups"
             )
 
     def build_policy_options(self, rank: int) -> dict[str, Any]:
-        """Ray options of one policy rank."""
-        return self._rank_options(self._policy_group, rank)
+        """Build the Ray options of a policy rank."""
+        return self._build_rank_options(self._policy_group, rank)
 
     def build_value_options(self, rank: int) -> dict[str, Any]:
-        """Ray options of one rank of the value model."""
-        if self._shared:
-            return self._guest_options([self._shared[rank]])
-        return self._rank_options(self._value_group, rank)
+        """Build the Ray options of a rank of the value model."""
+        if self._shared_gpus:
+            return self._build_guest_options([self._shared_gpus[rank]])
+        return self._build_rank_options(self._value_group, rank)
 
-    def _rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
+    def _build_rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
         if group is None:
             return {"num_cpus": 0}
         bundle = rank // self.config.gpus
-        return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(group, bundle)}
+        return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _schedule_in(group, bundle)}
 
     def build_engine_options(self, engine: int) -> dict[str, Any]:
-        """Ray options of one generation engine.
-
-        An engine that shares GPUs sees the GPUs of all policy ranks, its own first: its ranks use the first ones, and
-        read weights from all others.
-        """
-        if self._shared:
-            own = self._shared[engine * self._ranks_per_engine : (engine + 1) * self._ranks_per_engine]
-            return self._guest_options([*own, *(gpu for gpu in self._shared if gpu not in own)])
+        """Build the Ray options of a generation engine."""
+        if self._shared_gpus:
+            # The engine sees the GPUs of all policy ranks: its ranks use the first ones, and read weights from all.
+            first = engine * self._ranks_per_engine
+            used = self._shared_gpus[first : first + self._ranks_per_engine]
+            return self._build_guest_options([*used, *(gpu for gpu in self._shared_gpus if gpu not in used)])
         if not self._engine_groups:
             return {"num_cpus": 0}
         group = self._engine_groups[engine]
         if len(group.bundle_specs) > 1:
-            return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": _in_group(group, -1)}
+            return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": _schedule_in(group, -1)}
         gpus = int(group.bundle_specs[0]["GPU"])
-        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _in_group(group, 0)}
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _schedule_in(group, 0)}
 
-    def _guest_options(self, devices: list[str]) -> dict[str, Any]:
-        """Ray options of a process that uses GPUs of policy ranks."""
+    def _build_guest_options(self, devices: list[str]) -> dict[str, Any]:
+        """Build the Ray options of a process that uses GPUs of policy ranks."""
         assert self._policy_group is not None, "reserve_shared() comes first"
         return {
             "num_cpus": 1,
             "num_gpus": 0,
-            "scheduling_strategy": _in_group(self._policy_group, 0),
+            "scheduling_strategy": _schedule_in(self._policy_group, 0),
             "runtime_env": {"env_vars": dict.fromkeys(("CUDA_VISIBLE_DEVICES", SHARED_GPUS), ",".join(devices))},
         }
 
@@ -225,8 +227,9 @@ class RayCluster:
             self._temporary.cleanup()
 
 
-def _join_failure(error: BaseException) -> str:
-    """The reason why a cluster was not joined; Ray's own message does not say when the cluster wants a token."""
+def _explain_failed_join(error: BaseException) -> str:
+    """Explain why a cluster was not joined; Ray's own message does not mention a missing token."""
+    # Ray's own message does not mention a missing token.
     cause: BaseException | None = error
     while cause is not None and ray.exceptions.AuthenticationError.__name__ not in f"{type(cause).__name__} {cause}":
         cause = cause.__cause__ or cause.__context__  # a cause may hold the traceback of its own cause as text
@@ -239,25 +242,25 @@ def _join_failure(error: BaseException) -> str:
     )
 
 
-def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:
+def _fill_nodes(ranks: int, per_node: int) -> PlacementGroup:
     sizes = [min(per_node, ranks - start) for start in range(0, ranks, per_node)]
     return placement_group([{"GPU": n, "CPU": n} for n in sizes], strategy="PACK")
 
 
-def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+def _schedule_in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
     )
 
 
 def list_assigned_gpus() -> list[str]:
-    """Ray's names of the GPUs that this process was given, alone or together with policy ranks; empty on a CPU."""
+    """List Ray's names of this process's GPUs, shared ones included; empty on CPUs."""
     shared = os.environ.get(SHARED_GPUS)
     return [str(gpu) for gpu in ray.get_gpu_ids()] if shared is None else shared.split(",")
 
 
 def find_node_address() -> str:
-    """Address at which other processes of the run reach this node: loopback if all processes are on this machine."""
+    """Find the address at which the run's other processes reach this node."""
     if LOCAL_MARKER in os.environ:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())

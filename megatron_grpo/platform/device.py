@@ -19,39 +19,38 @@ from torch.distributed import TCPStore
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One kind of device and the collective library that belongs to it.
+    """A kind of device and its collective library.
 
-    A dry platform (`planning.dry_run`) has tensors without numbers on the CPU, for which everything is decided as on
-    CUDA.
+    A dry platform (`planning.dry_run`) has tensors without numbers on the CPU, for which every choice is that of CUDA.
     """
 
     name: Literal["cuda", "cpu", "dry"]
     device: torch.device
-    """Device of a process's tensors: the first GPU that Ray shows it, because its own GPU comes first."""
+    """Device of a process's tensors: the first GPU that Ray shows it."""
     backend: Literal["nccl", "gloo", "fake"]
     host: Literal["cpu", "meta"] = "cpu"
-    """Device of tensors in host memory; on a dry platform one that tells them from those on the device."""
+    """Device of tensors in host memory; a dry platform distinguishes it from the device."""
     move: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
-    """A function that puts an array, [...], of any type, on the device."""
+    """Puts an array of any shape and type on the device."""
     layer_parts: Any = None
     """Layers in place of Transformer Engine's (`trainer.model.layer_spec.TeParts`), for a dry run."""
 
     @property
     def is_like_cuda(self) -> bool:
-        """Whether layers, kernels and communication are chosen for GPUs."""
+        """True if layers, kernels and communication are those of GPUs."""
         return self.name != "cpu"
 
 
 @cache
 def detect_platform() -> Platform:
-    """CUDA when this process can see a GPU, else the CPU."""
+    """Return CUDA if this process sees a GPU, else the CPU."""
     if torch.cuda.is_available():
-        return Platform("cuda", torch.device("cuda", 0), "nccl", move=_copied_to_gpu)
+        return Platform("cuda", torch.device("cuda", 0), "nccl", move=_copy_to_gpu)
     return Platform("cpu", torch.device("cpu"), "gloo")
 
 
-def _copied_to_gpu(array: NDArray[Any]) -> Tensor:
-    """The array's copy on the GPU, from pinned memory so that the host does not wait for the copy."""
+def _copy_to_gpu(array: NDArray[Any]) -> Tensor:
+    # From pinned memory, so that the host does not wait for the copy.
     return torch.from_numpy(array).pin_memory().to(detect_platform().device, non_blocking=True)
 
 
@@ -73,7 +72,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A store that listens on this address alone, on a free port; it lives as long as the returned object."""
+    """Open a store on a free port of this address; it lives as long as the returned object."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -87,7 +86,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store at this address.
+    """Connect a client to the store at this address.
 
     Raises:
         RuntimeError: nothing listens there. A store listens before its address is sent, so it was closed.

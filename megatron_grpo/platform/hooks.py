@@ -1,4 +1,4 @@
-"""The registry of hooks into libraries: third-party names that this package replaces, or uses though they are private.
+"""The registry of hooks: names of libraries that this package replaces, or that are private.
 
 Such a name may change with any release of its library. So each has a row in hooks.yaml, a process checks at its start
 that the names are there, and a run says when a version is installed that was not tried.
@@ -19,23 +19,23 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_grpo.config.errors import RunError
 
+# End of a row's reason if instances alone have the last name, so that it cannot be looked up in their class.
 ON_INSTANCES = "(on instances)"
-"""End of a row's reason if instances alone have the last name, so that it cannot be looked up in their class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A third-party library into which hooks reach."""
+    """A third-party library that hooks reach into."""
 
     package: str
     """Name that Python imports."""
     tried: str
-    """Versions that the library's hooks were tried with; `pyproject.toml` asks for the same or fewer."""
+    """Versions with which the library's hooks were tried; `pyproject.toml` allows the same or fewer."""
     distributions: tuple[str, ...]
-    """Names of distributions that contain the library, one of which is installed at a time."""
+    """Distributions of the library, of which one is installed at a time."""
 
     def find_installed(self) -> tuple[str, str] | None:
-        """Distribution and version that are installed; None: the library is not installed."""
+        """Find the installed distribution and its version."""
         for distribution in self.distributions:
             try:
                 return distribution, importlib.metadata.version(distribution)
@@ -61,20 +61,17 @@ class Hook:
     library: str
     """Key of LIBRARIES."""
     platform: Literal["cuda", "cpu", "dry", "both"]
-    """Platforms on which the hook is used; both: on CUDA and on the CPU."""
+    """Platforms that use the hook; both: CUDA and CPU."""
     module: str
     names: tuple[str, ...]
     """Path of attributes from the module to the symbol."""
     why: str
 
     def is_missing(self) -> bool:
-        """Whether the library, if this process has imported it, lacks the symbol.
-
-        If the module is not imported yet, only its file is looked for.
-        """
+        """True if the library, if this process has imported it, lacks the symbol."""
         module = sys.modules.get(self.module)
         root = LIBRARIES[self.library].package
-        if module is None:
+        if module is None:  # without importing it, only its file can be looked for
             package = sys.modules.get(root)
             return package is not None and not _has_file(package.__path__, self.module.removeprefix(root))
         if getattr(module.__spec__, "_initializing", False):
@@ -89,7 +86,7 @@ class Hook:
 
 @cache
 def load_hooks() -> tuple[Hook, ...]:
-    """All rows of hooks.yaml."""
+    """Load all rows of hooks.yaml."""
     return tuple(
         Hook(group["library"], group["platform"], module, tuple(names.split(".")), why)
         for group in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -99,13 +96,10 @@ def load_hooks() -> tuple[Hook, ...]:
 
 
 def check_hooks(platform: Literal["cuda", "cpu", "dry"]) -> None:
-    """Look for the symbols of the libraries that this process has imported, without importing more.
-
-    Args:
-        platform: the platform of this process; hooks of the others are left out.
+    """Check the symbols of libraries that this process has imported; import no more.
 
     Raises:
-        RunError: a symbol is missing.
+        RunError: a symbol of this platform is missing.
     """
     for hook in load_hooks():
         if hook.platform in ("both", platform) and hook.is_missing():
@@ -118,17 +112,14 @@ def check_hooks(platform: Literal["cuda", "cpu", "dry"]) -> None:
 
 
 def find_untried_versions() -> Iterator[tuple[str, str, str]]:
-    """Distribution, version and tried versions of each installed library whose hooks were not tried with it.
-
-    Imports none of them.
-    """
+    """Yield (distribution, version, tried versions) of untried libraries; import none."""
     for library in LIBRARIES.values():
-        found = library.find_installed()
-        if found is not None and not SpecifierSet(library.tried).contains(found[1], prereleases=True):
-            yield (*found, library.tried)
+        distribution, version = library.find_installed() or (None, "")
+        if distribution is not None and not SpecifierSet(library.tried).contains(version, prereleases=True):
+            yield distribution, version, library.tried
 
 
 def _has_file(roots: Iterable[str], module: str) -> bool:
-    """Whether a package with these folders has the file or folder of a module."""
-    places = [Path(root, *module.strip(".").split(".")) for root in roots]
-    return any(place.is_dir() or any(place.parent.glob(f"{place.name}.*")) for place in places)
+    """True if a package with these folders has the file or folder of a module."""
+    paths = [Path(root, *module.strip(".").split(".")) for root in roots]
+    return any(path.is_dir() or any(path.parent.glob(f"{path.name}.*")) for path in paths)

@@ -1,4 +1,4 @@
-"""Every patch that lets Megatron-Core 0.16, which assumes CUDA, run on a CPU.
+"""Patches with which Megatron-Core 0.16, which assumes CUDA, runs on a CPU.
 
 Most of what Megatron-Core assumes is a name it looks up in `torch` or `torch.cuda`. Instead of changing torch for the
 whole process, each module listed in CUDA_MODULES gets its own `torch`: the real names, except for the few that need a
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from megatron_grpo.platform.hooks import check_hooks, load_hooks
 
+# Functions of `torch` that Megatron-Core calls with device="cuda".
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
-"""Functions of `torch` that Megatron-Core calls with device="cuda"."""
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+def _skip(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Stream:
-    """Stands in for torch.cuda.Stream and Event: on a CPU all work is done when a call returns."""
+    """Replaces torch.cuda.Stream and Event: a CPU ends all work before a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -38,11 +38,11 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    wait_stream = wait_event = record = wait = synchronize = _nothing
+    wait_stream = wait_event = record = wait = synchronize = _skip
 
 
 class _Overlay(ModuleType):
-    """A module with some names replaced. Names that the original gains later (lazy imports) are found too."""
+    """A module with some names replaced; lazy imports of the original still work."""
 
     def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(original.__name__)
@@ -54,15 +54,15 @@ class _Overlay(ModuleType):
 
 
 def build_cpu_torch() -> ModuleType:
-    """`torch` for modules that ask CUDA for things that a CPU has as well."""
+    """Build a `torch` in which the names of CUDA that a CPU also has work."""
     stream = _Stream()
 
     cuda = _Overlay(
         torch.cuda,
         {
             "current_device": lambda: torch.device("cpu"),
-            "synchronize": _nothing,
-            "empty_cache": _nothing,
+            "synchronize": _skip,
+            "empty_cache": _skip,
             "Stream": _Stream,
             "Event": _Stream,
             "stream": contextlib.nullcontext,
@@ -73,25 +73,23 @@ def build_cpu_torch() -> ModuleType:
             "manual_seed": torch.manual_seed,
         },
     )
-    return _Overlay(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+    return _Overlay(torch, {"cuda": cuda, **{name: _wrap_factory(getattr(torch, name)) for name in FACTORIES}})
 
 
-def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def make(*args: Any, **kwargs: Any) -> Tensor:
+def _wrap_factory(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def create(*args: Any, **kwargs: Any) -> Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 
-    return make
+    return create
 
 
 @contextlib.contextmanager
 def without_compilation() -> Iterator[None]:
-    """Make torch.compile the identity in the body, and later for Megatron-Core's fused functions.
-
-    No run on a CPU calls these functions, but defining one makes torch import its compiler: seconds of a core.
-    """
+    """Make torch.compile the identity in the body, and later for fused functions."""
+    # No run on a CPU calls Megatron-Core's fused functions, but their definition imports torch's compiler: seconds.
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
     try:
@@ -102,42 +100,42 @@ def without_compilation() -> Iterator[None]:
 
 
 def allow_uneven_parts() -> None:
-    """Make Megatron-Core gather and scatter unequal parts over gloo by summing whole tensors that hold each rank's
-    part."""
-    mappings = _module("megatron.core.tensor_parallel.mappings")
+    """Let Megatron-Core gather and scatter unequal parts over gloo."""
+    # gloo has equal parts only, so ranks sum tensors of full size, zero outside their own part.
+    mappings = _import_module("megatron.core.tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_parts(input_: Tensor, group: Any, output_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
         if output_split_sizes is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             even: Tensor = gather(input_, group, output_split_sizes, *rest, **keywords)
             return even
-        whole = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
-        whole.split(list(output_split_sizes))[group.rank()].copy_(input_)
-        dist.all_reduce(whole, group=group)
-        return whole
+        gathered = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
+        gathered.split(list(output_split_sizes))[group.rank()].copy_(input_)
+        dist.all_reduce(gathered, group=group)
+        return gathered
 
     def scatter_parts(input_: Tensor, group: Any, input_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
         if input_split_sizes is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             even: Tensor = scatter(input_, group, input_split_sizes, *rest, **keywords)
             return even
-        whole = input_.contiguous().clone()
-        dist.all_reduce(whole, group=group)
-        return torch.split(whole, list(input_split_sizes))[group.rank()].clone()
+        summed = input_.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return torch.split(summed, list(input_split_sizes))[group.rank()].clone()
 
     mappings._gather_along_first_dim = gather_parts
     mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
+# Modules that get their own `torch`.
 CUDA_MODULES = [hook.module for hook in load_hooks() if hook.platform == "cpu" and hook.names == ("torch",)]
-"""Modules that get their own `torch`."""
 
 
 @cache
 def apply_patches() -> None:
-    """Make Megatron-Core run on this process's CPU, and no longer on its GPU; does nothing when called again."""
+    """Make Megatron-Core run on this process's CPU, and no longer on its GPU."""
     overlay = build_cpu_torch()
     with without_compilation():
-        modules = [_module(name) for name in CUDA_MODULES]
+        modules = [_import_module(name) for name in CUDA_MODULES]
     check_hooks("cpu")
     for module in modules:
         module.torch = overlay
@@ -149,38 +147,37 @@ def apply_patches() -> None:
     allow_uneven_parts()
 
 
-def _module(name: str) -> Any:
+def _import_module(name: str) -> Any:
     return importlib.import_module(name)
 
 
 def _patch_tensor_methods() -> None:
-    """Replace two methods of tensors that Megatron-Core calls for CUDA.
-
-    Unlike a name in `torch`, a method cannot be replaced for some modules only.
-    """
+    """Replace two methods of tensors that Megatron-Core calls for CUDA."""
+    # Unlike a name in `torch`, a method cannot be replaced for some modules only.
     original_type = torch.Tensor.type
 
-    def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def convert_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             return original_type(self).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
+    torch.Tensor.type = convert_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # the point of this function
 
 
 def _patch_random_state() -> None:
-    """Make the RNG tracker keep states of the CPU generator, which dropout and initialisation draw from."""
-    random = _module("megatron.core.tensor_parallel.random")
+    """Make the RNG tracker keep the CPU generator's states, from which dropout draws."""
+    # Dropout and initialisation draw from it.
+    random = _import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
 
 
 def _patch_optimizer_loading() -> None:
-    """Make checkpoints work with torch's AdamW, which the distributed optimizer uses without fused implementations."""
-    optimizer_class = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    """Make checkpoints work with torch's AdamW, which replaces fused implementations."""
+    optimizer_class = _import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
 
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -195,7 +192,7 @@ def _patch_optimizer_loading() -> None:
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
-    def state_dict(self: Any) -> dict[str, Any]:
+    def build_state_dict(self: Any) -> dict[str, Any]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if not self.optimizer.state[parameter]:
@@ -207,21 +204,21 @@ def _patch_optimizer_loading() -> None:
         state: dict[str, Any] = original_state(self)
         return state
 
-    optimizer_class.state_dict = state_dict
+    optimizer_class.state_dict = build_state_dict
     optimizer_class._set_main_param_and_optimizer_states = set_states
     optimizer_class.load_state_dict = load
 
 
 def _patch_checkpoints() -> None:
-    """Make the data of shards on the CPU when a checkpoint is read."""
-    sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    """Allocate the tensors of a checkpoint that is read on the CPU."""
+    sharded_tensor = _import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     init_data = sharded_tensor.init_data
     sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)
 
 
 def _patch_experts() -> None:
     """Make a mixture of experts work without Transformer Engine and without a C++ compiler."""
-    utils = _module("megatron.core.transformer.moe.moe_utils")
+    utils = _import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         # RouterGatingLinearFunction reads it without a guard, but it is defined only with Transformer Engine.
         utils.te_general_gemm = None
@@ -230,8 +227,8 @@ def _patch_experts() -> None:
         # alltoall needs its split sizes as numbers; the original converts them only when it copies them from a GPU.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    _module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
-    _module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
-    router = _module("megatron.core.transformer.moe.router").TopKRouter
+    _import_module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
+    _import_module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
+    router = _import_module("megatron.core.transformer.moe.router").TopKRouter
     compiled = router._apply_expert_bias
     router._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)

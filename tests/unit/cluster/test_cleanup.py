@@ -1,4 +1,4 @@
-"""The guardian ends a killed driver's processes and removes its files; of one that cleaned up, what it could not."""
+"""After a killed driver its processes and files are removed; after one that cleaned up, what it could not remove."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ time.sleep(300)
 
 
 def let_look(driver: int) -> None:
-    """Wait until the guardian of a driver is up, which takes seconds on a busy machine, and has looked around."""
+    """Wait until the clean-up process of a driver, which takes seconds on a busy machine, is up and has looked."""
     deadline = time.monotonic() + 60
     maps = ""
     while "psutil" not in maps and time.monotonic() < deadline:
         time.sleep(0.1)
-        guardians = [
+        cleaners = [
             one
             for one in psutil.Process(driver).children()
             if any("cluster.cleanup" in part for part in one.cmdline()[1:3])
         ]
-        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in guardians)
+        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in cleaners)
     time.sleep(2 * REFRESH_S)
 
 
@@ -179,7 +179,7 @@ def test_what_outlives_the_end_of_its_parent_is_ended_even_if_it_is_stopped() ->
     orphan.suspend()
     driver.stdin.write("\n")
     driver.stdin.flush()
-    assert driver.stdout.readline() == "left\n", "the driver goes on when the guardian is done"
+    assert driver.stdout.readline() == "left\n", "the driver goes on when the clean-up is done"
     try:
         assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
     finally:

@@ -137,7 +137,7 @@ with cleanup_after_kill(if_killed=make_killed_run_command(Path(sys.argv[1]), 4, 
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended well"])
-def test_the_guardian_writes_for_a_driver_that_was_killed(killed: bool, tmp_path: Path) -> None:
+def test_a_report_is_written_for_a_driver_that_was_killed(killed: bool, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
