@@ -1,1 +1,1 @@
-"""The Ray cluster of a run, deadlines of remote calls, log and heartbeat files, and clean-up after a kill."""
+"""The Ray cluster, deadlines of remote calls, logs, heartbeats, clean-up after a kill."""

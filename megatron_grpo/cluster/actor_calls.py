@@ -1,4 +1,4 @@
-"""Calls of Ray actors by the method itself, so that mypy checks the arguments and an editor finds the callers.
+"""Calls of Ray actors by the method itself, which mypy checks.
 
 Ray's own form, `worker.hand_over.remote(complete)`, is untyped: a misspelt method or argument shows only in a run.
 """
@@ -19,7 +19,7 @@ Method = Callable[Concatenate[Any, Arguments], Any]
 def call_actor(
     actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> ray.ObjectRef:
-    """Call a method of an actor without waiting; returns a reference to its result.
+    """Call a method of an actor; return a reference to its result.
 
     Example: `call_actor(worker, RolloutWorker.hand_over, complete)`.
     """
@@ -29,13 +29,13 @@ def call_actor(
 def stream_actor(
     actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> ray.ObjectRefGenerator:
-    """Call a method that yields; returns a generator of references to its values."""
+    """Call a method that yields; return a stream of references."""
     return getattr(actor, method.__name__).options(num_returns="streaming").remote(*args, **kwargs)
 
 
 def call_actor_for_many(
     actor: Any, results: int, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> list[ray.ObjectRef]:
-    """Call a method that returns a tuple of `results` values; returns a reference to each."""
+    """Call a method that returns a tuple; return a reference to each value."""
     references = getattr(actor, method.__name__).options(num_returns=results).remote(*args, **kwargs)
     return [references] if results == 1 else references

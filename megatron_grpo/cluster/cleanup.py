@@ -1,4 +1,4 @@
-"""Clean-up after a killed driver, by a process that outlives it by a few seconds.
+"""Clean-up after a killed driver, by a process that outlives it.
 
 The process runs as `python -m` this module. Ray's agents notice only after a minute that the driver was killed, and a
 stopped process (SIGSTOP) never notices that Ray has ended. The clean-up process reads a pipe, which the kernel closes
@@ -41,7 +41,7 @@ _SEMAPHORES = "/dev/shm/sem.mp-"
 
 
 def find_shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
-    """Find the files of shared memory that a process has mapped; empty if it is gone.
+    """Find the files of shared memory that a process has mapped.
 
     Args:
         killed: include semaphores, which a process that ends by itself removes.
@@ -55,7 +55,7 @@ def find_shared_files(process: psutil.Process, *, killed: bool = False) -> set[P
 
 
 def remove_segments(segments: Iterable[Path]) -> None:
-    """Remove the files of shared memory, which is freed when its last process ends."""
+    """Remove files of shared memory; the last user's end frees it."""
     for segment in segments:
         segment.unlink(missing_ok=True)
 
@@ -66,7 +66,7 @@ FolderRemover = Callable[[str], None]
 
 @contextmanager
 def cleanup_after_kill(if_killed: Sequence[str] = ()) -> Iterator[FolderRemover]:
-    """End all processes that the body started if this process is killed.
+    """End all processes of the body if this process is killed.
 
     If the body ends by itself, only orphans are killed: processes whose parent was started by the body and has ended.
     Children of this process stay then.
@@ -96,7 +96,7 @@ def cleanup_after_kill(if_killed: Sequence[str] = ()) -> Iterator[FolderRemover]
 
 
 def main(driver: int, if_killed: Sequence[str]) -> None:
-    """Watch the driver until it has cleaned up or is gone; then clean up after it."""
+    """Watch the driver until it is gone, and clean up after it."""
     started: set[psutil.Process] = set()
     shared: set[Path] = set()
     previous_files: set[Path] = set()
@@ -128,7 +128,7 @@ def _find_mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def _end_processes(driver: int, started: set[psutil.Process], shared: set[Path], *, driver_lives: bool) -> None:
-    """Kill the driver's processes that do not end by themselves, and free their shared memory.
+    """Kill the driver's processes that do not end by themselves, free memory.
 
     Args:
         driver: pid of the driver.
@@ -154,7 +154,7 @@ def _end_processes(driver: int, started: set[psutil.Process], shared: set[Path],
 
 
 def _find_descendants(driver: int, started: set[psutil.Process]) -> set[psutil.Process]:
-    """Find the living processes of `started`, and all descendants of these and of the driver."""
+    """Find the living processes of `started` and the driver, with all descendants."""
     children = defaultdict(list)  # by pid of the parent; one scan, because every scan reads all processes
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
@@ -178,7 +178,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C, which ends every process."""
+    """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -199,7 +199,7 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 def kill_stopped(processes: Iterable[psutil.Process]) -> None:
-    """Kill stopped processes (SIGSTOP), which do not notice that Ray has ended."""
+    """Kill stopped processes (SIGSTOP), which would outlive Ray."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.status() == psutil.STATUS_STOPPED:

@@ -29,7 +29,7 @@ def gather(
     phase_name: str,
     name: Callable[[int], str] = "rank {}".format,
 ) -> list[Any]:
-    """Wait for the results of `refs`, in their order; raise when the first call fails.
+    """Wait for the results of `refs`, or for the first failure.
 
     Args:
         refs: remote calls of one phase.
@@ -77,7 +77,7 @@ def fetch_stored(refs: Sequence[ray.ObjectRef], content: str) -> list[Any]:
 
 
 def build_overdue_error(phase_name: str, workers: Sequence[str], deadline_s: float) -> RunError:
-    """Make overdue workers log their stacks, within seconds; return an error with their phases.
+    """Make overdue workers log their stacks; return an error with their phases.
 
     Args:
         phase_name: the overdue phase ("training step").
@@ -113,19 +113,19 @@ def explain_error(error: Exception) -> str:
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """True if a call failed because its actor, or a process of the actor, is gone."""
+    """True if a call failed because a process behind it is gone."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineLostError)
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def is_canary_failure(error: BaseException | None) -> bool:
-    """True if a call failed because an engine computes something else than the policy."""
+    """True if a call failed because an engine differs from the policy."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError)
 
 
 def find_lost_calls(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
-    """Find the indices of calls whose actor is gone; one of the calls has failed.
+    """Find the indices of calls whose actor is gone.
 
     Args:
         wait_s: seconds for the remaining calls: an actor whose peer died often fails before the death is known.
@@ -147,7 +147,7 @@ IN_BAND_BYTES = 4096
 
 
 def wrap_for_pickling(value: Any) -> Any:
-    """Wrap a value so that Ray pickles it fast; the receiver gets the value itself.
+    """Wrap a value so that Ray pickles it fast.
 
     Its large arrays arrive read-only. It must not hold object references, because Ray has to track them.
     """

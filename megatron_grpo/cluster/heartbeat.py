@@ -1,4 +1,4 @@
-"""Heartbeats: a small file per process with its phase, rewritten every few seconds.
+"""Heartbeats: a small file per process with its current phase.
 
 People, the driver and other nodes read the files. A file holds one JSON object padded to RECORD_BYTES and is rewritten
 in place: one open, write and close a beat. NFS shows a write to other nodes once the file is closed.
@@ -32,7 +32,7 @@ BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"
 
 
 def read_beat_s() -> float:
-    """Read the seconds between two beats of every process of the run."""
+    """Read the seconds between two beats of a process."""
     return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
 
 
@@ -61,7 +61,7 @@ os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The content of a heartbeat file: the last record of a process."""
+    """The last record of a process, the content of its file."""
 
     name: str
     pid: int
@@ -78,12 +78,12 @@ class Heartbeat:
 
 
 def build_file_stem(name: str) -> str:
-    """Turn a process's name into that of its files: "policy rank 0" -> "policy_rank_0"."""
+    """Build the name of a process's files: "policy rank 0" -> "policy_rank_0"."""
     return re.sub(r"[^\w.-]+", "_", name.strip()).lower()
 
 
 def identify_machine() -> str:
-    """Read boot id of the kernel and pid namespace, or else the host name."""
+    """Read the kernel's boot id and pid namespace, or the host name."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -91,7 +91,7 @@ def identify_machine() -> str:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat, and logs its stacks on request or when frozen.
+    """Writes this process's heartbeat, and logs its stacks on request.
 
     Args:
         folder: folder of the heartbeat files, which may not exist yet.
@@ -184,12 +184,12 @@ class HeartbeatWriter:
 
 
 def build_requests_path(folder: Path, name: str) -> Path:
-    """Build the path of the file to which any node appends a byte to request stacks."""
+    """Build the path of the file in which a byte requests stacks."""
     return folder / f"{build_file_stem(name)}.requests"
 
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
-    """Read the last heartbeats of all processes, by name of the process."""
+    """Read the last heartbeats of all processes, by name."""
     heartbeats = [_read(path) for path in sorted(folder.glob("*.json"))]
     return {heartbeat.name: heartbeat for heartbeat in heartbeats if heartbeat is not None}
 

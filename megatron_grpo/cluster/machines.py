@@ -1,4 +1,4 @@
-"""The machines of a run, without importing Ray: GPUs, addresses, Ray's environment variables."""
+"""The machines of a run, before Ray is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_grpo.config.run_schema import ClusterConfig
 
 
 def count_visible_gpus() -> int:
-    """Count this machine's GPUs within CUDA_VISIBLE_DEVICES, by the NVIDIA driver's device files."""
+    """Count this machine's GPUs within CUDA_VISIBLE_DEVICES, by device files."""
     devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -30,33 +30,33 @@ LOCAL = "local"
 
 
 def read_environment_address() -> str | None:
-    """Read the address of a Ray cluster from the environment; None: the run starts Ray itself."""
+    """Read the address of a Ray cluster from the environment."""
     address = os.environ.get(ADDRESS_VARIABLE, "").strip()
     return None if address in ("", LOCAL) else address
 
 
 def fill_in_address(cluster: ClusterConfig) -> None:
-    """Set cluster.ray_address, if it is None, to the address that Ray itself would join."""
+    """Set cluster.ray_address to the address in the environment, if None."""
     if cluster.ray_address is None:
         cluster.ray_address = read_environment_address()
 
 
 def explain_origin(address: str) -> str:
-    """End a message about an address: how to do without it, if it comes from the environment."""
+    """End a message about an address that comes from the environment."""
     if address != read_environment_address():
         return ""
     return f"; the address is {ADDRESS_VARIABLE} of the environment: unset it to start Ray on this machine"
 
 
 def fill_in_gpus(cluster: ClusterConfig) -> None:
-    """Set cluster.gpus_per_node, if it is None, to the number of this machine's GPUs."""
+    """Set cluster.gpus_per_node to this machine's GPUs, if None."""
     # A machine without GPUs may join a cluster whose machines have some.
     if cluster.gpus_per_node is None and (cluster.ray_address is None or count_visible_gpus()):
         cluster.gpus_per_node = count_visible_gpus()
 
 
 def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return an error message if too few machines (of ray.nodes()) have enough GPUs."""
+    """Return an error message if machines or GPUs are missing."""
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
     if sum(count >= cluster.gpus for count in counts) >= cluster.num_nodes:
         return None
@@ -84,7 +84,7 @@ def check_address(address: str) -> str | None:
 
 
 def check_reachable(address: str, timeout_s: float = PROBE_S) -> str | None:
-    """Return the reason why no Ray head answers at an address; None: it does, or only Ray can tell."""
+    """Return the reason why no Ray head answers at an address."""
     match = _ADDRESS.fullmatch(address)
     # Only Ray itself can tell about an address that is not HOST:PORT, or with TLS.
     if match is None or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
@@ -126,7 +126,7 @@ RAY_SETTINGS = {
 
 
 def prepare_ray_environment() -> None:
-    """Set `RAY_SETTINGS` and a token in the environment, where they are unset."""
+    """Set `RAY_SETTINGS` and a token in the environment."""
     if "ray" in sys.modules:  # too late: Ray reads them when it is imported
         return
     for name, value in RAY_SETTINGS.items():

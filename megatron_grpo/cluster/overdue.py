@@ -1,4 +1,4 @@
-"""Reports of overdue calls: phases of all processes for the message, stacks of overdue ones in logs.
+"""Reports of overdue calls: phases in messages, stacks in logs.
 
 faulthandler writes the stacks of running processes; py-spy, which comes with Ray, writes those of stopped ones. Neither
 knows the phase of a process or reaches other machines, so heartbeat files do that (heartbeat.py); torch's flight
@@ -82,7 +82,7 @@ class ProcessStatus:
 
     @property
     def is_hanging(self) -> bool:
-        """True if the process itself is stuck, false if it waits for another."""
+        """True if the process is stuck, false if it waits."""
         if self.state in (STOPPED, TRACED, GONE):
             return True
         return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * read_beat_s())
@@ -96,7 +96,7 @@ class ProcessStatus:
 
 
 def describe_activity(beat: Heartbeat) -> str:
-    """Describe a process at its last beat: "is in phase 'train', entered 21 s ago"."""
+    """Describe a process's phase: "is in phase 'train', entered 21 s ago"."""
     now = time.time()
     if not beat.phases:
         after = "" if beat.last_phase is None else f" after phase '{beat.last_phase}'"
@@ -110,7 +110,7 @@ def describe_activity(beat: Heartbeat) -> str:
 
 
 def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
-    """Log the state of every process and the stacks of overdue ones; describe the latter.
+    """Log the states of processes and stacks of overdue ones; describe these.
 
     Args:
         phase_name: the overdue phase, for the logs ("training step").
@@ -134,7 +134,7 @@ def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
 
 
 def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
-    """Describe processes that are stopped, gone or silent, for the end of a message.
+    """Describe processes that are stopped, gone or silent, for a message.
 
     Args:
         processes: names of processes; a name includes its children.
@@ -152,7 +152,7 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
 
 
 def _find_last_error(file: Path) -> str | None:
-    """Find the last error in the log of a process that is gone; return it with the log's name."""
+    """Find the last error in a log, for a message."""
     with file.open("rb") as opened:
         opened.seek(-min(LOG_END_BYTES, file.stat().st_size), os.SEEK_END)
         lines = opened.read().decode(errors="replace").splitlines()
@@ -162,7 +162,7 @@ def _find_last_error(file: Path) -> str | None:
 
 
 def read_statuses(log: ProcessLog) -> list[ProcessStatus]:
-    """Read the state of every other process that has a heartbeat, hanging ones first."""
+    """Read the states of all other processes, hanging ones first."""
     machine, now = identify_machine(), time.time()
     statuses = [
         ProcessStatus(beat, state=_read_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
@@ -204,7 +204,7 @@ def _read_state(beat: Heartbeat, machine: str) -> str:
 
 
 def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessStatus]) -> None:
-    """Make processes write their stacks into their logs, and wait for them."""
+    """Make processes write their stacks into their logs."""
     stopped = [status.heartbeat for status in overdue if status.state in (STOPPED, TRACED)]
     signalled: dict[Path, int] = {}
     wait_s = 0.0
@@ -231,7 +231,7 @@ def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessSt
 
 
 def _wait_for_stacks(sizes: dict[Path, int]) -> None:
-    """Wait until every log has grown beyond its size and stays, at most SIGNAL_WAIT_S."""
+    """Wait until every log has grown and stays, at most SIGNAL_WAIT_S."""
     # A busy machine may run a signalled process seconds later.
     deadline, previous, unchanged_since = time.monotonic() + SIGNAL_WAIT_S, dict(sizes), time.monotonic()
     while sizes and (now := time.monotonic()) < deadline:
@@ -244,7 +244,7 @@ def _wait_for_stacks(sizes: dict[Path, int]) -> None:
 
 
 def _read_stacks_from_outside(pid: int) -> str:
-    """Read the stacks of a stopped process with py-spy, or the reason why that fails."""
+    """Read a stopped process's stacks with py-spy, or why it fails."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:

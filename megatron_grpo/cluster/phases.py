@@ -1,4 +1,4 @@
-"""Phases of a process: `with phase("train"):` records its body in heartbeat and log."""
+"""Phases of a process: `with phase("train"):` records its body."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase:
 
 
 class Phases:
-    """The phases of this process; any thread and any coroutine may enter one.
+    """The phases of this process, which any thread or coroutine enters.
 
     Attributes:
         on_enter: called each time a phase is entered.
@@ -67,7 +67,7 @@ class Phases:
         self.lock.release()
 
     def list_active(self) -> tuple[Phase, ...]:
-        """List the active phases, oldest first; concurrent calls of one phase are one element."""
+        """List the active phases, oldest first, with counts of concurrent calls."""
         phases: dict[str, Phase] = {}
         with self.lock:
             for name, since in self._active.values():
@@ -83,7 +83,7 @@ os.register_at_fork(
 
 
 class phase(ContextDecorator):  # noqa: N801  # used like a function
-    """Record the phase `name` while the body runs, with two debug lines in the log.
+    """Record the phase `name` while the body runs.
 
     It also decorates functions, including `async` ones. It costs some microseconds: use it for a call, not for each
     token. Concurrent coroutines may each be in a phase. If the body raises, the traceback is logged.

@@ -1,4 +1,4 @@
-"""Log files: one per process under run_dir/logs, with a heartbeat file beside each.
+"""Logs: a file per process under run_dir/logs, and its heartbeat.
 
 The driver opens its log with `driver_log`, before Ray is started; every other process first calls `begin_process_log`
 with its name. The folder comes from an environment variable that Ray's workers and vLLM's processes inherit.
@@ -69,19 +69,19 @@ def find_current_log() -> ProcessLog | None:
 
 
 def build_log_path(folder: Path, name: str) -> Path:
-    """Build the path of a process's log, by its name like "policy rank 0"."""
+    """Build the path of the log of a process, like "policy rank 0"."""
     return folder / f"{build_file_stem(name)}.log"
 
 
 def choose_library_level() -> str:
-    """Choose the log level of vLLM and other libraries; "ERROR" without a log."""
+    """Choose the log level of vLLM and other libraries."""
     # Their debug level writes too much.
     level = os.environ.get(LEVEL_VARIABLE, "error").upper()
     return "INFO" if level == "DEBUG" else level
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes records to a log; the first failure, as on a full disk, prints a line."""
+    """Writes records to a log; prints a line at the first failure."""
 
     _has_warned = False
 
@@ -105,13 +105,13 @@ class OncePerMessage(logging.Filter):
 
 
 def read_log_environment() -> dict[str, str]:
-    """Read the variables that a process on another node needs for its log."""
+    """Read the environment variables of logs, for processes elsewhere."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}
 
 
 @contextmanager
 def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterator[Path]:
-    """Log this process as the driver while the body runs, and the processes it starts.
+    """Log the driver, and the processes it starts, during the body.
 
     Args:
         run_dir: folder of the run, in which the folder of logs is made.
@@ -142,7 +142,7 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
 
 
 def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
-    """Log this process until it ends: records, warnings, fatal errors, stdout and stderr.
+    """Log this process until it ends, its output and errors included.
 
     Does nothing without a log folder in the environment, or if the process already has a log.
 

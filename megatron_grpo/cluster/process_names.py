@@ -1,4 +1,4 @@
-"""Names of a run's processes, as they stand in messages and name the files of their logs."""
+"""Names of processes, in messages and of log files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, started here or joined, and its GPUs."""
+"""The Ray cluster of a run, and its reserved GPUs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RayCluster:
             raise RunError(f"{message}{explain_origin(address)}")
 
     def _await_machines(self) -> None:
-        """Wait until the cluster has the machines and GPUs of the configuration.
+        """Wait until the cluster has the configured machines and GPUs.
 
         Machines of one job join minutes apart, because each first imports a container image. So a lack of GPUs is an
         error only once `cluster.num_nodes` machines have joined.
@@ -147,13 +147,13 @@ class RayCluster:
         self._await_groups([group for group in groups if group], needs)
 
     def reserve_shared(self, ranks: int, guests: int) -> None:
-        """Reserve a GPU for each policy rank on one node, to share with `guests` processes."""
+        """Reserve a GPU a rank on one node, shared with `guests` processes."""
         if self.config.gpus:
             self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
             self._await_groups([self._policy_group], {"the policy": ranks})
 
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
-        """Let engines and the value model, which start later, use the policy's GPUs.
+        """Let engines and the value model use the policy's GPUs.
 
         Args:
             devices: Ray's name of the GPU of each policy rank; empty on CPUs.
@@ -210,7 +210,7 @@ class RayCluster:
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _schedule_in(group, 0)}
 
     def _build_guest_options(self, devices: list[str]) -> dict[str, Any]:
-        """Build the Ray options of a process that uses GPUs of policy ranks."""
+        """Build the Ray options of a process on the policy's GPUs."""
         assert self._policy_group is not None, "reserve_shared() comes first"
         return {
             "num_cpus": 1,
@@ -228,7 +228,6 @@ class RayCluster:
 
 
 def _explain_failed_join(error: BaseException) -> str:
-    """Explain why a cluster was not joined; Ray's own message does not mention a missing token."""
     # Ray's own message does not mention a missing token.
     cause: BaseException | None = error
     while cause is not None and ray.exceptions.AuthenticationError.__name__ not in f"{type(cause).__name__} {cause}":
@@ -254,13 +253,13 @@ def _schedule_in(group: PlacementGroup, bundle: int) -> PlacementGroupScheduling
 
 
 def list_assigned_gpus() -> list[str]:
-    """List Ray's names of this process's GPUs, shared ones included; empty on CPUs."""
+    """List Ray's names of this process's GPUs; empty on CPUs."""
     shared = os.environ.get(SHARED_GPUS)
     return [str(gpu) for gpu in ray.get_gpu_ids()] if shared is None else shared.split(",")
 
 
 def find_node_address() -> str:
-    """Find the address at which the run's other processes reach this node."""
+    """Find the address of this node for the run's other processes."""
     if LOCAL_MARKER in os.environ:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())

@@ -1,1 +1,1 @@
-"""Differences between CUDA and CPU, decided in one place, and the registry of hooks into libraries."""
+"""Differences between CUDA and CPU, and hooks into libraries."""

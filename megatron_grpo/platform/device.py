@@ -55,7 +55,7 @@ def _copy_to_gpu(array: NDArray[Any]) -> Tensor:
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
-    """Check that torch sees a GPU if Ray assigned one to this process; otherwise the run would continue on CPUs.
+    """Check that torch sees a GPU if Ray assigned one.
 
     Args:
         assigned: Ray's names of this process's GPUs (`assigned_gpus`); empty: it has none.
@@ -72,7 +72,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this address; it lives as long as the returned object."""
+    """Open a store on a free port; it lives as long as the object."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -100,7 +100,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for the body, and restore them at its end."""
+    """Set environment variables for the body, then restore them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,4 +1,4 @@
-"""The registry of hooks: names of libraries that this package replaces, or that are private.
+"""The registry of hooks: libraries' names that are replaced or private.
 
 Such a name may change with any release of its library. So each has a row in hooks.yaml, a process checks at its start
 that the names are there, and a run says when a version is installed that was not tried.
@@ -68,7 +68,7 @@ class Hook:
     why: str
 
     def is_missing(self) -> bool:
-        """True if the library, if this process has imported it, lacks the symbol."""
+        """True if the library is imported and lacks the symbol."""
         module = sys.modules.get(self.module)
         root = LIBRARIES[self.library].package
         if module is None:  # without importing it, only its file can be looked for
@@ -96,7 +96,7 @@ def load_hooks() -> tuple[Hook, ...]:
 
 
 def check_hooks(platform: Literal["cuda", "cpu", "dry"]) -> None:
-    """Check the symbols of libraries that this process has imported; import no more.
+    """Check the hooks of libraries that this process has imported.
 
     Raises:
         RunError: a symbol of this platform is missing.
@@ -120,6 +120,6 @@ def find_untried_versions() -> Iterator[tuple[str, str, str]]:
 
 
 def _has_file(roots: Iterable[str], module: str) -> bool:
-    """True if a package with these folders has the file or folder of a module."""
+    """True if a package's folders have the file of a module."""
     paths = [Path(root, *module.strip(".").split(".")) for root in roots]
     return any(path.is_dir() or any(path.parent.glob(f"{path.name}.*")) for path in paths)

@@ -1,4 +1,4 @@
-"""Patches with which Megatron-Core 0.16, which assumes CUDA, runs on a CPU.
+"""Patches with which Megatron-Core 0.16, made for CUDA, runs on CPUs.
 
 Most of what Megatron-Core assumes is a name it looks up in `torch` or `torch.cuda`. Instead of changing torch for the
 whole process, each module listed in CUDA_MODULES gets its own `torch`: the real names, except for the few that need a
@@ -28,7 +28,7 @@ def _skip(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Stream:
-    """Replaces torch.cuda.Stream and Event: a CPU ends all work before a call returns."""
+    """Replaces torch.cuda.Stream and Event: CPUs finish work before a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -42,7 +42,7 @@ class _Stream:
 
 
 class _Overlay(ModuleType):
-    """A module with some names replaced; lazy imports of the original still work."""
+    """A module with some names replaced; its lazy imports still work."""
 
     def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(original.__name__)
@@ -54,7 +54,7 @@ class _Overlay(ModuleType):
 
 
 def build_cpu_torch() -> ModuleType:
-    """Build a `torch` in which the names of CUDA that a CPU also has work."""
+    """Build a `torch` in which some names of CUDA use the CPU."""
     stream = _Stream()
 
     cuda = _Overlay(
@@ -88,7 +88,7 @@ def _wrap_factory(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def without_compilation() -> Iterator[None]:
-    """Make torch.compile the identity in the body, and later for fused functions."""
+    """Make torch.compile the identity, later for fused functions alone."""
     # No run on a CPU calls Megatron-Core's fused functions, but their definition imports torch's compiler: seconds.
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
@@ -132,7 +132,7 @@ CUDA_MODULES = [hook.module for hook in load_hooks() if hook.platform == "cpu" a
 
 @cache
 def apply_patches() -> None:
-    """Make Megatron-Core run on this process's CPU, and no longer on its GPU."""
+    """Make Megatron-Core run on this process's CPU."""
     overlay = build_cpu_torch()
     with without_compilation():
         modules = [_import_module(name) for name in CUDA_MODULES]
@@ -168,7 +168,7 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_random_state() -> None:
-    """Make the RNG tracker keep the CPU generator's states, from which dropout draws."""
+    """Make the RNG tracker keep states of the CPU's generator."""
     # Dropout and initialisation draw from it.
     random = _import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -210,14 +210,14 @@ def _patch_optimizer_loading() -> None:
 
 
 def _patch_checkpoints() -> None:
-    """Allocate the tensors of a checkpoint that is read on the CPU."""
+    """Allocate a checkpoint's tensors on the CPU."""
     sharded_tensor = _import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     init_data = sharded_tensor.init_data
     sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)
 
 
 def _patch_experts() -> None:
-    """Make a mixture of experts work without Transformer Engine and without a C++ compiler."""
+    """Make experts work without Transformer Engine and C++ compiler."""
     utils = _import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         # RouterGatingLinearFunction reads it without a guard, but it is defined only with Transformer Engine.
