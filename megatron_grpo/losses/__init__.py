@@ -1,1 +1,1 @@
-"""Pure arithmetic on tensors: surrogates, policy and value loss, advantages, KL, corrections, reward shaping."""
+"""Pure arithmetic on tensors: losses, advantages, divergences, reward shaping."""

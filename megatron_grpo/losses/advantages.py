@@ -1,4 +1,8 @@
-"""From rewards to advantages: relative to the group (GRPO, RLOO), to the step (REINFORCE++), by reward part (GDPO)."""
+"""From rewards to advantages: GRPO, RLOO, REINFORCE++ and GDPO.
+
+Rewards are [groups, samples], floating point, NaN where a sample has no reward. Such a sample is ignored in means and
+standard deviations, and its advantage is 0.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,11 @@ from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingC
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Whether each group has a learning signal, that is, rewards that are not all equal.
-
-    Args:
-        rewards: [groups, samples], floating point; NaN where a sample has no reward, which is ignored.
-
-    Returns:
-        [groups], bool.
-    """
-    given = ~rewards.isnan()
+    """[groups], bool: true for groups whose rewards are not all equal."""
+    has_reward = ~rewards.isnan()
     # Compared, not subtracted: a standard deviation of equal rewards may be a rounding error above 0.
-    lowest = torch.where(given, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1, keepdim=True)
-    return (given & (rewards != lowest)).any(dim=1)
+    lowest = torch.where(has_reward, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1, keepdim=True)
+    return (has_reward & (rewards != lowest)).any(dim=1)
 
 
 STD_EPSILON = 1e-6
@@ -34,58 +31,46 @@ VARIANCE_FLOOR = 1e-8
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """Mean reward of each group: [groups, samples], floating point, NaN without a reward, to [groups, 1]."""
-    given = ~rewards.isnan()
+    """Mean reward of each group, [groups, 1]; 0 without rewards."""
     # At least one: a group without rewards has mean 0 rather than NaN, which would spread through the step.
-    return _known(rewards).sum(dim=1, keepdim=True) / given.sum(dim=1, keepdim=True).clamp(min=1)
+    return _replace_nan(rewards).sum(dim=1, keepdim=True) / (~rewards.isnan()).sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def leave_one_out_baseline(rewards: Tensor) -> Tensor:
-    """Baseline of each sample from the *other* samples of its group (RLOO, Ahmadian et al. 2024, section 3).
+    """Mean reward of the *other* samples of the group, for each sample.
 
-    Args:
-        rewards: [groups, samples], floating point; NaN where a sample has no reward.
-
-    Returns:
-        [groups, samples], the dtype of the rewards: the mean reward of the group without the sample itself; 0 when
-        no other sample has a reward.
+    RLOO: Ahmadian et al. 2024, section 3. Shape [groups, samples]; 0 when no other sample has a reward.
     """
-    known = _known(rewards)
+    filled = _replace_nan(rewards)
     # The sum without the sample, rather than a sum of the others for each sample: n terms a group instead of n^2.
-    others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
-    return (known.sum(dim=1, keepdim=True) - known) / others.clamp(min=1)
+    counts = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+    return (filled.sum(dim=1, keepdim=True) - filled) / counts.clamp(min=1)
 
 
 def group_std(rewards: Tensor) -> Tensor:
-    """Standard deviation of each group, divisor n - 1: [groups, samples], floating point, to [groups, 1].
-
-    Samples without a reward, marked by NaN, are ignored.
-    """
-    given = ~rewards.isnan()
+    """Standard deviation of each group, [groups, 1], with divisor n - 1."""
+    has_reward = ~rewards.isnan()
     # From centred rewards: the difference of mean square and squared mean loses all digits when rewards hardly differ.
-    squares = torch.where(given, rewards - group_mean(rewards), torch.zeros_like(rewards)).square()
-    variance = squares.sum(dim=1, keepdim=True) / (given.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    squares = torch.where(has_reward, rewards - group_mean(rewards), torch.zeros_like(rewards)).square()
+    variance = squares.sum(dim=1, keepdim=True) / (has_reward.sum(dim=1, keepdim=True) - 1).clamp(min=1)
     return variance.sqrt()
 
 
 def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, over_batch: bool = False) -> Tensor:
-    """Reward minus baseline, optionally divided by a standard deviation (GRPO, Shao et al. 2024).
+    """Reward minus baseline, optionally over a standard deviation (GRPO, Shao et al. 2024).
 
     The standard deviation is the unbiased one (divisor n - 1) of the *whole* group, also with the leave-one-out
     baseline: that of the other samples alone would be 0 for a lone success among failures, the sample that matters
-    most. All samples of a group are divided by the same number, so advantages keep the order of the rewards. With
-    `over_batch` it is that of all rewards of the step (Liu et al. 2025, "Tricks or Traps?"), which does not inflate
-    groups whose rewards hardly differ.
+    most. All samples of a group are divided by the same number, so advantages keep the order of the rewards.
 
     Args:
-        rewards: [groups, samples], floating point; samples without a reward, marked by NaN, are ignored.
         leave_one_out: baseline is the mean of the other samples (true) or of the whole group (false).
         normalize: divide by the standard deviation plus STD_EPSILON.
-        over_batch: the standard deviation is that of all rewards instead of the group's.
+        over_batch: take the standard deviation over all rewards of the step (Liu et al. 2025, "Tricks or Traps?"),
+            which does not inflate groups whose rewards hardly differ.
 
     Returns:
-        [groups, samples], the dtype of the rewards; 0 without a reward. A group whose rewards are all equal gets exact
-        zeros, whatever rounding its mean suffers.
+        [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean suffers.
 
     Raises:
         ValueError: not [groups, samples], or fewer than two samples, which leaves nothing to compare.
@@ -100,20 +85,22 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
     # A mean of equal rewards may be off by a rounding error, which the division by nearly 0 would blow up: zeros there.
-    return torch.where(has_signal(rewards)[:, None], _known(advantages), torch.zeros_like(advantages)).to(rewards.dtype)
+    return torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages)).to(
+        rewards.dtype
+    )
 
 
 def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
-    """Each reward function's rewards normalised within the group, weighted and summed: GDPO's advantages up to scale.
+    """GDPO's advantages up to scale: the weighted sum of normalised rewards.
 
     Args:
-        parts: [functions, groups, samples], floating point; NaN where a function gave no reward. Such an entry adds
-            nothing to the sample, and is left out of the group's mean and standard deviation.
-        weights: [functions], floating point: factor of each function's normalised rewards.
+        parts: [functions, groups, samples]; NaN where a function gave no reward, which adds nothing to the sample and
+            is left out of the group's mean and standard deviation.
+        weights: [functions]: factor of each function's normalised rewards.
 
     Returns:
-        [groups, samples], the dtype of the parts; exact zeros in a group without a signal: no function tells its
-        samples apart, or the functions' terms cancel out up to rounding.
+        [groups, samples]; exact zeros in a group without a signal: no function tells its samples apart, or the
+        functions' terms cancel out up to rounding.
 
     Raises:
         ValueError: fewer than two samples.
@@ -128,40 +115,36 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
-    """The advantages of GDPO: the scores of `gdpo_scores`, normalised over all samples of the step.
+    """GDPO's advantages: scores normalised over all samples of the step.
 
     GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
     GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
     spread drown the others.
 
     Args:
-        parts: [functions, groups, samples], floating point: rewards by function; NaN where a function gave none.
-        weights: [functions], floating point: factor of each function's normalised rewards.
+        parts: [functions, groups, samples]: rewards by function; NaN where a function gave none.
+        weights: [functions]: factor of each function's normalised rewards.
 
     Returns:
-        [groups, samples], the dtype of the parts: mean 0 and standard deviation 1 over the samples that some function
-        scored, 0 for the others; zeros everywhere when no group has a signal.
+        [groups, samples]: mean 0 and standard deviation 1 over the samples that some function scored, 0 for the
+        others; zeros everywhere when no group has a signal.
     """
-    scores, scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
+    scores, is_scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
     # One row: the step is one group of all responses. NaN keeps responses without a score out of its mean.
-    whole_step = torch.where(scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
+    whole_step = torch.where(is_scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
 
 
-def _known(values: Tensor) -> Tensor:
-    """Values [...] of any shape, floating point, with 0 in place of NaN."""
+def _replace_nan(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), torch.zeros_like(values), values)
 
 
 def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
-    """Sum of the rewards of a token and all later ones of its response, undiscounted.
+    """At each token: the undiscounted sum of its and later rewards.
 
     Args:
-        token_rewards: [sum(lengths)], floating point, the responses laid end to end.
+        token_rewards: [sum(lengths)], the responses laid end to end; so is the result.
         lengths: tokens of each response.
-
-    Returns:
-        [sum(lengths)], the dtype of the rewards.
     """
     # Summed from the end within each response: subtracting a running total from the sum would lose the last digits.
     return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in token_rewards.split(lengths)])
@@ -170,44 +153,38 @@ def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
 def reinforce_plus_plus_advantages(
     rewards: Tensor, lengths: list[int], *, token_penalty: Tensor | None, minus_baseline: bool
 ) -> Tensor:
-    """Returns normalised over all tokens of the step (REINFORCE++, Hu et al. 2025).
+    """Returns normalised over a step's tokens (REINFORCE++, Hu et al. 2025).
 
     The return of token t is the response's reward minus the KL penalties of t and all later tokens. Mean and variance
     are taken over the tokens of all responses, the variance with divisor n and not below VARIANCE_FLOOR.
 
     Args:
-        rewards: [groups, samples], floating point; NaN without a reward: the sample's tokens are ignored and get 0.
         lengths: tokens of each of the groups * samples responses.
-        token_penalty: [sum(lengths)], floating point: subtracted for each token, coefficient included; None is nothing.
+        token_penalty: [sum(lengths)]: subtracted for each token, coefficient included; None is nothing.
         minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
 
     Returns:
-        [sum(lengths)], the dtype of the rewards, the responses laid end to end.
+        [sum(lengths)], the responses laid end to end.
     """
-    scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
+    is_scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
     if minus_baseline:
         exact = group_advantages(exact, leave_one_out=False, normalize=False)
     counts = torch.tensor(lengths, device=rewards.device)
-    returns = _known(exact).flatten().repeat_interleave(counts)
+    returns = _replace_nan(exact).flatten().repeat_interleave(counts)
     if token_penalty is not None:
         returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
-    part, out = scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
-    inside = returns[part]
+    token_is_scored, advantages = is_scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
+    inside = returns[token_is_scored]
     if (inside != inside[:1]).any():  # equal returns carry no signal, and rounding errors must not become one
         centered = inside - inside.mean()
-        out[part] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
-    return out.to(rewards.dtype)
+        advantages[token_is_scored] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
+    return advantages.to(rewards.dtype)
 
 
 def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
-    """Clamp to [source_min, source_max], then map that interval linearly onto [target_min, target_max].
+    """Clamp rewards to [source_min, source_max], then map them to [target_min, target_max].
 
-    Args:
-        rewards: [...], floating point, of any shape.
-        config: the intervals; when it is not enabled the rewards are returned unchanged.
-
-    Returns:
-        The scaled rewards, [...], in the shape and dtype of `rewards`.
+    Without `config.enabled` the rewards, of any shape, are returned unchanged.
 
     Raises:
         ValueError: the source interval is empty.
@@ -236,14 +213,10 @@ def shape_rewards(
     stays, because a factor below 1 would reward running into the limit.
 
     Args:
-        rewards: [groups, samples], floating point.
         response_tokens: [groups, samples], int64: sampled tokens of each response.
-        truncated: [groups, samples], bool: whether a length limit cut the response off.
-        config: which penalty; when it is not enabled the rewards are returned unchanged.
+        truncated: [groups, samples], bool: a length limit cut the response off.
+        config: which penalty; if it is not enabled the rewards are returned unchanged.
         max_new_tokens: L when the configuration has none.
-
-    Returns:
-        [groups, samples], the dtype of the rewards.
     """
     if not config.enabled:
         return rewards

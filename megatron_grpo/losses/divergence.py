@@ -1,4 +1,4 @@
-"""Divergences between policies, estimated from sampled tokens, and corrections for a mismatch of engine and trainer."""
+"""Divergences between policies, estimated from sampled tokens, and corrections for engines' mismatch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,20 @@ def kl_estimate(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """KL(policy || reference) from tokens drawn from the policy (Schulman 2020, "Approximating KL Divergence").
+    """KL(policy || reference), estimated at each token that the policy drew.
 
-    With d = log(policy / reference)::
+    Schulman 2020, "Approximating KL Divergence". With d = log(policy / reference)::
 
         k1 = d                    unbiased, may be negative
         k2 = d^2 / 2              biased, never negative; its gradient is, in expectation, that of the divergence
         k3 = exp(-d) - 1 + d      unbiased, never negative, of lower variance than k1
 
     Args:
-        logprobs: [...], floating point, of any shape: log-probabilities of the sampled tokens under the policy.
-        reference_logprobs: [...], floating point, in the shape of `logprobs`: those under the reference policy.
+        logprobs: log-probabilities of the sampled tokens under the policy, of any shape, which is that of the result.
+        reference_logprobs: the same under the reference policy.
         kl_type: which of the three estimators.
         input_clamp: d is limited to [-input_clamp, input_clamp] first.
         output_clamp: the estimate is limited to [-output_clamp, output_clamp]. Beyond a limit the gradient is 0.
-
-    Returns:
-        [...], in shape and dtype of `logprobs`: one estimate per token.
     """
     log_ratio = logprobs - reference_logprobs
     if input_clamp is not None:
@@ -59,7 +56,7 @@ def kl_estimate(
 
 
 def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
-    """Per-token estimates of divergences between the policy P as the trainer computes it and G as the engine did.
+    """Divergences of trainer (P) and engine (G), estimated at each token.
 
     Tokens are drawn from G, and r = P/G is a token's probability ratio. Each estimate is the f(r) of an f-divergence
     with f(1) = f'(1) = 0 (Csiszar 1967), so it is unbiased and never negative:
@@ -69,11 +66,9 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
 
     Args:
-        prev: log-probabilities under P, of any shape [...], floating point; log ratios are cut off at MAX_LOG_RATIO.
-        generation: [...], floating point, in the shape of `prev`: log-probabilities under G.
-
-    Returns:
-        gen_kl_error, policy_kl_error and js_divergence_error, each [...] in the shape of `prev`: one estimate a token.
+        prev: log-probabilities under P, of any shape, which is that of the results; log ratios are cut off at
+            MAX_LOG_RATIO.
+        generation: log-probabilities under G.
     """
     log_ratio = clamp_log_ratio(prev - generation)
     # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.
@@ -87,10 +82,10 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
 
 
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
-    """Effective sample size of importance weights as a share of the samples: (sum w)^2 / (n sum w^2) (Kish 1965).
+    """Effective share of weighted samples: (sum w)^2 / (n sum w^2).
 
-    The arguments are means over all n samples. The result is 1 when all weights are equal, 1/n when one sample has all
-    the weight, and 0 without any weight.
+    Kish 1965. The arguments are means over all n samples. The result is 1 when all weights are equal, 1/n when one
+    sample has all the weight, and 0 without any weight.
     """
     return mean_weight**2 / mean_squared_weight if mean_squared_weight > 0 else 0.0
 
@@ -98,7 +93,7 @@ def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> flo
 def find_inconsistent_sequences(
     loss_mask: Tensor, prev: Tensor, generation: Tensor, lengths: list[int], threshold: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """Find the responses whose mean token_mult_prob_error, exp(|prev - generation|), is too large.
+    """Find responses whose mean of exp(|prev - generation|) is above the threshold.
 
     Args:
         loss_mask: [sum(lengths)], float32: 1 where the loss is taken, else 0.
@@ -109,12 +104,12 @@ def find_inconsistent_sequences(
         threshold: largest mean error of a response that stays in the loss.
 
     Returns:
-        [sequences], bool: whether above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
+        [sequences], bool: true above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
     """
-    judged = (loss_mask > 0) & ~prev.isneginf()
-    errors = torch.where(judged, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
+    compared = (loss_mask > 0) & ~prev.isneginf()
+    errors = torch.where(compared, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
-    tokens = torch.stack([piece.sum() for piece in judged.float().split(lengths)])
+    tokens = torch.stack([piece.sum() for piece in compared.float().split(lengths)])
     means = sums / tokens.clamp(min=1)
     # Written as "not within" because a NaN mean has to be masked as well.
     beyond = ~(means <= threshold) & (tokens > 0)
@@ -126,16 +121,15 @@ CANCELLATION = 1e-4
 
 
 def error_without_worst(error: float, worst: float, tokens: float) -> float:
-    """Mean probability error of a step if its worst token agreed exactly.
-
-    A single token says nothing about a step: in bfloat16 a near tie may send it to another expert, and the exponential
-    makes one difference of 10 nats outweigh thousands of tokens.
+    """Mean probability error of a step, without its worst token.
 
     Args:
         error: token_mult_prob_error, the mean over the step's tokens.
         worst: token_mult_prob_error_max.
         tokens: tokens in the loss.
     """
+    # A single token says nothing about a step: in bfloat16 a near tie may send it to another expert, and the
+    # exponential makes one difference of 10 nats outweigh thousands of tokens.
     rest = error - (worst - 1.0) / tokens
     return rest if not rest <= CANCELLATION * error else 1.0  # NaN stays NaN
 
@@ -143,10 +137,10 @@ def error_without_worst(error: float, worst: float, tokens: float) -> float:
 def sampling_correction(
     prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights w = training probability / sampling probability, limited as configured.
+    """Weights training probability / sampling probability, limited as configured.
 
-    Per token, or with sequence_level_importance_ratios of the whole response (the product over its tokens). Then, with
-    limits [m, M]::
+    A weight w is that of a token, or with sequence_level_importance_ratios that of the response (the product over its
+    tokens). With limits [m, M]::
 
         tis            min(w, M)                       (Yao et al. 2025, truncated importance sampling)
         icepop         w where m <= w <= M, else 0     (Ling team 2025, IcePop)
@@ -179,6 +173,6 @@ def sampling_correction(
         return weights.clamp(max=high), weights > high
     assert low is not None, "a mask without a lower limit"
     # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
-    judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
-    out = (judged < low) | (judged > high)
+    compared = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
+    out = (compared < low) | (compared > high)
     return torch.where(out, torch.zeros_like(weights), weights), out

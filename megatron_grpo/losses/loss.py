@@ -1,18 +1,12 @@
-"""The interface of losses: a microbatch's share of an optimizer step's loss, divided by counts of the whole step.
+"""The interface of losses, whose microbatches share a step's denominators.
 
 Per-token tensors come in two forms. Ranks train on flat microbatches: [tokens], with `Segments` that say which sequence
 each token belongs to. Without segments (None) they are rectangles, [sequences, length], whose rows are the sequences;
 definitions and oracles are written that way. A mask is bool in the shape of the values: the tokens in the loss.
 
-Why global counts: with T tokens in the loss of a step, the mean over tokens is sum(loss) / T. A microbatch that divided
-by its own count t would contribute the mean of a part, and the average of such means weighs a token by 1 / (t * number
-of microbatches): tokens in short microbatches count more, and the result changes with packing, with the number of
-microbatches and of data-parallel ranks, and with context parallelism, where a rank holds some tokens of every sequence.
-So the driver, which knows all lengths and masks, counts once a step (`GlobalCounts.count`); every microbatch
-on every rank divides its sum by these numbers, and the shares only have to be added. Megatron-Core must therefore not
-average: gradients are summed over microbatches, context-parallel and data-parallel ranks (calculate_per_token_loss, a
-token count of 0, and `trainer.optimizer._sum_model_grads`). Quantities of a whole sequence (its mean, its probability
-ratio) are first summed over the context-parallel ranks that share it, by `Segments.join`.
+Every microbatch on every rank divides its sums by counts of the whole step (`GlobalCounts.count` says why), so the
+shares only have to be added. Quantities of a whole sequence (its mean, its probability ratio) are first summed over the
+context-parallel ranks that share it, by `Segments.join`.
 """
 
 from __future__ import annotations
@@ -36,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The sequences that the tokens of a flat microbatch, [tokens], belong to.
+    """The sequences of the tokens in a flat microbatch.
 
     Context-parallel ranks each hold some tokens of every sequence. Sums over whole sequences are taken over these ranks
     and have no gradient, so that backward needs no communication.
     """
 
     sequence_index: Tensor
-    """[tokens], int64: number of the token's sequence in the microbatch."""
+    """[tokens], int64: index of each token's sequence in the microbatch."""
     sizes: Tensor
     """[sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it."""
     join: Callable[[Tensor], Tensor] | None = None
@@ -51,14 +45,14 @@ class Segments:
 
     @torch.no_grad()
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """[tokens], float32, 0 outside the loss -> [tokens], without gradient: sum over each token's whole sequence."""
+        """At each token, [tokens]: the sum of values over its whole sequence."""
         sums = torch.zeros_like(self.sizes, dtype=values.dtype).index_add_(0, self.sequence_index, values)
         return (sums if self.join is None else self.join(sums))[self.sequence_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
-    """The denominators of losses and metrics of one optimizer step, over all ranks and microbatches."""
+    """Denominators of losses and metrics of a whole optimizer step."""
 
     tokens: float
     """Tokens in the loss (sum of loss_mask), at least one."""
@@ -67,13 +61,21 @@ class GlobalCounts:
     all_sequences: float
     """All sequences, those without a token in the loss included, each counted with its weight."""
     positive_tokens: float = 0.0
-    """Tokens in the loss of correct responses, counted with their weights; 0 if the batch does not mark them."""
+    """Tokens in the loss of correct responses, counted with their weights; 0 without marks."""
     token_weight: float = 1.0
     """Mean weight of the tokens in the loss."""
 
     @staticmethod
     def count(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
-        """The counts of an optimizer step on some `sequences` of a batch, [chosen], int64."""
+        """Count for an optimizer step on some `sequences` of a batch, [chosen]."""
+        # Why global counts: with T tokens in the loss of a step, the mean over tokens is sum(loss) / T. A microbatch
+        # that divided by its own count t would contribute the mean of a part, and the average of such means weighs a
+        # token by 1 / (t * number of microbatches): tokens in short microbatches count more, and the result changes
+        # with packing, with the number of microbatches and of data-parallel ranks, and with context parallelism, where
+        # a rank holds some tokens of every sequence. So the driver, which knows all lengths and masks, counts once per
+        # optimizer step. Megatron-Core must therefore not average: gradients are summed over microbatches,
+        # context-parallel and data-parallel ranks (calculate_per_token_loss, a token count of 0, and
+        # `trainer.optimizer._sum_model_grads`).
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
         assert tokens.sum() > 0, "an optimizer step needs a token to learn from"
         weights = np.ones(len(sequences)) if batch.weights is None else batch.weights[sequences].astype(np.float64)
@@ -89,11 +91,11 @@ class GlobalCounts:
 
 
 class LossFunction(Protocol):
-    """A loss over one microbatch whose sum over all microbatches and ranks is the loss of the step."""
+    """A loss of microbatches; the sum over all is the step's loss."""
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """Names of the stored fields (`STORED_DTYPES`) that the loss reads; a batch may lack some."""
+        """Stored fields (`STORED_DTYPES`) that the loss reads; a batch may lack some."""
 
     def __call__(
         self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
@@ -115,21 +117,21 @@ class LossFunction(Protocol):
 
 
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Combine shares of metrics: sums, or extremes for names ending in _max or _min."""
+    """Add shares of metrics; take extremes of names in _max or _min."""
     total: dict[str, float] = {}
-    join: dict[str, Callable[[float, float], float]] = {}
+    combine: dict[str, Callable[[float, float], float]] = {}
     for share in shares:
         for name, value in share.items():
             if name in total:
-                total[name] = join[name](total[name], value)
+                total[name] = combine[name](total[name], value)
             else:  # the name is parsed once: the driver does this for every metric of every microbatch
                 total[name] = value
-                join[name] = max if name.endswith("_max") else min if name.endswith("_min") else add
+                combine[name] = max if name.endswith("_max") else min if name.endswith("_min") else add
     return total
 
 
 def is_extreme(name: str) -> bool:
-    """Whether a metric is a maximum or minimum rather than a mean."""
+    """True if a metric is a maximum or minimum, not a mean."""
     return name.endswith(("_max", "_min"))
 
 
@@ -139,61 +141,69 @@ belongs to a response so long that its weight is meaningless; infinite, it would
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Log ratios [...] of any shape, floating point, limited to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
+    """Limit log ratios to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of log ratios [...] of any shape, floating point, first limited to +- MAX_LOG_RATIO: always finite."""
+    """Exponential of log ratios within +- MAX_LOG_RATIO, which is always finite."""
     return clamp_log_ratio(log_ratio).exp()
 
 
 def mask_values(values: Tensor, mask: Tensor) -> Tensor:
-    """Values, [...], any dtype, with 0 outside the mask, where the given ones may be infinite or NaN."""
+    """Replace values outside the mask, even infinite or NaN, by 0."""
     # A product with the mask would keep NaN, in the value and in the gradient; where() removes it from both.
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def token_weights(tokens: TokenFields, mask: Tensor) -> Tensor | float:
-    """Weight of each token in the mask, float32 in its shape; 1 if the batch has no weights."""
+    """Weight of each token in the mask; 1 without weights."""
     return 1.0 if tokens.weight is None else mask_values(tokens.weight, mask)
 
 
 def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
-    """A microbatch's share, [], of the mean over a step's tokens; values [...], any dtype, mask bool of that shape."""
+    """This microbatch's share, shape [], of the step's mean over tokens."""
     return (values * mask).sum() / counts.tokens
 
 
 def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Tensor | float) -> Tensor:
-    """As `token_mean`, with a weight for each token, [...], float32, or 1; divided by the step's sum of weights."""
+    """This microbatch's share of the step's weighted mean over tokens.
+
+    sum(values * weight) / (sum of weights over the whole step), shape []; `weight`: per token, or 1.
+    """
     return (values * weight * mask).sum() / (counts.tokens * counts.token_weight)
 
 
 def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum over each response's tokens in the mask, at every token of the response, without gradient."""
-    kept = (values * mask).detach()
-    return kept.sum(dim=1, keepdim=True).expand_as(values) if segments is None else segments.sum_by_sequence(kept)
+    """At each token: the sum over its response's mask, without gradient."""
+    in_loss = (values * mask).detach()
+    if segments is not None:
+        return segments.sum_by_sequence(in_loss)
+    return in_loss.sum(dim=1, keepdim=True).expand_as(values)
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum over a token and all later tokens of its response in the mask, at every token, without gradient."""
-    kept = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
-    onwards = kept.flip(-1).cumsum(-1).flip(-1)
+    """At each token: the sum from there to its response's end.
+
+    Tokens outside the mask do not count; the result has no gradient.
+    """
+    in_loss = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
+    onwards = in_loss.flip(-1).cumsum(-1).flip(-1)
     if segments is None:
         return onwards.to(values.dtype)
     assert segments.join is None, "with context parallelism later tokens are on other ranks"
-    sums = torch.zeros_like(segments.sizes, dtype=kept.dtype).index_add_(0, segments.sequence_index, kept)
-    later = sums.flip(0).cumsum(0).flip(0) - sums
+    sums = torch.zeros_like(segments.sizes, dtype=in_loss.dtype).index_add_(0, segments.sequence_index, in_loss)
+    later = sums.flip(0).cumsum(0).flip(0) - sums  # of the responses after each one
     return (onwards - later[segments.sequence_index]).to(values.dtype)
 
 
 def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Mean over each response's tokens in the mask, at every token of the response, without gradient."""
+    """At each token: the mean over its response's mask, without gradient."""
     return response_sum(values, mask, segments) / response_size(mask, segments)
 
 
 def response_size(mask: Tensor, segments: Segments | None) -> Tensor:
-    """Tokens in the loss of each token's response, at least 1; [sequences, 1] for rows and [tokens] for segments."""
+    """Tokens in the loss of each response: [sequences, 1] or, flat, [tokens]."""
     # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
     if segments is None:
         return mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -208,7 +218,9 @@ def loss_share(
     segments: Segments | None,
     weight: Tensor | float = 1.0,
 ) -> Tensor:
-    """A microbatch's part of the step's loss, shape []: T tokens, n_i of them in sequence i, in N of all M sequences::
+    """This microbatch's share of the step's loss, shape [].
+
+    With T tokens in the loss, n_i of them in sequence i, in N of all M sequences::
 
         token_level_loss             sum_it loss_it / T           (DAPO, Yu et al. 2025, eq. 12)
         token_level_loss=false       sum_i (sum_t loss_it / n_i) / N    (GRPO, Shao et al. 2024, eq. 3)

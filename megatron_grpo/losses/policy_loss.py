@@ -1,4 +1,4 @@
-"""The policy-gradient loss, and its per-token objectives: clipped (PPO, GRPO, GSPO), CISPO, SAPO, REINFORCE."""
+"""The policy-gradient loss: clipped (PPO, GRPO, GSPO), CISPO, SAPO, REINFORCE."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ClippedPGLossFn:
-    """A `losses.loss.LossFunction`: a policy-gradient surrogate, a KL penalty, an entropy bonus, and imitation.
+    """Policy-gradient surrogate, KL penalty, entropy bonus and imitation (`losses.loss.LossFunction`).
 
     ::
 
@@ -60,35 +60,34 @@ class ClippedPGLossFn:
         self.config = config
 
     field_names = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
-    """Names of the stored fields that the loss can read; a configuration may need fewer."""
+    """Stored fields that the loss can read; a configuration may need fewer."""
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the policy's loss and metrics, from the arguments of `losses.loss.LossFunction`.
+        """Compute this microbatch's share of the policy's loss and metrics.
 
         Args:
             tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs for a KL
                 penalty, entropy (with gradient) for an entropy bonus, positive for imitation, weight.
 
         Returns:
-            The microbatch's share of the loss, shape [], and metrics: shares of means over the step's tokens, except
-            `loss` (normalised as the loss is) and names ending in _max and _min, whose neutral values are -inf and inf.
+            The share of the loss, shape [], and metrics: shares of means over the step's tokens, except `loss`
+            (normalised as the loss is) and names in _max and _min, whose neutral values are -inf and inf.
             `add_derived_metrics` then replaces some of them.
-
-        Raises:
-            ValueError: an option needs a field of `tokens` that is not there.
         """
         config = self.config
-        self._check(tokens)
+        self._require_fields(tokens)
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
-        kept = mask if tokens.whole_logprobs is None else _kept(mask, curr_logprobs, tokens.prev_logprobs)
-        curr = mask_values(curr_logprobs, kept)
-        generation = mask_values(require_field(tokens.generation_logprobs), kept)
-        advantages = mask_values(require_field(tokens.advantages), kept)
+        filtered_mask = (
+            mask if tokens.whole_logprobs is None else _filter_mask(mask, curr_logprobs, tokens.prev_logprobs)
+        )
+        curr = mask_values(curr_logprobs, filtered_mask)
+        generation = mask_values(require_field(tokens.generation_logprobs), filtered_mask)
+        advantages = mask_values(require_field(tokens.advantages), filtered_mask)
         # Detached, the policy stands for its own past: a ratio of value 1 with the gradient of the log-probability.
-        prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, kept)
+        prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, filtered_mask)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
         policy = surrogate(curr, old, advantages, mask, config, segments)
@@ -98,8 +97,10 @@ class ClippedPGLossFn:
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
-            policy_logprobs = curr if tokens.whole_logprobs is None else mask_values(tokens.whole_logprobs, kept)
-            kl = self._kl(policy_logprobs, mask_values(tokens.reference_logprobs, kept), curr - old)
+            policy_logprobs = (
+                curr if tokens.whole_logprobs is None else mask_values(tokens.whole_logprobs, filtered_mask)
+            )
+            kl = self._kl(policy_logprobs, mask_values(tokens.reference_logprobs, filtered_mask), curr - old)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 if config.kl_score_function_gradient:
@@ -108,18 +109,18 @@ class ClippedPGLossFn:
                 loss = loss + config.kl_in_loss * kl
         weight = token_weights(tokens, mask)
         total = loss_share(loss, mask, counts, config, segments, weight)
-        extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
-        total, metrics = total + extra, metrics | of_extra
+        bonus, bonus_metrics = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
+        total, metrics = total + bonus, metrics | bonus_metrics
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         if tokens.whole_logprobs is not None:
-            metrics["outside_filter_fraction"] = token_mean(~kept, mask, counts)
+            metrics["outside_filter_fraction"] = token_mean(~filtered_mask, mask, counts)
         metrics["loss"] = total
         return total, metrics
 
     def _entropy_and_imitation(
         self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts, weight: Tensor | float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Entropy bonus and imitation of correct responses: the share of both loss terms (0 when off), and metrics."""
+        """Shares of the entropy bonus and of imitation, and their metrics."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if config.entropy_coef:
             entropy = mask_values(require_field(tokens.entropy), mask)
@@ -135,10 +136,7 @@ class ClippedPGLossFn:
         return total, metrics
 
     def _kl(self, logprobs: Tensor, reference: Tensor, log_ratio: Tensor) -> Tensor:
-        """KL penalty of each token without its coefficient; it and the arguments are [sequences, length], float32.
-
-        `log_ratio` compares the current policy with the old one.
-        """
+        """KL penalty of each token, without coefficient; `log_ratio`: current / old policy."""
         config = self.config
         kl = kl_estimate(
             logprobs,
@@ -150,28 +148,28 @@ class ClippedPGLossFn:
         # The ratio is not detached: through it the estimate's expectation has the gradient of KL(policy || reference).
         return kl * bounded_exp(log_ratio) if config.use_on_policy_kl_approximation else kl
 
-    def _check(self, tokens: TokenFields) -> None:
+    def _require_fields(self, tokens: TokenFields) -> None:
         config = self.config
-        needed = {
+        needs = {
             "reference_logprobs": ("reference_policy_kl_penalty", config.kl_in_loss > 0),
             "entropy": ("entropy_coef", config.entropy_coef > 0),
             "positive": ("positive_example_nll_weight", config.positive_example_nll_weight > 0),
         }
-        for entry, (key, wanted) in needed.items():
-            if wanted and getattr(tokens, entry) is None:
-                raise ValueError(f"loss_fn.{key} needs {entry} of every token, and there is none")
+        for field, (key, is_needed) in needs.items():
+            if is_needed and getattr(tokens, field) is None:
+                raise ValueError(f"loss_fn.{key} needs {field} of every token, and there is none")
 
 
-def _kept(mask: Tensor, curr_logprobs: Tensor, prev_logprobs: Tensor | None) -> Tensor:
-    """The tokens in the mask that the filter keeps under the current and the previous policy; bool, in its shape."""
-    kept = mask & ~curr_logprobs.isneginf()
-    return kept if prev_logprobs is None else kept & ~prev_logprobs.isneginf()
+def _filter_mask(mask: Tensor, curr_logprobs: Tensor, prev_logprobs: Tensor | None) -> Tensor:
+    """Tokens of the mask that sampling's filter keeps in training."""
+    filtered = mask & ~curr_logprobs.isneginf()
+    return filtered if prev_logprobs is None else filtered & ~prev_logprobs.isneginf()
 
 
 def _consistency_metrics(
     curr: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, counts: GlobalCounts
 ) -> dict[str, Tensor]:
-    """Metrics of the disagreement of trainer and engine about the sampled tokens, and of the policy's entropy.
+    """Metrics of the trainer's disagreement with the engine, and the policy's entropy.
 
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
@@ -192,7 +190,7 @@ def _consistency_metrics(
 
 
 def add_derived_metrics(metrics: dict[str, float]) -> None:
-    """Replace auxiliary means of the whole step by the metrics that follow from them.
+    """Replace auxiliary means of a step by metrics derived from them.
 
     effective_sample_size from the mean squared weight; positive_nll, the mean of -log-probability over the tokens of
     correct responses, from its sum over them (left out when no response is correct).
@@ -222,7 +220,7 @@ class Surrogate(NamedTuple):
     """[sequences, length], bool: where dual clipping took the gradient away."""
 
     def metrics(self, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
-        """Shares of means over the step's tokens, and extremes of the ratio; mask [sequences, length], bool."""
+        """Compute shares of means over tokens, and extremes of the ratio."""
         infinity = self.ratio.new_tensor(float("inf"))
         return {
             "probs_ratio": token_mean(self.ratio, mask, counts),
@@ -243,7 +241,7 @@ def surrogate(
     config: LossConfig,
     segments: Segments | None = None,
 ) -> Surrogate:
-    """The policy-gradient objective that the configuration names, at each token.
+    """The configured policy-gradient objective at each token.
 
     A response's ratio s enters each of its tokens as sg(s) pi / sg(pi), where sg stops the gradient (GSPO-token, Zheng
     et al. 2025, eq. 14). With one advantage for the whole response this has the value and the gradient of GSPO, and it
@@ -255,7 +253,6 @@ def surrogate(
         prev: [sequences, length], float32, without gradient: those under the policy at the start of the step.
         advantages: [sequences, length], float32: advantage of each token.
         mask: [sequences, length], bool: tokens in the loss.
-        config: which objective, and the bounds of the ratio.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
     """
     log_ratio = curr - prev
@@ -273,7 +270,7 @@ def surrogate(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """min(r A, clip(r) A), and at least c A where A < 0 with dual clipping.
+    """min(r A, clip(r) A); dual clipping: at least c A.
 
     Schulman et al. 2017, eq. 7; asymmetric bounds: DAPO (Yu et al. 2025, eq. 10); dual clipping: Ye et al. 2020, eq. 5;
     with the response's ratio: GSPO (Zheng et al. 2025, eq. 5). Ratio and advantages are [sequences, length], float32.
@@ -300,9 +297,9 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
 
 
 def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5): bounded weights, and a gradient at every token.
+    """stop_gradient(clip(r)) A log pi: bounded weights, and a gradient at every token.
 
-    Log-probabilities, ratio and advantages are [sequences, length], float32.
+    MiniMax-M1, 2025, eqs. 4 and 5.
     """
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
     # Detached: otherwise the clamp would take the gradient of all tokens outside its bounds.
@@ -318,13 +315,15 @@ def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) 
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """(4 / tau) sigmoid(tau (r - 1)) A (Gao et al. 2025, eqs. 5 and 6), [sequences, length], float32."""
+    """(4 / tau) sigmoid(tau (r - 1)) A.
+
+    Gao et al. 2025, eqs. 5 and 6.
+    """
     # The slope of the sigmoid at 0 is 1/4: with 4 / tau the gradient at r = 1 is that of REINFORCE for every tau.
     tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg).to(ratio.dtype)
     return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
 def _unclipped(objective: Tensor, ratio: Tensor) -> Surrogate:
-    """An objective without clipping; both tensors [sequences, length], float32."""
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Surrogate(objective=objective, ratio=ratio, clamped=ratio, low=nowhere, high=nowhere, dual=nowhere)

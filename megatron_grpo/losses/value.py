@@ -1,4 +1,4 @@
-"""The value model's arithmetic: advantages and returns from its values (GAE and variants), and its loss."""
+"""The value model's advantages and returns (GAE), and its loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 class Estimate(NamedTuple):
-    """Training targets of the policy and of the value model, token by token."""
+    """Training targets of policy and value model at each token."""
 
     advantages: Tensor
     """[sum(lengths)], floating point: how much better a token turned out than the value model expected."""
@@ -29,15 +29,15 @@ class Estimate(NamedTuple):
 
 
 def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | None = None) -> Tensor:
-    """The reward of a response at its last token, minus a penalty at every token.
+    """The reward at a response's last token, minus penalties.
 
     Args:
-        rewards: [responses], floating point: reward of each response.
+        rewards: [responses].
         lengths: tokens of each response; one without tokens gets no reward.
-        token_penalty: [sum(lengths)], floating point: subtracted at each token, coefficient included; None is nothing.
+        token_penalty: [sum(lengths)]: subtracted at each token, coefficient included; None is nothing.
 
     Returns:
-        [sum(lengths)], the dtype of the rewards: the responses laid end to end.
+        [sum(lengths)], the responses laid end to end.
     """
     counts = torch.tensor(lengths, device=rewards.device)
     by_token = rewards.new_zeros(int(counts.sum())) if token_penalty is None else -token_penalty.to(rewards.dtype)
@@ -48,7 +48,9 @@ def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | N
 
 
 def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float, lam: Tensor) -> Tensor:
-    """Generalised advantage estimation (Schulman et al. 2016, eqs. 11 to 16) within each response::
+    """Generalised advantage estimation within responses (Schulman et al. 2016, eqs. 11-16).
+
+    ::
 
         delta_t = r_t + gamma V_(t+1) - V_t,    A_t = delta_t + gamma lambda A_(t+1)
 
@@ -56,14 +58,11 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
     follows, so value and advantage there are 0.
 
     Args:
-        token_rewards: [sum(lengths)], floating point, the responses laid end to end.
-        values: [sum(lengths)], floating point: the value model's expectation before each token.
+        token_rewards: [sum(lengths)], the responses laid end to end; so is the result.
+        values: [sum(lengths)]: the value model's expectation before each token.
         lengths: tokens of each response.
         gamma: discount of the next token.
-        lam: [responses], floating point: lambda of each response.
-
-    Returns:
-        [sum(lengths)], the dtype of the values.
+        lam: [responses]: lambda of each response.
     """
     if not len(values):
         return values
@@ -74,26 +73,21 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
     reward, value = padded
     after = torch.zeros_like(value[:, 0])
     next_value, advantage = after.clone(), after.clone()
-    out = torch.zeros_like(value)
+    advantages = torch.zeros_like(value)
     decay = gamma * lam.to(values)
     # Backwards in time, all responses at once: the recursion is over tokens, as many as the longest response has.
     for t in range(inside.shape[1] - 1, -1, -1):
         delta = reward[:, t] + gamma * next_value - value[:, t]
         advantage = torch.where(inside[:, t], delta + decay * advantage, after)
         next_value = value[:, t]
-        out[:, t] = advantage
-    return out[inside]
+        advantages[:, t] = advantage
+    return advantages[inside]
 
 
 def length_adaptive_lambda(lengths: list[int], alpha: float) -> Tensor:
-    """lambda = 1 - 1 / (alpha * length): the longer a response, the further its reward reaches (VAPO, Yue et al. 2025).
+    """lambda = 1 - 1 / (alpha * length), at least 0.
 
-    Args:
-        lengths: tokens of each response.
-        alpha: the larger, the closer lambda is to 1.
-
-    Returns:
-        [responses], float64; 0 where the formula is negative, for responses of fewer than 1 / alpha tokens.
+    VAPO, Yue et al. 2025: the longer a response, the further its reward reaches. Shape [responses], float64.
     """
     counts = torch.tensor(lengths, dtype=torch.float64)
     # A length of at least 1, because an empty response must not divide by 0; lambda of at least 0, because a negative
@@ -102,27 +96,23 @@ def length_adaptive_lambda(lengths: list[int], alpha: float) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values shifted and scaled to mean 0 and variance 1 over the mask (variance with divisor n - 1).
+    """Values with mean 0 and variance 1 over the mask.
 
-    Args:
-        values: [tokens], floating point, of the whole step, so that mean and variance are those of all ranks.
-        mask: [tokens], bool; values outside are ignored.
-
-    Returns:
-        [tokens], the dtype of the values; 0 outside the mask, and everywhere when all values inside are equal.
+    The variance has divisor n - 1. Values [tokens] are those of the whole step, so that mean and variance are those of
+    all ranks. The result is 0 outside the mask, and everywhere when all values inside are equal.
     """
     inside = values[mask]
-    out = torch.zeros_like(values)
+    whitened = torch.zeros_like(values)
     # Equal values differ from their mean only by rounding errors, which the division would turn into a signal.
     if len(inside) and (inside != inside[0]).any():
-        out[mask] = (inside - inside.mean()) * (inside.var() + VARIANCE_EPSILON).rsqrt()
-    return out
+        whitened[mask] = (inside - inside.mean()) * (inside.var() + VARIANCE_EPSILON).rsqrt()
+    return whitened
 
 
 def estimate_advantages(
     token_rewards: Tensor, values: Tensor, lengths: list[int], config: PPOAdvantageConfig
 ) -> Estimate:
-    """Advantages for the policy and returns for the value model, each with its lambda (decoupled GAE, VAPO).
+    """Advantages and returns, each with its lambda (decoupled GAE, VAPO).
 
     ::
 
@@ -130,8 +120,8 @@ def estimate_advantages(
         raw_reward  advantages = returns = the discounted sum of the rewards from the token on, without the values
 
     Args:
-        token_rewards: [sum(lengths)], floating point, the responses laid end to end.
-        values: [sum(lengths)], floating point: values before each token, under the value model before the step.
+        token_rewards: [sum(lengths)], the responses laid end to end.
+        values: [sum(lengths)]: values before each token, under the value model before the step.
         lengths: tokens of each response.
         config: which estimator, gamma and the lambdas. Advantages are not normalised here: see `whiten`.
     """
@@ -154,14 +144,16 @@ def estimate_advantages(
     )
 
 
+# Metrics from which, with return_mean, the explained variance follows.
 _MOMENTS = ("return_squared", "value_error", "value_error_squared")
-"""Metrics from which, with return_mean, the explained variance follows."""
+# Returns whose variance is below this share of their mean square are all equal, up to rounding.
 _RELATIVE_VARIANCE = 1e-6
-"""Returns whose variance is below this share of their mean square are all equal, up to rounding."""
 
 
 class MseValueLossFn:
-    """A loss over values (a `losses.loss.LossFunction` whose first argument is values)::
+    """Squared error of values (a `losses.loss.LossFunction` whose first argument is values).
+
+    ::
 
         loss = scale * token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
@@ -171,7 +163,6 @@ class MseValueLossFn:
     """
 
     field_names = ("sampled", "values", "returns")
-    """Stored fields that the loss reads."""
 
     def __init__(self, config: MseValueLossConfig) -> None:
         self.config = config
@@ -179,7 +170,7 @@ class MseValueLossFn:
     def __call__(
         self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the value model's loss and metrics, from the arguments of `LossFunction`.
+        """Compute this microbatch's share of the value model's loss and metrics.
 
         Args:
             tokens: loss_mask, values (before the step) and returns; ignored outside the mask.
@@ -216,13 +207,14 @@ class MseValueLossFn:
 
 
 def add_explained_variance(metrics: dict[str, float]) -> None:
-    """Replace the moments in a step's metrics by explained_variance = 1 - Var(R - V) / Var(R).
+    """Replace moments in a step's metrics by the explained variance.
 
-    1: the values equal the returns; 0: they predict no better than a constant, or the returns are all equal.
+    1 - Var(R - V) / Var(R) is 1 if the values equal the returns, and 0 if they predict no better than a constant or the
+    returns are all equal.
     """
     # From moments, because moments add up over ranks and microbatches, and variances do not.
     squared, error, error_squared = (metrics.pop(name) for name in _MOMENTS)
     variance = squared - metrics["return_mean"] ** 2
     unexplained = error_squared - error**2
-    known = variance > _RELATIVE_VARIANCE * squared
-    metrics["explained_variance"] = 1.0 - unexplained / variance if known else 0.0
+    has_variance = variance > _RELATIVE_VARIANCE * squared
+    metrics["explained_variance"] = 1.0 - unexplained / variance if has_variance else 0.0

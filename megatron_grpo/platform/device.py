@@ -55,13 +55,10 @@ def _copy_to_gpu(array: NDArray[Any]) -> Tensor:
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
-    """Check that torch sees a GPU if Ray assigned one.
+    """Check that torch sees a GPU if Ray assigned one; otherwise the run would use CPUs.
 
     Args:
-        assigned: Ray's names of this process's GPUs (`assigned_gpus`); empty: it has none.
-
-    Raises:
-        RuntimeError: torch sees no GPU; says what to look at.
+        assigned: Ray's names of this process's GPUs (`list_assigned_gpus`); empty: it has none.
     """
     if assigned and detect_platform().name != "cuda":
         raise RuntimeError(
@@ -72,7 +69,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port; it lives as long as the object."""
+    """Open a store on a free port of this address alone, while the object lives."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
