@@ -40,7 +40,7 @@ def step_on_rank(
     engine = make_engine(layout, model, moe=MOE, **(settings or {}))
     share, microbatches, loss_fn, counts = train_arguments(layout)
     told = engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-    chosen = engine.routing.counts()
+    chosen = engine.routing.sum_counts()
     layers = [router.layer_number - 1 for router in engine.routing.routers]
     metrics = next((one for one in told.metrics or [] if "moe_aux_loss" in one), {})
     return metrics, {f"{layer}": row for layer, row in zip(layers, chosen, strict=True)}, whole_tensors(engine)

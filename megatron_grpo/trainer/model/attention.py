@@ -19,18 +19,16 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model.packed_sequences import AttentionGroup, PackedSequences
 
 
-def _taken(tokens: Tensor, index: Tensor) -> Tensor:
-    """Rows of [tokens, ...], any float type, at indices [...], int64: [..., ...].
-
-    The look-up is that of embeddings, whose backward is much faster than that of indexing.
-    """
+def _select_rows(tokens: Tensor, index: Tensor) -> Tensor:
+    # The look-up of embeddings, whose backward is much faster than that of indexing.
     return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
 class TorchCoreAttention(torch.nn.Module):
-    """softmax(q k^T / sqrt(d)) v, causal, with grouped queries, by torch's fused kernel (softmax in float32).
+    """Causal attention with grouped queries by torch's fused kernel.
 
-    Context-parallel ranks gather each other's keys and values, and attend with the queries that they hold.
+    softmax(q k^T / sqrt(d)) v, with the softmax in float32. Context-parallel ranks gather each other's keys and values,
+    and attend with the queries that they hold.
     """
 
     def __init__(
@@ -54,11 +52,12 @@ class TorchCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of every token to itself and those before it in its sequence; heads of a group share key and value.
+        """Let every token attend to itself and the tokens before it in its sequence.
 
-        The query is [tokens, 1, heads, head_dim], any float type; of its dtype are key, [tokens, 1, groups, head_dim],
-        value, [tokens, 1, groups, value_dim], and the result, [tokens, 1, heads * value_dim]. Masks and biases are
-        ignored: attention is always causal, and padding stands to the right, where no real token sees it.
+        Heads of a group share key and value. The query is [tokens, 1, heads, head_dim], any float type; of its dtype
+        are key, [tokens, 1, groups, head_dim], value, [tokens, 1, groups, value_dim], and the result, [tokens, 1, heads
+        * value_dim]. Masks and biases are ignored: attention is always causal, and padding stands to the right, where
+        no real token sees it.
         """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
@@ -67,21 +66,24 @@ class TorchCoreAttention(torch.nn.Module):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
         assert calls is not None, "the microbatch was made for a model without windows"
-        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
-        return _taken(torch.cat(parts), calls.out)[:, None].flatten(2)
+        parts = [self._attend(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
+        return _select_rows(torch.cat(parts), calls.out)[:, None].flatten(2)
 
-    def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
-        """One attention call: [tokens, heads or groups, head_dim] each, to [slots of queries, heads, value_dim].
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
+        """Make one attention call; returns [slots of queries, heads, value_dim].
 
-        Repeated slots are visible only to queries whose output is discarded.
+        Query, key and value are [tokens, heads or groups, head_dim]. Repeated slots are visible only to queries whose
+        output is discarded.
         """
-        keys, values = (_taken(tensor, group.keys).transpose(1, 2) for tensor in (key, value))
+        keys, values = (_select_rows(tensor, group.keys).transpose(1, 2) for tensor in (key, value))
         sees_all = self.window is None or group.keys.shape[1] <= self.window
-        mask = None if group.square and sees_all else self._mask(group)
-        if not self._takes_groups(query.dtype, mask):
-            keys, values = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (keys, values))
+        mask = None if group.square and sees_all else self._build_mask(group)
+        if not self._accepts_groups(query.dtype, mask):
+            keys, values = (
+                tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (keys, values)
+            )
         out = F.scaled_dot_product_attention(
-            _taken(query, group.queries).transpose(1, 2),
+            _select_rows(query, group.queries).transpose(1, 2),
             keys,
             values,
             attn_mask=mask,
@@ -91,37 +93,35 @@ class TorchCoreAttention(torch.nn.Module):
         )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _takes_groups(self, dtype: torch.dtype, mask: Tensor | None) -> bool:
-        """Whether a fused kernel of torch takes keys with fewer heads than queries.
-
-        On GPUs only FlashAttention does, which takes neither masks nor float32; torch would then hold all scores.
-        """
+    def _accepts_groups(self, dtype: torch.dtype, mask: Tensor | None) -> bool:
+        # On GPUs only FlashAttention takes keys with fewer heads than queries, and neither masks nor float32; any other
+        # kernel would hold all scores.
         return not self._on_gpu or (mask is None and dtype != torch.float32)
 
-    def _mask(self, group: AttentionGroup) -> Tensor:
-        """[parts, 1, most queries, most keys], bool: whether a query sees a key."""
+    def _build_mask(self, group: AttentionGroup) -> Tensor:
+        """Build a mask: True where a query sees a key, [parts, 1, queries, keys]."""
         queries, keys = (torch.arange(slots.shape[1], device=slots.device) for slots in (group.queries, group.keys))
         position = (group.first[:, None] + queries)[:, None, :, None]  # of each query, counted from the first key
-        seen = keys <= position
-        return seen if self.window is None else seen & (keys > position - self.window)
+        is_visible = keys <= position
+        return is_visible if self.window is None else is_visible & (keys > position - self.window)
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):
-    """Self-attention of models whose layers with a window have another rotary embedding (Gemma 3)."""
+    """Self-attention whose layers with a window have another rotary embedding (Gemma 3)."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Any = None, **named: Any
     ) -> Any:
-        """Megatron-Core's forward, with the angles of `GlobalAndLocalRotary`: [2, length, 1, 1, head_dim], float32."""
+        """Run Megatron-Core's forward with one of the two angles of `GlobalAndLocalRotary`."""
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary, **named)
 
 
 class RotaryAtPositions(torch.nn.Module):
-    """Replaces Megatron-Core's rotary embedding in the torch layers: angles at given positions, not at 0 to length.
+    """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
-    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so positions come
-    with the microbatch. Frequencies are those of the wrapped embedding.
+    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so
+    Megatron-Core's angles at 0 to length do not fit. Frequencies are those of the wrapped embedding.
     """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
@@ -129,36 +129,36 @@ class RotaryAtPositions(torch.nn.Module):
         assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
         self.rotary = rotary
 
-    def get_rotary_seq_len(self, *given: Any) -> Tensor:
-        """The argument of `forward`: positions of the packed sequences, the last of Megatron-Core's arguments."""
-        packed = given[-1]
+    def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
+        """Return the argument of `forward`: the positions of the packed sequences."""
+        packed = arguments[-1]
         assert isinstance(packed, PackedSequences), "sequences without their layout"
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Positions [tokens], int64, to angles [tokens, 1, 1, head_dim], float32."""
+        """Compute angles at positions: [tokens], int64, to [tokens, 1, 1, head_dim], float32."""
         frequencies = torch.outer(positions.to(self.rotary.inv_freq.dtype), self.rotary.inv_freq)
         return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
 
 
 class GlobalAndLocalRotary(RotaryAtPositions):
-    """Two rotary embeddings at once: one for layers that see the whole sequence, one for layers with a window."""
+    """Two rotary embeddings: of layers without and with a window."""
 
-    def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
-        super().__init__(everywhere)
+    def __init__(self, rotary: RotaryEmbedding, local: RotaryEmbedding) -> None:
+        super().__init__(rotary)
         self.local = RotaryAtPositions(local)
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Positions [tokens], int64, to angles [2, tokens, 1, 1, head_dim], float32: without and with a window."""
+        """Compute angles without and with a window: [2, tokens, 1, 1, head_dim], float32."""
         return torch.stack([super().forward(positions), self.local(positions)])
 
 
 class RotaryTable(torch.nn.Module):
-    """Replaces Megatron-Core's rotary embedding in Transformer Engine's layers: one table of angles, whose first rows
-    are the table of a shorter microbatch.
+    """Rotary embedding of Transformer Engine's layers: one table of angles for all lengths.
 
-    Megatron-Core would keep a table for each of the last 32 lengths, and packed microbatches nearly all differ: with a
-    longest sequence of 32,768 tokens that is half a gigabyte.
+    The first rows of the table serve a shorter microbatch. Megatron-Core would keep a table for each of the last 32
+    lengths, and packed microbatches nearly all differ: with a longest sequence of 32,768 tokens that is half a
+    gigabyte.
     """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
@@ -166,13 +166,13 @@ class RotaryTable(torch.nn.Module):
         self.rotary = rotary
         self._table: Tensor | None = None
 
-    def get_rotary_seq_len(self, *given: Any) -> int:
-        """The argument of `forward`: tokens of the microbatch's longest sequence, over all context-parallel ranks."""
-        length: int = self.rotary.get_rotary_seq_len(*given)
+    def get_rotary_seq_len(self, *arguments: Any) -> int:
+        """Return the argument of `forward`: tokens of the longest sequence, over all ranks."""
+        length: int = self.rotary.get_rotary_seq_len(*arguments)
         return length
 
     def forward(self, length: int, *, packed_seq: bool, **_: Any) -> Tensor:
-        """Angles at positions 0 to `length`, [length, 1, 1, head_dim], float32."""
+        """Look up the angles at positions 0 to `length`: [length, 1, 1, head_dim], float32."""
         assert packed_seq, "Transformer Engine takes each context-parallel rank's positions from the whole table"
         if self._table is None or len(self._table) < length:
             self._table = self.rotary.get_emb(length)
@@ -180,8 +180,10 @@ class RotaryTable(torch.nn.Module):
 
 
 def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
-    """Inverse frequencies of scaled rotary embeddings, [head_dim / 2], float32, and factor of the rotated vectors
-    (YaRN)."""
+    """Compute (inverse frequencies, factor of rotated vectors) of scaled rotary embeddings.
+
+    The frequencies are [head_dim / 2], float32; the factor differs from 1 for YaRN.
+    """
     # Imported here because it takes seconds and only models with scaled frequencies need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

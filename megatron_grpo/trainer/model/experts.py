@@ -19,34 +19,35 @@ from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSeque
 
 
 class RoutingReplay:
-    """Chooses the recorded experts of each token or, without a record, the router's; Megatron-Core's routing calls it.
+    """Chooses each token's recorded experts or, without a record, the router's.
 
-    `record`, [tokens, experts of a token], integers, are the recorded experts; -1 where there are none.
+    Megatron-Core's routing calls it. `record`, [tokens, experts of a token], integers, are the recorded experts; -1
+    where there are none.
     """
 
     def __init__(self, record: Tensor) -> None:
         self._record = record.long()
-        self.known = (self._record >= 0).all(dim=1)
+        self.is_recorded = (self._record >= 0).all(dim=1)
         """[tokens], bool: whether the token's experts are recorded."""
         self.agreed: Tensor | None = None
-        """[tokens], int64: number of the router's own choices that are among the recorded; None before the routing."""
+        """[tokens], int64: number of the router's choices that are among the recorded; None before the routing."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """The experts of each token, int64, with their scores, through which the gradient comes back to the router.
+        """Choose experts; returns (scores, indices of experts), both [tokens, topk].
 
-        Experts are chosen by `scores`, [tokens, experts], floating point. `compute`, the router's own choice, takes the
-        arguments before it and returns, like this method, scores and numbers of experts, both [tokens, topk].
+        The gradient comes back to the router through the scores, [tokens, experts], floating point. `compute`, the
+        router's choice, takes the arguments before it and returns values of the same form.
         """
-        _, own = compute(scores, topk, num_groups, group_topk)
-        self.agreed = (own[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
-        chosen = torch.where(self.known[:, None], self._record, own)
+        _, preferred = compute(scores, topk, num_groups, group_topk)
+        self.agreed = (preferred[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
+        chosen = torch.where(self.is_recorded[:, None], self._record, preferred)
         return scores.gather(1, chosen), chosen
 
 
 class ExpertRouter(TopKRouter):
-    """Chooses a token's experts, counts the choices, and adds the losses that balance the load of experts.
+    """Chooses experts, counts the choices, and adds the losses that balance them.
 
     Megatron-Core's own router balances the load over a microbatch, which depends on packing and layout, and scales its
     loss by token counts that only its own loss normalisation cancels. Here the load is balanced within each sequence,
@@ -58,7 +59,7 @@ class ExpertRouter(TopKRouter):
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0
-        """Sequences of the optimizer step over all replicas, which both losses are averaged over."""
+        """Sequences of the optimizer step over all replicas; both losses are averages over them."""
         self.membership: Membership | None = None
         """Sequence of each token of the microbatch; `DecoderLayer` sets it before every pass."""
         self.replays = False
@@ -72,17 +73,17 @@ class ExpertRouter(TopKRouter):
         """Reset the counts at the start of a step."""
         device = self.config.platform.device
         self.chosen = torch.zeros(self.num_experts, device=device)
-        """[experts], float32: number of this rank's real tokens that chose each expert."""
+        """[experts], float32: number of this rank's tokens, without padding, that chose each expert."""
         self.losses = torch.zeros(2, device=device)
         """[2], float32: this rank's share of the auxiliary and of the z loss."""
         self.agreement = torch.zeros(2, device=device)
-        """[2], float32: recorded experts of this rank's real tokens that the router would have chosen too, and all
-        recorded experts."""
+        """[2], float32: recorded experts of this rank's tokens that the router would have chosen too, and all."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights of the experts, 0 for those not chosen, and bool: whether each is chosen; both [tokens, experts].
+        """Choose experts; returns (weights, is chosen), both [tokens, experts].
 
-        The logits are [tokens of this rank, 1, experts], float32; `padding_mask` is unused: `membership` marks padding.
+        The weight of an expert that is not chosen is 0. The logits are [tokens of this rank, 1, experts], float32;
+        `padding_mask` is unused: `membership` marks padding.
         """
         flat = logits.view(-1, self.num_experts)
         config = self.config
@@ -105,24 +106,24 @@ class ExpertRouter(TopKRouter):
             probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20) * scale
         # With recomputed activations only the second pass, which has a gradient, is counted.
         if self.training and torch.is_grad_enabled() and self.membership is not None:
-            self._count(chosen, self.membership, replay)
+            self._count_choices(chosen, self.membership, replay)
             if self.aux_loss_coeff or self.z_loss_coeff:
-                probs = self._with_losses(probs, flat, self.membership)
+                probs = self._attach_losses(probs, flat, self.membership)
         return probs, chosen
 
     @torch.no_grad()
-    def _count(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
-        """Count chosen experts, [tokens, experts], bool, and how often the router agrees with the record."""
-        real = membership.weight > 0
-        self.chosen += (chosen & real[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
+    def _count_choices(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
+        """Count chosen experts, and how often the router agrees with the record."""
+        is_token = membership.weight > 0  # not padding
+        self.chosen += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
         if replay is not None and replay.agreed is not None:
-            compared = real & replay.known
+            compared = is_token & replay.is_recorded
             self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
 
-    def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
-        """The weights, [tokens, experts], with the balancing losses attached to their backward pass."""
+    def _attach_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
+        """Attach the balancing losses to the weights' backward pass."""
         sigmoid = self.score_function == "sigmoid"
-        level = sum_load_levels(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_over_parts)
+        level = sum_load_levels(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_sum_over_parts)
         level = level * self.aux_loss_coeff / self.sequences_in_step
         squares = logits.float().logsumexp(dim=1).square()
         z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
@@ -134,10 +135,11 @@ class ExpertRouter(TopKRouter):
 def sum_load_levels(
     logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, join: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """This rank's share of the sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20).
+    """Sum this rank's share of sum_i f_i P_i over sequences.
 
-    f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of its
-    normalised score. f has no gradient, so ranks that share a sequence only have to sum f.
+    DeepSeek-V3 (2024), equations 17 to 20. f_i is the share of the sequence's choices that fell on expert i, times the
+    number of experts; P_i the mean of its normalised score. f has no gradient, so ranks that share a sequence only have
+    to sum f.
 
     A sequence whose tokens chose all experts equally often adds 1. Logits are [tokens, experts], float32; scores are
     their sigmoids or their softmax. `join` takes [sequences + 1, experts] of this rank to the sum over all parts.
@@ -155,8 +157,8 @@ def sum_load_levels(
     return (scores * load * weight).sum()
 
 
-def _over_parts(shares: Tensor) -> Tensor:
-    """[...], float32: the sum over the ranks that hold parts of the same sequences."""
+def _sum_over_parts(shares: Tensor) -> Tensor:
+    """Sum over the ranks that hold parts of the same sequences."""
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group.size() > 1:
         dist.all_reduce(shares, group=group)
@@ -164,7 +166,7 @@ def _over_parts(shares: Tensor) -> Tensor:
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, which passes the sequences and recorded experts of the microbatch to its router.
+    """Megatron-Core's layer, which passes sequences and recorded experts to its router.
 
     Recomputation calls a layer again in the backward pass, after other microbatches; so both are set in every call,
     from its arguments.
@@ -175,39 +177,37 @@ class DecoderLayer(TransformerLayer):
         if self.is_moe_layer and self.mlp.moe_layer_recompute:
             # Megatron-Core would recompute the experts with the sequences of a later microbatch.
             self.mlp.moe_layer_recompute = False
-            self._experts, self.mlp.forward = self.mlp.forward, self._recomputed_experts
+            self._experts, self.mlp.forward = self.mlp.forward, self._compute_experts
 
-    def _recomputed_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
-        """The experts' output for [tokens, 1, hidden]; recomputed in the backward pass."""
+    def _compute_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
+        """Compute the experts' output for [tokens, 1, hidden], in the backward pass again."""
         router = self.mlp.router
-        of_microbatch = router.membership, router.record
+        microbatch = router.membership, router.record
 
         def compute(hidden: Tensor) -> Any:
-            router.membership, router.record = of_microbatch
-            return self._without_probs(self._experts(hidden, *args, **keywords))
+            router.membership, router.record = microbatch
+            return self._drop_probs(self._experts(hidden, *args, **keywords))
 
         return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
         """Set the router's sequences and recorded experts, then run Megatron-Core's forward."""
         if self.is_moe_layer:
-            known = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
+            packed = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
             router = self.mlp.router
-            router.membership = None if known is None else known.membership
-            router.record = None if known is None or known.routed is None else self._own_columns(known.routed)
-        return self._without_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))
+            router.membership = None if packed is None else packed.membership
+            router.record = None if packed is None or packed.routed is None else self._select_columns(packed.routed)
+        return self._drop_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))
 
-    def _without_probs(self, result: Any) -> Any:
-        """Return the result; the dispatcher drops the experts' weights of its last call.
-
-        They are used no more, but their graph holds a recomputed layer's input and its gradient through the step.
-        """
+    def _drop_probs(self, result: Any) -> Any:
+        # The dispatcher would keep the experts' weights of its last call, whose graph holds a recomputed layer's input
+        # and its gradient through the step.
         if self.is_moe_layer:
             self.mlp.token_dispatcher.probs = None
         return result
 
-    def _own_columns(self, routed: Tensor) -> Tensor:
-        """[tokens, layers with experts * experts of a token] to this layer's columns, [tokens, experts of a token]."""
+    def _select_columns(self, routed: Tensor) -> Tensor:
+        """Select this layer's columns, [tokens, experts of a token], of the record of all layers."""
         before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for each layer with experts, else 0
         top_k = self.config.moe_router_topk
         return routed[:, before * top_k : (before + 1) * top_k]
@@ -225,9 +225,9 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 
 class StepRouting:
-    """The routers of a rank's shard during optimizer steps: counts, bias updates, and metrics with `name` as prefix.
+    """A rank's routers during optimizer steps: counts, bias updates and metrics.
 
-    With `replays` tokens are routed to the experts that the engine recorded.
+    `name` is the prefix of the metrics. With `replays` tokens are routed to the experts that the engine recorded.
     """
 
     def __init__(self, chunks: Sequence[Any], config: MoeConfig, name: str, *, replays: bool) -> None:
@@ -246,8 +246,8 @@ class StepRouting:
             router.clear()
             router.sequences_in_step = sequences
 
-    def counts(self) -> Tensor:
-        """Number of the step's tokens by expert, [layers of this rank, experts], float32; collective over a stage."""
+    def sum_counts(self) -> Tensor:
+        """Sum the step's tokens by expert over a stage (collective): [layers, experts], float32."""
         if not self.routers:
             return torch.zeros(0, 1, device=self._device)
         counts = torch.stack([router.chosen for router in self.routers])
@@ -256,12 +256,14 @@ class StepRouting:
 
     @torch.no_grad()
     def end(self) -> dict[str, float]:
-        """End the step: raise the bias of experts chosen less than the mean, lower the others' (DeepSeek-V3, 2.1.2).
+        """End the step: raise the bias of rarely chosen experts, lower the others'.
+
+        Experts chosen less than the mean are raised (DeepSeek-V3, 2.1.2).
 
         Returns:
             The step's metrics about experts, equal on every rank; collective over all ranks of the model.
         """
-        counts = self.counts()
+        counts = self.sum_counts()
         if self._rate:
             for router, chosen in zip(self.routers, counts, strict=True):
                 router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
@@ -274,10 +276,10 @@ class StepRouting:
         sums = torch.cat([extremes, over_tokens, over_tokens.new_tensor([float(len(level))])])
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         highest, lowest, aux, z, agreed, compared, layers = sums.tolist()
-        found = {
+        metrics = {
             f"{self._name}_load_highest": highest / layers,
             f"{self._name}_load_lowest": lowest / layers,
             f"{self._name}_aux_loss": aux,
             f"{self._name}_z_loss": z,
         }
-        return found | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self.replays else {})
+        return metrics | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self.replays else {})

@@ -26,17 +26,17 @@ from megatron_grpo.trainer.model.layers import RMSNorm
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A matrix that every tensor-parallel rank has whole, and applies to the tokens that it holds."""
+    """A matrix that tensor parallelism does not split; a rank applies it to its tokens."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        placed = {"dtype": config.params_dtype, "device": config.platform.device}
-        weight: Any = torch.nn.Parameter(torch.empty(outputs, inputs, **placed))
+        options = {"dtype": config.params_dtype, "device": config.platform.device}
+        weight: Any = torch.nn.Parameter(torch.empty(outputs, inputs, **options))
         weight.sequence_parallel = config.sequence_parallel  # each rank sees some of the tokens: gradients are added up
         self.weight = weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., inputs] to [..., outputs], in the dtype of the weight."""
+        """Multiply [..., inputs] to [..., outputs], in the dtype of the weight."""
         return F.linear(hidden, self.weight)
 
 
@@ -49,7 +49,7 @@ class LatentAttentionParts:
 
 
 class LatentAttention(MegatronModule):
-    """Attention whose queries, keys and values come from short vectors, with one rotated key that all heads share.
+    """Attention from low-rank vectors, with one rotated key for all heads.
 
     Parameters have the names of Megatron-Core's own module, whose torch layers split the projections to the short
     vectors and lose part of their gradients. `softmax_scale` is the factor of query-key products, `rope_factor` that of
@@ -103,10 +103,10 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Causal attention within each sequence: [length, 1, hidden], any float type, to the same shape, and no bias;
-        with sequence parallelism `length` counts this rank's tokens.
+        """Attend causally within each sequence: [length, 1, hidden] to the same shape, no bias.
 
-        The angles of all tokens are [length, 1, 1, rope_dim], float32; the core attention ignores the mask.
+        With sequence parallelism `length` counts this rank's tokens. The angles of all tokens are [length, 1, 1,
+        rope_dim], float32; the core attention ignores the mask.
         """
         latent = self.latent
         if latent.query_rank is None:
@@ -133,7 +133,7 @@ class LatentAttention(MegatronModule):
         return projected
 
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
-        """[length, sequences, heads, rope_dim] rotated by angles, [length, 1, 1, rope_dim], float32."""
+        """Rotate [length, sequences, heads, rope_dim] by angles, [length, 1, 1, rope_dim], float32."""
         # Neighbouring elements are rotated against each other. They are moved half a vector apart, in queries as in
         # keys, which leaves query-key products unchanged.
         vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -26,11 +26,11 @@ from torch import Tensor
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.trainer.model.rounding import RoundedLinear
 
+# The weight of this layer holds two matrices, one above the other, on every rank: gate and up.
 _STACKED = "linear_fc1."
-"""End of the name of the layer whose weight holds two matrices, one above the other, on every rank: gate and up."""
 
+# Dimension along which tensor parallelism splits a matrix, if it does.
 _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
-"""Dimension along which tensor parallelism splits a matrix, if it does."""
 
 
 class AdaptedLinear:
@@ -48,7 +48,7 @@ class AdaptedLinear:
     lora_b: Tensor
     tp_group: Any
     adapter_on = True
-    """Whether the adapter acts; without it the layer computes what the base model's layer does."""
+    """Without the adapter the layer computes like the base model's layer."""
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -67,26 +67,27 @@ class AdaptedLinear:
             setattr(self, name, parameter)
 
     @torch.no_grad()
-    def draw(self, name: str) -> None:
-        """Draw A uniformly within 1 / sqrt(columns of the whole matrix), as torch's linear layers do; set B to zero.
+    def initialize_adapter(self, name: str) -> None:
+        """Draw A uniformly, as torch's linear layers do, and set B to zero.
 
-        The layer's `name` in the whole model seeds the draw, so that it is the same in every layout.
+        The bound is 1 / sqrt(columns of the unsplit matrix). The layer's `name` in the model seeds the draw, so that it
+        is the same in every layout.
         """
-        parts, here = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
+        parts, part = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
         rows, columns = len(self.lora_a), self.lora_a.shape[1] * parts
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         drawn = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
-        self.lora_a.copy_(((2 * drawn - 1) / columns**0.5).chunk(parts, dim=1)[here])
+        self.lora_a.copy_(((2 * drawn - 1) / columns**0.5).chunk(parts, dim=1)[part])
         self.lora_b.zero_()
 
     def merge_weight(self) -> Tensor:
-        """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
+        """Compute W + scale * B A of this rank, summed in float32 and rounded once."""
         added = self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + self.scale * added).to(self.weight.dtype)
 
     @torch.no_grad()
     def compute_columns(self, columns: Tensor) -> Tensor:
-        """Some columns of the matrix that the forward pass multiplies by, [rows, columns asked for], float32.
+        """Compute columns of the matrix that the forward pass multiplies by.
 
         They are the product's outputs for unit vectors, computed in float32: the very numbers of the weight, plus the
         adapter's as the forward pass adds them. `merge_weight` has no part in it, so that the two can be compared.
@@ -99,7 +100,7 @@ class AdaptedLinear:
         parts = self.tp_group.size() if gathers else 1
         padded = F.pad(columns, (0, -len(columns) % parts))  # ranks have equal shares of the sequence
         units = F.one_hot(padded, self.weight.shape[1]).float()[:, None].chunk(parts)
-        with _unrounded(self):
+        with _without_rounding(self):
             product = self._forward_impl(
                 input=units[self.tp_group.rank() if gathers else 0],
                 weight=self.weight.float(),
@@ -112,12 +113,11 @@ class AdaptedLinear:
         return product[: len(columns), 0].T
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
+        """Multiply, and add the adapter's term: [length, sequences, columns] to [..., rows]."""
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
-        return output + self._added(input) if self.adapter_on else output
+        return output + self._compute_term(input) if self.adapter_on else output
 
-    def _added(self, hidden: Tensor) -> Tensor:
-        """The adapter's term of this rank's product, [length, sequences, rows], in the dtype of `hidden`."""
+    def _compute_term(self, hidden: Tensor) -> Tensor:
         low, lora_b = F.linear(hidden, self.lora_a.to(hidden.dtype)), self.lora_b.to(hidden.dtype)
         if self.split == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
             lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
@@ -128,7 +128,7 @@ class AdaptedLinear:
         return self.scale * F.linear(low, lora_b)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
+        """Build the checkpoint's entries of this rank's layer, by name."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         split = make_sharded_tensors_for_checkpoint(
             {self.split: getattr(self, self.split)},
@@ -140,13 +140,13 @@ class AdaptedLinear:
         )
         if prefix.endswith(_STACKED):  # stored as two matrices, which other layouts split one by one
             single = metadata.get("singleton_local_shards", False)
-            split = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in split.items()}
+            split = {key: apply_swiglu_sharded_factory(shard, sharded_offsets, single) for key, shard in split.items()}
         return state | split
 
 
 @contextmanager
-def _unrounded(layer: AdaptedLinear) -> Iterator[None]:
-    """Switch simulated FP8 off in a layer in the body: published weights are not rounded, engines do that."""
+def _without_rounding(layer: AdaptedLinear) -> Iterator[None]:
+    """Switch simulated FP8 off in the body: engines round published weights."""
     if not isinstance(layer, RoundedLinear):
         yield
         return
@@ -158,23 +158,23 @@ def _unrounded(layer: AdaptedLinear) -> Iterator[None]:
 
 
 def train_adapters_alone(chunk: Any) -> None:
-    """Freeze every parameter of a model except the adapters', and draw the adapters' initial values."""
+    """Freeze all parameters but the adapters', and initialize the adapters."""
     chunk.requires_grad_(False)
-    for name, layer in _adapted_layers(chunk):
-        layer.draw(name)
+    for name, layer in _iter_adapted_layers(chunk):
+        layer.initialize_adapter(name)
         for parameter in (layer.lora_a, layer.lora_b):
             parameter.requires_grad_(True)
     if chunk.pre_process:
         # Recomputed layers have a gradient only if their input has one, and no frozen layer before them gives it one.
         chunk.embedding.register_forward_hook(
-            lambda _module, _given, embedded: embedded.requires_grad_(torch.is_grad_enabled())
+            lambda _module, _inputs, embedded: embedded.requires_grad_(torch.is_grad_enabled())
         )
 
 
 @contextmanager
 def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
-    """Switch the adapters of a model off in the body, so that it computes as its base model."""
-    layers = [layer for chunk in chunks for _, layer in _adapted_layers(chunk)]
+    """Switch a model's adapters off in the body."""
+    layers = [layer for chunk in chunks for _, layer in _iter_adapted_layers(chunk)]
     assert layers, "the model has no adapters"
     for layer in layers:
         layer.adapter_on = False
@@ -185,8 +185,8 @@ def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
             layer.adapter_on = True
 
 
-def _adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
-    """Every layer of a chunk that has an adapter, with its name in the whole model."""
+def _iter_adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
+    """Iterate over a chunk's layers with adapters and their names in the model."""
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
             if isinstance(module, AdaptedLinear):

@@ -22,27 +22,29 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config, QuantizationFormat
 
+# The largest number of E4M3: 448. Operands are E4M3 in both formats; hybrid differs in gradients (E5M2).
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-"""The largest number of E4M3: 448. Operands are E4M3 in both formats; hybrid differs in gradients (E5M2)."""
 
 
 def round_tensor(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Round values at one scale for the whole matrix, 448 / max |x| (Transformer Engine's current scaling).
+    """Round values at one scale for the matrix: 448 / max |x|.
 
-    Values and result are this rank's part of the matrix, [...], any float type; `group`: ranks with the other parts.
+    This is Transformer Engine's current scaling. Values and result are this rank's part of the matrix, [...], any float
+    type; `group`: ranks with the other parts.
     """
     largest = values.abs().amax().float()
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     scale = torch.where(largest > 0, LARGEST / largest, torch.ones_like(largest))
-    return _rounded_at(values.float(), scale).to(values.dtype)
+    return _round_at_scale(values.float(), scale).to(values.dtype)
 
 
 def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
-    """Round values at one scale a block: the largest power of two that keeps max |x| of the block within 448.
+    """Round values at one scale a block: a power of two.
 
-    This is Transformer Engine's block scaling (blocks of 1 x 128 in activations, 128 x 128 in weights), and, in blocks
-    of 1 x 32, that of MXFP8 (OCP Microscaling 1.0, its scale rounded so that nothing overflows).
+    The scale is the largest that keeps max |x| of the block within 448. This is Transformer Engine's block scaling
+    (blocks of 1 x 128 in activations, 128 x 128 in weights), and, in blocks of 1 x 32, that of MXFP8 (OCP Microscaling
+    1.0, its scale rounded so that nothing overflows).
 
     Values are [..., columns of the matrix], any float type, as is the result: whole blocks of rows x columns in the
     last dimension and, where `rows` is above 1, in the one before.
@@ -56,7 +58,7 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
     _, exponent = torch.frexp(LARGEST / largest)
     scale = torch.ldexp(torch.ones_like(largest), (exponent - 1).clamp(-126, 126))
     scale = torch.where(largest > 0, scale, torch.ones_like(scale))
-    return _rounded_at(blocks, scale).reshape(values.shape).to(values.dtype)
+    return _round_at_scale(blocks, scale).reshape(values.shape).to(values.dtype)
 
 
 class RoundedLinear:
@@ -64,24 +66,24 @@ class RoundedLinear:
 
     tp_group: Any
     fp8_on = True
-    """Whether operands are rounded; rounding may be off in the first and last layers of a model."""
+    """Rounding of operands; it may be off in the first and last layers of a model."""
 
     def __init__(self, *arguments: Any, fp8: Fp8Config, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._recipe = fp8.recipe
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[length, sequences, columns] to [length, sequences, rows], any float type; the names are Megatron-Core's."""
+        """Multiply rounded operands: [length, sequences, columns] to [length, sequences, rows]."""
         if self.fp8_on:
             # Other ranks hold other tokens, or other columns, of the same input.
-            of_input = parallel_state.get_tensor_and_context_parallel_group()
-            input = _StraightThrough.apply(input, self._rounded(input, 1, of_input))
-            weight = _StraightThrough.apply(weight, self._rounded(weight, 128, self.tp_group))
+            input_ranks = parallel_state.get_tensor_and_context_parallel_group()
+            input = _StraightThrough.apply(input, self._round(input, 1, input_ranks))
+            weight = _StraightThrough.apply(weight, self._round(weight, 128, self.tp_group))
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
 
     @torch.no_grad()
-    def _rounded(self, values: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    def _round(self, values: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
         """Round an operand by the recipe; `rows`: height of its blocks, `group`: ranks with other parts of it."""
         if self._recipe == "tensorwise":
             return round_tensor(values, group)
@@ -89,16 +91,16 @@ class RoundedLinear:
 
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
-    """Switch rounding off in a chunk's share of the model's first and last layers, as many as `fp8` says."""
+    """Switch rounding off in a chunk's share of the model's first and last layers."""
     for layer in chunk.decoder.layers:
-        outer = layer.layer_number <= fp8.first_layers_bf16 or layer.layer_number > layers - fp8.last_layers_bf16
+        is_outer = layer.layer_number <= fp8.first_layers_bf16 or layer.layer_number > layers - fp8.last_layers_bf16
         for module in layer.modules():
             if isinstance(module, RoundedLinear):
-                module.fp8_on = not outer
+                module.fp8_on = not is_outer
 
 
-def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:
-    """Scale values, [...], float32, by scales that broadcast, round to E4M3 (ties to even), and scale back: float32."""
+def _round_at_scale(values: Tensor, scale: Tensor) -> Tensor:
+    """Scale float32 values, round to E4M3 (ties to even), and scale back."""
     # Clamped: rounding may put the product just above 448, which E4M3 (it has no infinity) would turn into NaN.
     return (values * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() / scale
 
@@ -126,34 +128,36 @@ class QuantizedLinear:
         group = self.tp_group if isinstance(self, RowParallelLinear) else None
         # One scale per token of an input, [length, sequences, columns], and per row of a weight, [rows, columns]. Kept
         # in a tuple they are not submodules, so checkpoints ignore them.
-        self._quantizers = (_quantizer(quantization, (0, 1), group), _quantizer(quantization, 0, group))
+        self._quantizers = (_make_quantizer(quantization, (0, 1), group), _make_quantizer(quantization, 0, group))
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[length, sequences, columns] to [length, sequences, rows], any float type; the names are Megatron-Core's."""
-        of_input, of_weight = self._quantizers
-        output: Tensor = super()._forward_impl(of_input(input), of_weight(weight), *arguments, **keywords)  # type: ignore[misc]
+        """Multiply quantised operands: [length, sequences, columns] to [length, sequences, rows]."""
+        quantize_input, quantize_weight = self._quantizers
+        input, weight = quantize_input(input), quantize_weight(weight)
+        output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
 
 
+# modelopt's names of the formats: bits of an integer, or of exponent and mantissa.
 NUM_BITS = {"int8": 8, "fp8": (4, 3)}
-"""modelopt's names of the formats: bits of an integer, or of exponent and mantissa."""
 
 
-def _quantizer(quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None) -> Any:
-    """A quantiser with a scale for each index of the dimensions `axis`; ranks of `group` (if any) split the columns."""
+def _make_quantizer(
+    quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None
+) -> Any:
+    """Make a quantiser with a scale per index of `axis`; ranks of `group` split the columns."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
 
     # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
     attributes: Any = QuantizerAttributeConfig(
         num_bits=NUM_BITS[quantization], type="dynamic", pass_through_bwd=True, axis=axis
     )
-    return _split_quantizer_class()(attributes, group)
+    return _define_split_quantizer()(attributes, group)
 
 
 @cache
-def _split_quantizer_class() -> type:
-    """A subclass of modelopt's quantiser for matrices whose columns are split over ranks; made here because modelopt is
-    optional."""
+def _define_split_quantizer() -> type:
+    # Defined in a function because modelopt is optional.
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     class SplitQuantizer(TensorQuantizer):  # type: ignore[misc,unused-ignore]
@@ -162,7 +166,6 @@ def _split_quantizer_class() -> type:
             self._group = group
 
         def _get_amax(self, inputs: Tensor) -> Tensor:
-            """Largest absolute value for each scale, float32, in a shape that broadcasts to the inputs."""
             largest: Tensor = super()._get_amax(inputs).float()
             if self._group is not None and self._group.size() > 1:
                 # Scales are dynamic, so they are reduced over ranks each time; modelopt does so only in calibration.

@@ -63,7 +63,7 @@ def test_recorded_experts_are_weighed_as_if_the_router_had_chosen_them(kind: dic
     (weights * factors).sum().backward()
     (expected * factors).sum().backward()
     torch.testing.assert_close(given.grad, again.grad)
-    assert replay.known.tolist() == [True, False, True, True]
+    assert replay.is_recorded.tolist() == [True, False, True, True]
     assert replay.agreed is not None
     for token in (0, 2, 3):
         mine = set(own[token].nonzero()[:, 0].tolist())
