@@ -37,7 +37,11 @@ MEMORY_EVENTS = 200_000
 
 
 class RankActor(ABC):
-    """Ray actor around one rank's model: the methods that the driver calls."""
+    """Ray actor around one rank's model: the methods that the driver calls.
+
+    Methods without a docstring hand on to the model (`ModelRank`) and its parts (`RankCheckpoint`, `DeviceMemory`,
+    `StepRecorder`).
+    """
 
     model: ModelRank
 
@@ -132,42 +136,34 @@ class RankActor(ABC):
 
     @phase("save checkpoint")
     def save_checkpoint(self, folder: str, background: bool) -> None:
-        """Write this rank's part of a checkpoint (`RankCheckpoint.save`)."""
         self.model.checkpoint.save(folder, background)
 
     @phase("check checkpoint")
     def is_checkpoint_written(self) -> bool:
-        """True once this rank has written its part of the checkpoint."""
         return self.model.checkpoint.is_written()
 
     @phase("finish checkpoint")
     def finish_checkpoint(self) -> None:
-        """Complete a checkpoint that is written in the background."""
         self.model.checkpoint.finish()
 
     @phase("load checkpoint")
     def load_checkpoint(self, folder: str) -> None:
-        """Read this rank's part of a checkpoint."""
         self.model.checkpoint.load(folder)
 
     @phase("offload")
     def offload(self, weights: bool) -> None:
-        """Move optimizer state, and weights if asked, to host memory."""
         self.model.memory.offload(weights)
 
     @phase("onload")
     def onload(self) -> None:
-        """Move everything back to the device."""
         self.model.memory.onload()
 
     @phase("begin record")
     def begin_record(self) -> None:
-        """Note the weights, and from now on every gradient (`StepRecorder`)."""
         self.model.recorder.begin()
 
     @phase("end record")
     def end_record(self) -> list[TensorFigure]:
-        """Return figures of this rank's tensors since `begin_record`."""
         return self.model.recorder.end()
 
     @phase("watch states")
@@ -177,13 +173,12 @@ class RankActor(ABC):
 
     @phase("end states")
     def end_states(self) -> list[StateSketches]:
-        """Return this rank's sketches since `watch_states`."""
         return self.model.recorder.end_states()
 
     def _forward(
         self, work: ReplicaWork, compute: Callable[[TokenBatch, Microbatches], Tensor | None], *, filtered: bool = False
     ) -> ForwardResult | None:
-        """Store the output of a method of the model for every token of the replica.
+        """Store the model's outputs for every token of the replica.
 
         None except on the output rank. `filtered`: log-probabilities of -inf are allowed.
         """
@@ -258,23 +253,19 @@ class PolicyActor(RankActor):
 
     @phase("logprobs")
     def compute_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        """Store log-probabilities under the current weights (`PolicyRank.compute_logprobs`)."""
         filtered = self.model.settings.token_filter is not None
         return self._forward(work, self.model.compute_logprobs, filtered=filtered)
 
     @phase("whole_logprobs")
     def compute_whole_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        """Store log-probabilities over the whole vocabulary."""
         return self._forward(work, self.model.compute_whole_logprobs)
 
     @phase("reference_logprobs")
     def compute_reference_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        """Store log-probabilities under the frozen reference policy."""
         return self._forward(work, self.model.compute_reference_logprobs)
 
     @phase("sync_reference")
     def sync_reference(self, alpha: float) -> None:
-        """Move the reference policy towards the policy (`PolicyRank.sync_reference`)."""
         self.model.sync_reference(alpha)
 
 
@@ -290,5 +281,4 @@ class ValueActor(RankActor):
 
     @phase("values")
     def compute_values(self, work: ReplicaWork) -> ForwardResult | None:
-        """Store the value before every token (`ValueRank.compute_values`)."""
         return self._forward(work, self.model.compute_values)

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResultsFile:
-    """A queue for one result of this process or of a process that it forked.
+    """A queue for one result of this or a forked process.
 
     A full pipe would block the writer until it is read. Megatron-Core itself would start a manager process for each
     save, which takes seconds to import everything anew and outlives a rank that is killed. The file has no name, so no
@@ -79,7 +79,6 @@ class ResultsFile:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the result is taken
 
     def put(self, result: Any) -> None:
-        """Write the result."""
         pickle.dump(result, self._file)
         self._file.flush()
 
@@ -138,7 +137,6 @@ class RankCheckpoint:
                 self._write(request)
 
     def _write(self, request: AsyncRequest) -> None:
-        """Start a process that carries out Megatron-Core's request of an asynchronous save."""
         self._finishing = request.finalize_fns
         if request.async_fn is None:
             return
@@ -208,7 +206,6 @@ class RankCheckpoint:
 
 
 def _require_same_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
-    """Require the adapters and the kind of optimizer state of this run."""
     adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
         was, now = (LoraConfig(**(lora or {"rank": 0})).description for lora in (adapters, state["lora"]))
@@ -228,7 +225,6 @@ def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _find_replicas() -> dist.ProcessGroup:
-    """Find the ranks that hold equal weights."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group
 

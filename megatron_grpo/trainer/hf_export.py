@@ -84,7 +84,7 @@ def export_checkpoint(
 def _load_model(
     config: PolicyConfig, shape: ModelShape, weights: Path, source: Path, *, merges_adapters: bool
 ) -> list[DecoderModel]:
-    """Build the model and load the checkpoint, and the base weights if adapters are to be merged into them."""
+    """Load the checkpoint into a model, beside base weights that adapters are merged into."""
     from megatron.core import dist_checkpointing
 
     from megatron_grpo.trainer.checkpoint import build_sharded_weights, errors_in_one_line, load_weights
@@ -176,9 +176,9 @@ _NAMES_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized",
 
 
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
-    """Round a matrix to 8 bits with one scale a row; ties go to even.
+    """Round a matrix to 8 bits with one scale a row.
 
-    A row's scale is max |x| / 127 (int8) or / 448 (fp8).
+    A row's scale is max |x| / 127 (int8) or / 448 (fp8); ties go to even.
 
     Args:
         weight: [rows, columns], any float type.

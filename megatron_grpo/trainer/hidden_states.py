@@ -107,7 +107,7 @@ def capture_states(
 
 
 def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
-    """Assemble the pieces of all ranks into tensors, by point in the order of computation.
+    """Assemble the pieces of all ranks by point, in the order of computation.
 
     Args:
         pieces: pieces of every rank of one layout.
@@ -130,7 +130,6 @@ def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
 
 
 def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Iterate over the captured modules of a chunk, with the names of their points."""
     if chunk.pre_process:
         yield EMBEDDING, chunk.embedding
     for layer in chunk.decoder.layers:

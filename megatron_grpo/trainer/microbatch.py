@@ -162,7 +162,6 @@ class MicrobatchMaker:
 
 
 def _make_dummy_batch(batch: TokenBatch) -> TokenBatch:
-    """Make a sequence of one token with the fields of a batch, all 0."""
     zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.as_dict().items()}
     return TokenBatch([1], TokenFields(**zeros))
 

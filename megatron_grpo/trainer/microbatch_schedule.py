@@ -46,9 +46,6 @@ def assign_microbatches(
     """Assign sequences to the microbatches of the replicas that have them.
 
     Args:
-        config: the model's section of the configuration.
-        cost: cost of computing a sequence.
-        batch: the step's batch.
         sequences: [chosen], int64: indices of the sequences to compute; the others are left out.
         microbatch_tokens: most tokens of a microbatch, padding included.
     """

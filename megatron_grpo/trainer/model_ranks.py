@@ -78,7 +78,7 @@ class RefusedStepError(RunError):
 
 
 class ModelRanks(ABC):
-    """A model over Ray actors, one per rank of tensor * pipeline * context * data.
+    """A model over Ray actors, one per rank.
 
     Args:
         settings: settings that every rank is built from.
@@ -133,7 +133,6 @@ class ModelRanks(ABC):
         """Make one optimizer step, split over data-parallel ranks and microbatches.
 
         Args:
-            batch: the step's batch, with the fields that the loss function reads.
             sequences: [chosen], int64, ascending: the sequences to train on, at least one with a token in the loss.
             loss_fn: loss function whose sum over all microbatches is the loss.
 
@@ -305,10 +304,9 @@ class ModelRanks(ABC):
 
     @abstractmethod
     def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Compute the model's outputs again: [sequences], True where they are finite at sampled tokens."""
+        """Compute outputs again; True for sequences that are finite at sampled tokens."""
 
     def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], phase_name: str) -> ForwardResult:
-        """Compute a number for every token of the step with a method of the actors."""
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         schedules = self._assign(batch, np.arange(len(batch)), tokens)
         refs = [call_actor(actor, method, work) for actor, work in self._put_works(batch, schedules)]
@@ -325,7 +323,6 @@ class ModelRanks(ABC):
     def _add_field(
         self, batch: StepBatch, name: str, method: Method[[ReplicaWork]], phase_name: str
     ) -> NDArray[np.bool_]:
-        """Compute and add a field of the batch; [sequences]: True where it is finite at sampled tokens."""
         batch.fields[name], finite = self._forward(batch, method, phase_name)
         return finite
 
@@ -375,7 +372,7 @@ class MegatronPolicy(ModelRanks):
         return self._add_field(batch, "reference_logprobs", method, "reference log-probabilities")
 
     def sync_reference(self, alpha: float) -> None:
-        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
+        """Move the reference: alpha * policy + (1 - alpha) * reference (TR-DPO)."""
         self._gather(self._call(PolicyActor.sync_reference, alpha), "moving the reference policy")
 
 

@@ -102,7 +102,6 @@ class DeviceMemory:
         return self._hosts[key][1]
 
     def _find_storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """Find the non-empty storages on the device, by the address of torch's object."""
         device = self._platform.device.type
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
         return {storage._cdata: storage for storage in storages if storage.nbytes() and storage.resizable()}
@@ -187,7 +186,7 @@ def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
 
 @contextmanager
 def on_device(chunks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Have a model's parameters, which are in host memory, on a device in the body.
+    """Have a model's hosted parameters on a device in the body.
 
     Afterwards the parameters are the host copies again, and may be changed there; nothing is copied back.
     """

@@ -228,7 +228,6 @@ class ModelOptimizer:
 
 
 def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Iterate over the parameter groups of one optimizer or of several chained ones."""
     yield from state.get("param_groups", ())
     for part in state.values():
         if isinstance(part, dict) and "param_groups" not in state:

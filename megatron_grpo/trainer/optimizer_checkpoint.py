@@ -50,7 +50,7 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 
 
 def iter_updated_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield the parameters that this rank updates, each with its range of elements (start, stop)."""
+    """Iterate over (parameter, start, stop) of the elements that this rank updates."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -61,12 +61,12 @@ def iter_updated_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _build_sharded_state(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Build the boxes of main weights and moments, by index of the parameter and name of the state."""
+    """Build the boxes of main weights and moments, by parameter index and state name."""
     build_sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     weight_of = {weight.data: weight for weight in nested_values(build_sharded_weights)}
     return {
         index: {
-            name: list(_shard_range(weight_of[parameter], f"optimizer.state.{name}", state, start, stop))
+            name: list(_build_boxes(weight_of[parameter], f"optimizer.state.{name}", state, start, stop))
             for name, state in self._get_main_param_and_optimizer_states(parameter).items()
             if name != "step"  # stored once, with the parameter groups
         }
@@ -84,12 +84,13 @@ def _load_sharded_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -
         self.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-def _shard_range(
+def _build_boxes(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Yield checkpoint entries for one state of a parameter's range, [stop - start]; they share its memory.
+    """Build checkpoint entries for one state of a parameter's range, [stop - start].
 
-    The parameter's entry `weight` is a factory if it is stored as several tensors (gate and up projections).
+    The entries share the state's memory. The parameter's entry `weight` is a factory if it is stored as several tensors
+    (gate and up projections).
     """
     parts: list[tuple[int, ShardedTensor]]
     if isinstance(weight, ShardedTensorFactory):

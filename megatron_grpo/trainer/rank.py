@@ -53,7 +53,9 @@ LoadWeights = Callable[[Sequence[Any], ModelShape, str], None]
 
 
 class ModelRank(ABC):
-    """A rank's shard of a model with one output per token, and of its optimizer.
+    """A rank's shard of a model and of its optimizer.
+
+    The model has one output per token.
 
     Process groups are already set up for the layout of `settings`. There is more than one chunk of the model with a
     virtual pipeline.
@@ -172,7 +174,7 @@ class ModelRank(ABC):
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
     ) -> list[dict[str, Tensor]]:
-        """Run forward and backward over all microbatches; gradient buffers then hold the sum over ranks.
+        """Run forward and backward; gradient buffers then hold the sum over ranks.
 
         Returns:
             The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
@@ -271,7 +273,6 @@ class ModelRank(ABC):
         return results[: len(microbatches)]
 
     def _count_empty_microbatches(self, count: int) -> int:
-        """Count the empty microbatches to append to `count` of them."""
         parallel, padded_count = self.config.parallel, count
         if parallel.expert > 1 or parallel.expert_tensor > 1:
             # Ranks that share experts run each layer together, so all need as many microbatches as the busiest rank.
@@ -284,7 +285,6 @@ class ModelRank(ABC):
 
 
 def _copy_to_host(by_microbatch: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Copy metrics, each of shape [], in one transfer from the device."""
     values = [value.double() for metrics in by_microbatch for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in metrics} for metrics in by_microbatch]
@@ -301,13 +301,11 @@ class _HeadArguments(TypedDict):
 
 
 class PolicyRank(ModelRank):
-    """A rank's shard of the policy, its optimizer and the frozen reference policy, if any.
+    """A rank's shard of the policy, its optimizer and the frozen reference.
 
     With adapters the reference is the policy without them, so it has no weights.
 
-    Args:
-        settings, platform, load, maker: as of `ModelRank`.
-        head_kernel: kernel for log-probabilities; None: that of the configuration.
+    `head_kernel`: kernel for log-probabilities; None: that of the configuration.
     """
 
     def __init__(
@@ -360,7 +358,7 @@ class PolicyRank(ModelRank):
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
-        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference.
+        """Move the reference: alpha * policy + (1 - alpha) * reference.
 
         TR-DPO (Gorbatovski et al. 2024).
         """
@@ -406,7 +404,6 @@ class ValueRank(ModelRank):
 
 
 def _read_peak_memory_gib() -> float:
-    """Read and reset the peak memory of this process's GPU tensors; 0 on a CPU."""
     if not torch.cuda.is_available():
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30

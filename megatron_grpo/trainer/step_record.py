@@ -138,7 +138,7 @@ class StepRecorder:
         self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in updated]
 
     def add_gradient(self) -> None:
-        """Note the gradient if a step is recorded; between its norm and the optimizer step."""
+        """Note the gradient if a step is recorded, before the optimizer step."""
         if self._figures is not None:
             self._figures += self._read_buffers("gradient", self._steps)
             self._steps += 1
@@ -158,7 +158,6 @@ class StepRecorder:
         return figures
 
     def _read_buffers(self, kind: Literal["gradient", "update"], step: int) -> list[TensorFigure]:
-        """Sketch the gradient buffers, including the other ranks' parts."""
         rank = self._rank
         rank.optimizer.complete_gradients()
         chunks = rank.chunks

@@ -99,7 +99,6 @@ class TorchCoreAttention(torch.nn.Module):
         return not self._on_gpu or (mask is None and dtype != torch.float32)
 
     def _build_mask(self, group: AttentionGroup) -> Tensor:
-        """Build a mask: True where a query sees a key, [parts, 1, queries, keys]."""
         queries, keys = (torch.arange(slots.shape[1], device=slots.device) for slots in (group.queries, group.keys))
         position = (group.first[:, None] + queries)[:, None, :, None]  # of each query, counted from the first key
         is_visible = keys <= position

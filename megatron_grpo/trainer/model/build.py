@@ -46,7 +46,6 @@ class DecoderModel(GPTModel):
     """
 
     def _postprocess(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """Select the rows' hidden states on the last stage: [length, 1, hidden] to [1, rows, hidden]."""
         if not self.post_process or self.rows is None:
             output: Tensor = super()._postprocess(hidden_states, *arguments, **keywords)
             return output

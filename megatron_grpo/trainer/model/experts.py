@@ -113,7 +113,6 @@ class ExpertRouter(TopKRouter):
 
     @torch.no_grad()
     def _count_choices(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
-        """Count chosen experts, and how often the router agrees with the record."""
         is_token = membership.weight > 0  # not padding
         self.chosen += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
         if replay is not None and replay.agreed is not None:
@@ -121,7 +120,6 @@ class ExpertRouter(TopKRouter):
             self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
 
     def _attach_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
-        """Attach the balancing losses to the weights' backward pass."""
         sigmoid = self.score_function == "sigmoid"
         level = sum_load_levels(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_sum_over_parts)
         level = level * self.aux_loss_coeff / self.sequences_in_step
@@ -158,7 +156,6 @@ def sum_load_levels(
 
 
 def _sum_over_parts(shares: Tensor) -> Tensor:
-    """Sum over the ranks that hold parts of the same sequences."""
     group = parallel_state.get_tensor_and_context_parallel_group()
     if group.size() > 1:
         dist.all_reduce(shares, group=group)
@@ -207,7 +204,6 @@ class DecoderLayer(TransformerLayer):
         return result
 
     def _select_columns(self, routed: Tensor) -> Tensor:
-        """Select this layer's columns, [tokens, experts of a token], of the record of all layers."""
         before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for each layer with experts, else 0
         top_k = self.config.moe_router_topk
         return routed[:, before * top_k : (before + 1) * top_k]

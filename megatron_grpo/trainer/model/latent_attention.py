@@ -26,7 +26,7 @@ from megatron_grpo.trainer.model.layers import RMSNorm
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A matrix that tensor parallelism does not split; a rank applies it to its tokens."""
+    """A matrix that tensor parallelism does not split."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()

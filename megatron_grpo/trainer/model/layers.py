@@ -84,7 +84,6 @@ def _make_mixed_class(mixin: type, layer: type) -> type:
 
 
 def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
-    """Change the linear layers among a spec's submodules, recursively."""
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})

@@ -81,7 +81,7 @@ class AdaptedLinear:
         self.lora_b.zero_()
 
     def merge_weight(self) -> Tensor:
-        """Compute W + scale * B A of this rank, summed in float32 and rounded once."""
+        """Compute this rank's W + scale * B A, in float32, rounded once."""
         added = self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + self.scale * added).to(self.weight.dtype)
 
@@ -113,7 +113,6 @@ class AdaptedLinear:
         return product[: len(columns), 0].T
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """Multiply, and add the adapter's term: [length, sequences, columns] to [..., rows]."""
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output + self._compute_term(input) if self.adapter_on else output
 
@@ -186,7 +185,6 @@ def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _iter_adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
-    """Iterate over a chunk's layers with adapters and their names in the model."""
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
             if isinstance(module, AdaptedLinear):

@@ -73,7 +73,6 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
 
 
 def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
-    """List the settings of a model's sizes and family."""
     return {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -97,7 +96,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Find passed fields by section that Megatron-Core does not know, or of a wrong type."""
+    """Find passed fields that Megatron-Core does not know, or of a wrong type."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
@@ -175,7 +174,6 @@ def _should_fuse_accumulation(config: PolicyConfig, platform: Platform) -> bool:
 
 
 def _list_fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
-    """List the settings of FP8; empty when it is off or simulated."""
     if not fp8.is_on_device:
         return {}
     return {
@@ -211,7 +209,6 @@ def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
 
 
 def _list_parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """List the settings of a model's layout over its ranks."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -230,7 +227,6 @@ def _list_parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]:
-    """List the settings of a mixture of experts, without losses and bias updates (`ExpertRouter`)."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -269,7 +265,6 @@ def compute_gelu_tanh(gate: Tensor) -> Tensor:
 def _list_platform_settings(
     shape: ModelShape, platform: Platform, *, uses_te: bool, interleaved: bool
 ) -> dict[str, Any]:
-    """List the settings of fused kernels and communication on a platform."""
     cuda = platform.is_like_cuda
     return {
         "apply_rope_fusion": uses_te,

@@ -14,7 +14,7 @@ same for every rank (Llama 3, 2024, section 3.3.2). With n = 2 and sequences A (
 
 Each sequence is cut on its own, so a rank holds two runs of consecutive tokens of every sequence, and each run is one
 part of an attention call. Its keys are the tokens of its sequence from position 0 to its own end, held by all ranks:
-ranks gather keys and values, which then lie rank by rank, and `PackedLayout.places` maps sequence order to that order.
+ranks gather keys and values, which then lie rank by rank, and `PackedLayout.gathered_index` maps sequence order to it.
 The order that Transformer Engine expects for packed ("thd") sequences is the same.
 """
 
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from megatron_grpo.models.routed_experts import UNKNOWN
 
+# Sequences share an attention call if the shortest has at least this share of the longest's tokens.
 LEAST_FILL = 0.75
-"""Sequences share an attention call if the shortest has at least this share of the longest's tokens."""
 
 Ints = NDArray[np.int64]
 Move = Callable[[NDArray[Any]], Tensor]
@@ -43,10 +43,10 @@ Move = Callable[[NDArray[Any]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The sequence that each token belongs to, in the order of the tokens between attention calls."""
+    """The sequence that each token belongs to, for layers with experts."""
 
     sequence: Tensor
-    """[tokens], int64: number of the token's sequence in the microbatch; padding counts as one more sequence."""
+    """[tokens], int64: index of the token's sequence in the microbatch; padding counts as one more sequence."""
     weight: Tensor
     """[tokens], float32: one over the tokens of the sequence; 0 on padding."""
     sequences: int
@@ -54,22 +54,24 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Parts of sequences that one attention call computes, as a rectangle; shorter parts repeat their last token."""
+    """Parts of sequences that one attention call computes as a rectangle.
+
+    Shorter parts repeat their last token.
+    """
 
     queries: Tensor
     """[parts, most queries], int64: index of each query in this rank's tokens."""
     keys: Tensor
     """[parts, most keys], int64: index of each key in the gathered tokens of all context-parallel ranks."""
     first: Tensor
-    """[parts], int64: position of the first query minus the position of the first key, which is 0 unless a window hides
-    the beginning of the sequence."""
+    """[parts], int64: position of the first query minus that of the first key, which is 0 without a window."""
     square: bool
-    """Whether every part has as many queries as keys, both from position 0, so that the mask is simply causal."""
+    """True if every part has as many queries as keys, both from position 0: the mask is simply causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCalls:
-    """The attention calls of one layer, for all tokens of a microbatch on this rank."""
+    """Attention calls of one layer for a microbatch on this rank."""
 
     groups: list[AttentionGroup]
     out: Tensor
@@ -78,7 +80,7 @@ class AttentionCalls:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """The packed sequences of a microbatch, as an argument of Megatron-Core's layers.
+    """A microbatch's packed sequences, an argument of Megatron-Core's layers.
 
     For the torch layers qkv_format is "sbhd": Megatron-Core then sees one long sequence, and only our rotary embedding,
     attention and expert router read the fields below.
@@ -87,7 +89,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[tokens of this rank], int64: position of each token in its sequence."""
     membership: Membership | None = None
-    """Sequences of this rank's tokens, or of its part of them under sequence parallelism; None: a dense model."""
+    """Sequences of this rank's tokens (under sequence parallelism of its part); None: a dense model."""
     routed: Tensor | None = None
     """[tokens as in `membership`, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
     -1 where the router chooses; None: the router always chooses."""
@@ -99,7 +101,7 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parts of sequences: each has consecutive queries on this rank, and consecutive keys in sequence order."""
+    """Parts of sequences with consecutive queries on this rank and consecutive keys."""
 
     queries: Ints
     """[parts]: number of queries."""
@@ -110,8 +112,8 @@ class _Parts:
     first_key: Ints
     """[parts]: index of the first key among all tokens in sequence order."""
 
-    def within(self, window: int) -> _Parts:
-        """Cut these parts into parts of at most `window` queries, each without the keys that its queries do not see.
+    def cut_to_window(self, window: int) -> _Parts:
+        """Cut parts to at most `window` queries and the keys that these see.
 
         A part then has fewer than 2 * window keys, however long its sequence is.
         """
@@ -128,13 +130,16 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """The tokens of a microbatch that one context-parallel rank holds, in their order."""
+    """A microbatch's tokens on one context-parallel rank, in their order.
+
+    Example: rank 0 of 2 with the sequences A and B above: source [0, 1, 6, 7, 8, 11], positions [0, 1, 6, 7, 0, 3].
+    """
 
     source: Ints
     """[tokens of this rank]: index of each token in the flat sequences; -1 is padding."""
     positions: Ints
     """[tokens of this rank]: position of each token in its sequence."""
-    places: Ints
+    gathered_index: Ints
     """[all tokens, padding included], in sequence order: index of each token in the ranks' concatenated tokens."""
     widths: Ints
     """[sequences]: padded length of each sequence, over all ranks."""
@@ -148,27 +153,28 @@ class PackedLayout:
         """Tokens of each context-parallel rank, padding included."""
         return len(self.source)
 
-    def find_predicting(self, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Find this rank's hidden states that predict wanted tokens; the state of a token predicts the next token.
+    def find_predicting(self, is_predicted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """Find this rank's hidden states that predict the chosen tokens.
 
-        With context parallelism the token before may be on another rank than the token itself; the rank that holds the
-        hidden state computes the token's loss.
+        The state of a token predicts the next token. With context parallelism the token before may be on another rank
+        than the token itself; the rank that holds the hidden state computes the token's loss.
 
         Args:
-            wanted: [tokens of the flat sequences], bool. First tokens are left out: nothing predicts them.
+            is_predicted: [tokens of the flat sequences]: the chosen tokens. First tokens are left out: nothing predicts
+                them.
 
         Returns:
             Indices into this rank's tokens, and the flat indices of the tokens that these predict, both [predicted
             tokens of this rank], int64, in the order of the flat sequences.
         """
         starts, columns = np.cumsum(self.lengths) - self.lengths, np.cumsum(self.widths) - self.widths
-        chosen = wanted.copy()
+        chosen = is_predicted.copy()
         chosen[starts[self.lengths > 0]] = False
         tokens = np.flatnonzero(chosen)
         sequence = np.searchsorted(np.cumsum(self.lengths), tokens, side="right")
-        before = self.places[columns[sequence] + tokens - starts[sequence] - 1]
-        here = before // self.local_tokens == self.rank
-        return before[here] - self.rank * self.local_tokens, tokens[here]
+        before = self.gathered_index[columns[sequence] + tokens - starts[sequence] - 1]
+        is_local = before // self.local_tokens == self.rank
+        return before[is_local] - self.rank * self.local_tokens, tokens[is_local]
 
 
 def lay_out(
@@ -180,7 +186,7 @@ def lay_out(
         lengths: tokens of each sequence, at least one sequence of at least one token.
         rank: this context-parallel rank.
         size: number of context-parallel ranks.
-        tensor_multiple: the number of tokens of a rank is made a multiple of this by padding the last sequence.
+        tensor_multiple: a rank's number of tokens is padded to a multiple of this.
         width: length that every sequence is padded to; None: only as the split needs.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -202,14 +208,14 @@ def lay_out(
         slot = (columns // size)[sequence] + position % chunk_length + np.where(chunk < size, 0, chunk_length)
     starts = np.cumsum(tokens) - tokens
     flat = np.where(position < tokens[sequence], starts[sequence] + position, -1)
-    here = np.flatnonzero(owner == rank)
-    source, positions = np.empty(len(here), dtype=np.int64), np.empty(len(here), dtype=np.int64)
-    source[slot[here]], positions[slot[here]] = flat[here], position[here]
-    return PackedLayout(source, positions, owner * len(here) + slot, widths, tokens, rank, size)
+    local = np.flatnonzero(owner == rank)
+    source, positions = np.empty(len(local), dtype=np.int64), np.empty(len(local), dtype=np.int64)
+    source[slot[local]], positions[slot[local]] = flat[local], position[local]
+    return PackedLayout(source, positions, owner * len(local) + slot, widths, tokens, rank, size)
 
 
-def _parts(layout: PackedLayout) -> _Parts:
-    """One part per sequence; with context parallelism two, the rank's chunks, each with all keys up to its end."""
+def _split_into_parts(layout: PackedLayout) -> _Parts:
+    """Split into one part per sequence; with context parallelism two, the rank's chunks."""
     columns = np.cumsum(layout.widths) - layout.widths
     size, rank = layout.size, layout.rank
     if size == 1:
@@ -224,29 +230,31 @@ def _parts(layout: PackedLayout) -> _Parts:
 
 
 def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
-    """The attention calls of a microbatch on this rank; `window`: tokens that each token sees, itself included (None:
-    all before it)."""
-    parts = _parts(layout) if window is None else _parts(layout).within(window)
+    """Build the attention calls of a microbatch on this rank.
+
+    `window`: tokens that each token sees, itself included; None: all before it.
+    """
+    parts = _split_into_parts(layout) if window is None else _split_into_parts(layout).cut_to_window(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first, so that neighbours have similar lengths and rectangles little padding.
     order = np.lexsort((np.arange(len(keys)), -queries, -keys))
     out = np.empty(layout.local_tokens, dtype=np.int64)
-    groups, done, begin = [], 0, 0
+    groups, slots, begin = [], 0, 0
     while begin < len(order):
         end = begin + int(np.searchsorted(-keys[order[begin:]], -LEAST_FILL * keys[order[begin]], side="right"))
         members = order[begin:end]
-        most_queries, most_keys = int(queries[members].max()), int(keys[members[0]])
-        query = np.minimum(np.arange(most_queries), queries[members, None] - 1) + begins[members, None]
-        key = np.minimum(np.arange(most_keys), keys[members, None] - 1) + parts.first_key[members, None]
-        own = queries[members]
-        nth = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
-        row_starts = done + np.arange(len(members)) * most_queries
-        out[np.repeat(begins[members], own) + nth] = np.repeat(row_starts, own) + nth
-        done += len(members) * most_queries
+        query_width, key_width = int(queries[members].max()), int(keys[members[0]])
+        query = np.minimum(np.arange(query_width), queries[members, None] - 1) + begins[members, None]
+        key = np.minimum(np.arange(key_width), keys[members, None] - 1) + parts.first_key[members, None]
+        counts = queries[members]
+        nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        row_starts = slots + np.arange(len(members)) * query_width
+        out[np.repeat(begins[members], counts) + nth] = np.repeat(row_starts, counts) + nth
+        slots += len(members) * query_width
         groups.append(
             AttentionGroup(
                 queries=move(query),
-                keys=move(layout.places[key]),
+                keys=move(layout.gathered_index[key]),
                 first=move(keys[members] - queries[members]),
                 square=layout.size == 1 and bool((keys[members] == queries[members]).all()),
             )
@@ -267,7 +275,7 @@ def select_source(layout: PackedLayout, *, part: int, parts: int, is_dummy: bool
 
 
 def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from_numpy) -> Membership:
-    """The sequence of each of a rank's tokens, whose flat indices are `source` (`select_source`)."""
+    """Find the sequence of each token of `source` (`select_source`)."""
     count = len(layout.lengths)
     sequence = np.where(source < 0, count, np.searchsorted(np.cumsum(layout.lengths), source, side="right"))
     weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32)
@@ -275,14 +283,14 @@ def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from
 
 
 def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
-    """The recorded experts of a rank's tokens, whose flat indices are `source` (`select_source`).
+    """Select the recorded experts of the tokens of `source` (`select_source`); -1 on padding.
 
     `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16, becomes [tokens of the part,
-    layers * experts of a token] of the same dtype; -1 on padding.
+    layers * experts of a token].
     """
-    held = routed[np.maximum(source, 0)]
-    held[source < 0] = UNKNOWN
-    return move(held)
+    selected = routed[np.maximum(source, 0)]
+    selected[source < 0] = UNKNOWN
+    return move(selected)
 
 
 def build_packed_sequences(
@@ -293,7 +301,7 @@ def build_packed_sequences(
     routed: Tensor | None = None,
     move: Move = torch.from_numpy,
 ) -> PackedSequences:
-    """The argument of Megatron-Core's layers for a microbatch.
+    """Build the argument of Megatron-Core's layers for a microbatch.
 
     Args:
         layout: which tokens the rank holds.

@@ -73,7 +73,6 @@ class RoundedLinear:
         self._recipe = fp8.recipe
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """Multiply rounded operands: [length, sequences, columns] to [length, sequences, rows]."""
         if self.fp8_on:
             # Other ranks hold other tokens, or other columns, of the same input.
             input_ranks = parallel_state.get_tensor_and_context_parallel_group()
@@ -84,7 +83,6 @@ class RoundedLinear:
 
     @torch.no_grad()
     def _round(self, values: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-        """Round an operand by the recipe; `rows`: height of its blocks, `group`: ranks with other parts of it."""
         if self._recipe == "tensorwise":
             return round_tensor(values, group)
         return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, rows, 128)
@@ -100,7 +98,6 @@ def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
 
 
 def _round_at_scale(values: Tensor, scale: Tensor) -> Tensor:
-    """Scale float32 values, round to E4M3 (ties to even), and scale back."""
     # Clamped: rounding may put the product just above 448, which E4M3 (it has no infinity) would turn into NaN.
     return (values * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() / scale
 
@@ -131,7 +128,6 @@ class QuantizedLinear:
         self._quantizers = (_make_quantizer(quantization, (0, 1), group), _make_quantizer(quantization, 0, group))
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """Multiply quantised operands: [length, sequences, columns] to [length, sequences, rows]."""
         quantize_input, quantize_weight = self._quantizers
         input, weight = quantize_input(input), quantize_weight(weight)
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
@@ -145,7 +141,7 @@ NUM_BITS = {"int8": 8, "fp8": (4, 3)}
 def _make_quantizer(
     quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None
 ) -> Any:
-    """Make a quantiser with a scale per index of `axis`; ranks of `group` split the columns."""
+    """Make a quantiser with a scale per index of `axis`, for columns split over `group`."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
 
     # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
