@@ -136,12 +136,6 @@ class IdleTransport(WeightTransport):
     def require_checks(self) -> None:
         """Nothing, in the place of `WeightTransport.require_checks`: no engine computes anything."""
 
-    def _connect(self, engines: tuple[int, ...]) -> None:
-        raise NotImplementedError
-
-    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
-        raise NotImplementedError
-
 
 def measure(sizes: Sizes, folder: Path) -> Any:
     """Figures of steps of these sizes."""

@@ -13,11 +13,12 @@ import torch
 
 from megatron_grpo.config.schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import can_travel_in_fp8, find_destinations, shard_engine
+from megatron_grpo.models.weight_layouts import find_destinations, shard_engine
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
-from megatron_grpo.weight_sync.groups import Rendezvous, gloo
+from megatron_grpo.weight_sync.groups import Rendezvous, make_gloo_group
 
 HOST = "127.0.0.1"
 
@@ -43,7 +44,7 @@ def _raw_member(
     repeats: int,
     results: Any,
 ) -> None:
-    group = gloo(rendezvous, "raw", rank, size)
+    group = make_gloo_group(rendezvous, "raw", rank, size)
     mine = {
         sources + target if rank == source else source: torch.ones(nbytes, dtype=torch.uint8)
         for (source, target), nbytes in links.items()
@@ -71,14 +72,14 @@ def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) 
 
 
 def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    group = gloo(rendezvous, f"stage {stage}", 0, rendezvous.receivers + 1)
+    group = make_gloo_group(rendezvous, f"stage {stage}", 0, rendezvous.receivers + 1)
     buffer = torch.ones(size, dtype=torch.uint8)
     results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
 
 
 def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
     size_of_group = rendezvous.receivers + 1
-    groups = [gloo(rendezvous, f"stage {stage}", rank, size_of_group) for stage in range(stages)]
+    groups = [make_gloo_group(rendezvous, f"stage {stage}", rank, size_of_group) for stage in range(stages)]
     buffer = torch.empty(size, dtype=torch.uint8)
 
     def receive() -> None:

@@ -22,9 +22,9 @@ from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
-from megatron_grpo.weight_sync.links import schedule, write_plan
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.groups import FAILURE, FAILURE_CHECK_S, Rendezvous
+from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 
 HOST = "127.0.0.1"
 CLIENTS, LOOKS = 100, 50
@@ -46,18 +46,18 @@ def main() -> None:
     raw, training, generation = CASES["DeepSeek-V3, 1,024 to 512 ranks"]
     shape, bucket = parse_model_shape(raw), int(RefitConfig().bucket_mib * 2**20)
     shards, engine = shard_policy(training, shape), shard_engine(generation, shape)
-    dtypes, workers = wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
+    dtypes, workers = choose_wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
     planned, planning_s = _timed(
-        lambda: schedule(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
+        lambda: schedule_messages(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
     )
     store = open_store(HOST, 600.0)
     counting: Any = CountingStore(store)
     _, writing_s = _timed(lambda: write_plan(counting, planned, len(shards), workers, dtypes, False))
     rendezvous = Rendezvous(host=HOST, port=store.port, receivers=workers, timeout_s=600.0)
-    reader = rendezvous.store()
+    reader = rendezvous.reach()
     keys = [f"source/{rank}" for rank in range(len(shards))] + [f"target/{rank}" for rank in range(workers)]
     _, reading_s = _timed(lambda: [reader.get(key) for key in keys])
-    clients = [rendezvous.store() for _ in range(CLIENTS)]
+    clients = [rendezvous.reach() for _ in range(CLIENTS)]
     _, looking_s = _timed(lambda: [client.check([FAILURE]) for client in clients * LOOKS])
     _, before_s = _timed(lambda: [pickle.dumps(shards) for _ in shards])
     result = {
@@ -74,7 +74,7 @@ def main() -> None:
         },
         "looks_for_a_failure_per_s": {
             "one_after_the_other": round(CLIENTS * LOOKS / looking_s),
-            "needed": len(keys) / LOOK_S,
+            "needed": len(keys) / FAILURE_CHECK_S,
         },
         "shards_for_every_rank_before": {
             "bytes": len(pickle.dumps(shards)) * len(shards),

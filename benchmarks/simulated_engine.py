@@ -185,11 +185,11 @@ class SimulatedEngine:
         counts, self._decoder.counts = self._decoder.counts, EngineCounts()
         return counts
 
-    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
+    async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Read the plan of each of the engine's ranks."""
         self._require_alive()
         ranks = range(first_receiver, first_receiver + self._settings.config.parallel.ranks_per_engine)
-        store = Rendezvous(**rendezvous)
+        store = Rendezvous(**source["rendezvous"])
         members = (asyncio.to_thread(Member, self._times, store, "target", rank) for rank in ranks)
         self._members = await asyncio.gather(*members)
 

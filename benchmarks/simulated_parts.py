@@ -20,9 +20,9 @@ from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingS
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
-from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
+from megatron_grpo.weight_sync.groups import FAILURE, FAILURE_CHECK_S, Rendezvous
 from megatron_grpo.weight_sync.links import Side
-from megatron_grpo.weight_sync.transfer_plan import PIECE
+from megatron_grpo.weight_sync.pieces import PIECE
 
 RIGHT, WRONG = "right", "wrong"
 """Texts of responses."""
@@ -85,15 +85,15 @@ class Member:
         self.messages = len(np.unique(pieces["turn"]))
 
     async def transfer(self) -> None:
-        """Pass the time of the member's messages, and look for a failure every `LOOK_S`.
+        """Pass the time of the member's messages, and look for a failure every `FAILURE_CHECK_S`.
 
         Raises:
             RuntimeError: another member failed, or the driver has closed the store.
         """
         left = self.bytes / (1e9 * self._times.refit_gb_per_s) + self.messages * self._times.message_s
         while left > 0:
-            await self._times.pass_by(min(left, LOOK_S))
-            left -= LOOK_S
+            await self._times.pass_by(min(left, FAILURE_CHECK_S))
+            left -= FAILURE_CHECK_S
             if self._store.check([FAILURE]):
                 raise RuntimeError(f"given up, because {self._store.get(FAILURE).decode()}")
 

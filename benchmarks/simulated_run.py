@@ -59,12 +59,12 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts import workers
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.run.checkpoints import Checkpointer
-from megatron_grpo.run.launch import make_transport, start_rollouts
+from megatron_grpo.run.launch import start_rollouts
 from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.actor import PolicyActor
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.transport import WeightTransport
+from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 
 OBJECT_STORE_BYTES = 4 * 2**30
 

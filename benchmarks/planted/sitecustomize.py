@@ -11,7 +11,7 @@ from typing import Any
 
 MODULES = {
     "megatron_grpo.weight_sync.model_writer": "spoil_writer",
-    "megatron_grpo.weight_sync.reshard": "spoil_sender",
+    "megatron_grpo.weight_sync.shard_sender": "spoil_sender",
     "megatron_grpo.trainer.model.packed_sequences": "spoil_packing",
     "megatron_grpo.trainer.rank": "spoil_rank",
     "megatron_grpo.generation.vllm_requests": "spoil_requests",

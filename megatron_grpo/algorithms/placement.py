@@ -11,7 +11,8 @@ from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.model_ranks import ModelRanks
-from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
+from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitError
+from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,6 @@ def _describe_differing_weights(transport: WeightTransport, placement: Placement
     try:
         placement.offload_engines(timer)  # the models' weights may be in host memory
         with placement.refit(timer):
-            return transport.differing_weights()
+            return transport.describe_differences()
     except RunError as error:
         return f"the weights could not be compared: {error}"

@@ -43,7 +43,6 @@ from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
 from megatron_grpo.run.launch import (
     Models,
-    make_transport,
     restore_from_folder,
     start_engines,
     start_models,
@@ -52,7 +51,7 @@ from megatron_grpo.run.launch import (
 from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.canary import Canary
-from megatron_grpo.weight_sync.transport import WeightTransport
+from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 
 
 @contextmanager
@@ -139,7 +138,7 @@ def _start_processes(config: Config, folder: Path, startup: Startup, stack: Exit
         models = start_models(config, folder, startup.cluster, stack)
         generation = models.generation
         if generation is not None:
-            canary = Canary.of_run(config, models.policy.shape)
+            canary = Canary.from_config(config, models.policy.shape)
             transport = make_transport(models.policy, generation, config.refit, startup.run_dir, canary)
             stack.callback(transport.close)
             restore = transport.restore

@@ -31,7 +31,7 @@ from megatron_grpo.trainer.model_ranks import (
     RefusedStepError,
     TrainResult,
 )
-from megatron_grpo.weight_sync.transport import RefitError
+from megatron_grpo.weight_sync.refit_calls import RefitError
 
 
 def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:

@@ -22,7 +22,8 @@ from megatron_grpo.rollouts.rollout_metrics import (
     compute_task_metrics,
 )
 from megatron_grpo.trainer.model_ranks import TrainResult
-from megatron_grpo.weight_sync.transport import RefitError, TransferReport
+from megatron_grpo.weight_sync.refit_calls import RefitError
+from megatron_grpo.weight_sync.transport import TransferReport
 
 
 @dataclass(frozen=True, slots=True)

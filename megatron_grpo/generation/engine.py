@@ -166,8 +166,8 @@ class VllmEngine(Engine):
         return self._statistics.take()
 
     @phase("connect the refit")
-    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
-        await self._call_workers(EngineWorker.connect_refit, mode, rendezvous, first_receiver)
+    async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
+        await self._call_workers(EngineWorker.connect_refit, mode, source, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:

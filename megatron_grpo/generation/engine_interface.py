@@ -63,12 +63,12 @@ class Engine(Protocol):
         """Return the counts of the work since the last call."""
         ...
 
-    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
+    async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
 
         Args:
             mode: transport of the weights.
-            rendezvous: fields of weight_sync.groups.Rendezvous; with files, `folder` and `session`.
+            source: the weight map, and `rendezvous`; with files, `folder` and `session`.
             first_receiver: total number of workers of the engines before this one.
         """
         ...
@@ -105,7 +105,7 @@ class EngineWorker(Protocol):
     They return the text of an error and never raise.
     """
 
-    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None: ...
+    def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None: ...
 
     def receive_refit(self, version: int) -> str | None: ...
 

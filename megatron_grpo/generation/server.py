@@ -127,8 +127,8 @@ class ServerEngine(Engine):
         return self._statistics.take()
 
     @phase("connect the refit")
-    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
-        self._source = (mode, rendezvous, first_receiver)
+    async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
+        self._source = (mode, source, first_receiver)
         await self._wait_until_up()
         await self._call_workers(EngineWorker.connect_refit, *self._source)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
-from megatron_grpo_kernels.fp8_format import BLOCK
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.policy_schema import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,26 @@ def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ..
     return [tuple(numbers) for numbers in layers]
 
 
-def shard_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
+class EngineLayout(Protocol):
+    """Numbers of ranks over which one engine splits a model."""
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that split every matrix."""
+        ...
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks that split the layers."""
+        ...
+
+    @property
+    def expert(self) -> int:
+        """Ranks that split the experts; 1: every rank has a part of each expert."""
+        ...
+
+
+def shard_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
     """The shard of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours are adjacent."""
     stages, tensor = parallel.pipeline, parallel.tensor
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
@@ -119,6 +137,21 @@ def shard_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[
             for rank in range(tensor)
         ]
     return shards
+
+
+class _WorkerLayout(NamedTuple):
+    """The layout of an engine as vLLM's own configuration has it (`EngineLayout`)."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
+    """Find the shard that a worker of vLLM holds; `parallel`: the worker's vLLM `ParallelConfig`."""
+    tensor = parallel.tensor_parallel_size
+    layout = _WorkerLayout(tensor, parallel.pipeline_parallel_size, tensor if parallel.enable_expert_parallel else 1)
+    return shard_engine(layout, shape)[parallel.rank]
 
 
 VOCABULARY_MULTIPLE = 64
@@ -200,48 +233,3 @@ def _parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
 def _query_rank(model: ModelShape) -> int:
     """Length of the compressed queries; 0: queries are not compressed."""
     return model.latent.query_rank or 0 if model.latent is not None else 0
-
-
-_ROUTING = {"experts", "score"}
-"""Dimensions of the router's and of a value head's tensors, which are not converted to FP8."""
-
-
-def can_travel_in_fp8(entry: WeightEntry) -> bool:
-    """Whether an entry's tensors can travel in FP8: matrices of layers; no embedding, head, router, norm or bias."""
-    return is_per_layer(entry.megatron[0]) and all(
-        len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
-    )
-
-
-def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
-    """Yield, for error messages, every matrix that some rank's part cuts inside a block, with the part's range.
-
-    An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
-    compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter:
-    vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So a refit in FP8
-    requires that neither side's ranks cut a matrix inside a block, and preflight refuses the job where they do.
-
-    Args:
-        shape: sizes of the model.
-        sources: shards of the policy's ranks.
-        engine: shards of an engine's ranks.
-    """
-    for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
-        expert = engine[0].experts[0] if entry.per_expert else 0
-        for part in sorted({shard.part(entry) for shard in sources}, key=lambda part: part.index):
-            for held in entry.slices(shape, 0, part.index, part.count, expert):
-                if _inside(held):
-                    yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
-        for number, shard in enumerate(engine):
-            first = shard.experts[0] if entry.per_expert else 0
-            for destination in find_destinations(entry, shape, shard, expert=first):
-                kept = destination.part
-                if _inside(kept) or destination.row % BLOCK:
-                    yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"
-
-
-def _inside(part: WeightSlice) -> bool:
-    """Whether a slice begins or ends inside a block."""
-    if part.axis is None:
-        return False
-    return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_grpo.models.shape import ModelShape
 
@@ -219,3 +219,33 @@ def iter_entries(
             for entry in together:
                 if entry.layers in ("all", kind):
                     yield entry, layer, local
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMap:
+    """Sizes of a model and its weight map, as the driver sends them to engines' workers.
+
+    So the workers need not load the families' modules, and cannot disagree with the driver.
+    """
+
+    shape: ModelShape
+    entries: tuple[WeightEntry, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The map in types of JSON."""
+        return {"shape": asdict(self.shape), "entries": [asdict(entry) for entry in self.entries]}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> ModelMap:
+        """The map from types of JSON, in which tuples have become lists."""
+        entries = (
+            WeightEntry(
+                **{
+                    **row,
+                    "megatron": tuple(row["megatron"]),
+                    "hf": tuple(HFTensor(tensor["name"], tuple(tensor["dims"])) for tensor in row["hf"]),
+                }
+            )
+            for row in content["entries"]
+        )
+        return ModelMap(ModelShape.from_json(content["shape"]), tuple(entries))

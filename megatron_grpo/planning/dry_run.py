@@ -37,9 +37,11 @@ from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import iter_gradients, iter_optimizer_state, iter_weights
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
-from megatron_grpo.weight_sync.links import BUFFERS, schedule, split_messages
-from megatron_grpo.weight_sync.reshard import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import aligned, packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.links import BUFFERS
+from megatron_grpo.weight_sync.message_schedule import schedule_messages
+from megatron_grpo.weight_sync.pieces import align, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.shard_sender import ShardSender
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 
 SHAPED_PARTS = TeParts(make_shaped_layer, ShapedAttention, ShapedNorm)
 
@@ -234,17 +236,17 @@ class DryLinks:
 
     def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
-        dtypes = wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
+        dtypes = choose_wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
         engine = shard_engine(generation, shape)
-        scheduled = schedule(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
+        scheduled = schedule_messages(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
-        laid = [packed_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
+        laid = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
         self.packed_pieces = [pieces for pieces, _ in laid]
         self.sizes = [size for _, size in laid]
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Pack the messages one after the other."""
-        largest = aligned(max(self.sizes, default=0))
+        largest = align(max(self.sizes, default=0))
         buffers = torch.empty(BUFFERS, largest, dtype=torch.uint8)
         for number, size in enumerate(self.sizes):
             fill(number, buffers[number % BUFFERS, :size])

@@ -12,8 +12,9 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
-from megatron_grpo.weight_sync.links import schedule
-from megatron_grpo.weight_sync.transfer_plan import Pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.message_schedule import schedule_messages
+from megatron_grpo.weight_sync.pieces import Pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 
 MESSAGE_S = 50e-6
 """Assumed seconds for each message in addition to the time for its bytes."""
@@ -80,8 +81,10 @@ def summarize_refit(
     """
     began = time.perf_counter()
     sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
-    dtypes = wire_dtypes(shape, precision, fp8_blocks)
-    scheduled = schedule(plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes)
+    dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
+    scheduled = schedule_messages(
+        plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes
+    )
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data
     codes, inverse = np.unique(

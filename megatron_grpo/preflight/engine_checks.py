@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import find_cut_blocks, shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
@@ -25,11 +24,6 @@ from megatron_grpo.rollouts.lost_engines import RestoreEngines, refuse_to_restor
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.trainer.messages import RankSettings, make_training_filter
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
-from megatron_grpo.weight_sync.canary import Canary
-from megatron_grpo.weight_sync.files import FilesTransport
-from megatron_grpo.weight_sync.reshard import ReshardTransport
-from megatron_grpo.weight_sync.transport import WeightTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +180,3 @@ def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> 
         generation.replace(lost)
     except RunError as error:
         raise SamplingError(str(error)) from error
-
-
-def make_transport(
-    policy: MegatronPolicy,
-    generation: VllmGeneration,
-    config: RefitConfig,
-    run_dir: Path,
-    canary: Canary | None = None,
-) -> WeightTransport:
-    """Make the transport of the policy's weights to the engines, not yet connected.
-
-    Files go into `run_dir`. Without `canary` nothing is checked before engines serve.
-    """
-    if config.mode == "files":
-        return FilesTransport(policy, generation, config, run_dir, canary)
-    transports = {"broadcast": BroadcastTransport, "reshard": ReshardTransport}
-    return transports[config.mode](policy, generation, config, canary)

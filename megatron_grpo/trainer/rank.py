@@ -308,6 +308,9 @@ class PolicyRank(ModelRank):
     `head_kernel`: kernel for log-probabilities; None: that of the configuration.
     """
 
+    weight_sender: object | None = None
+    """The rank's end of refits (`weight_sync`), once they are connected."""
+
     def __init__(
         self,
         settings: RankSettings,

@@ -1,4 +1,4 @@
-"""Runs in an engine's worker: lets layers of vLLM's model be loaded again after vLLM has converted their weights.
+"""Runs in an engine's worker: loads layers of vLLM's model again after it has converted their weights.
 
 vLLM converts the weights of many layers when it has loaded them: to blocks of FP8, to the layout of a kernel for
 experts, to packed copies on a CPU. A refit brings the weights as a checkpoint has them (*plain* weights here). So a
@@ -20,8 +20,10 @@ from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 class ModelReload:
-    """Loads whole tensors into a worker's model, in any order, with vLLM's loaders and its layerwise reloading, which
-    keeps the tensors of a converted layer until all of them have come."""
+    """Loads whole tensors into a worker's model, in any order, with vLLM's loaders.
+
+    vLLM's layerwise reloading keeps the tensors of a converted layer until all of them have come.
+    """
 
     def __init__(self, worker: Any) -> None:
         self._model = worker.model_runner.get_model()
@@ -29,14 +31,14 @@ class ModelReload:
         self._config = worker.vllm_config.model_config
         self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
         self._kernels: list[tuple[Any, Any]] = []
-        """(quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`forget_kernel`)."""
+        """(quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`delete_kernel`)."""
 
     def begin(self) -> None:
         """Let the weight loaders of converted layers collect plain weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         for layer in self._layers:
-            self._kernels.append((layer.quant_method, forget_kernel(layer)))
+            self._kernels.append((layer.quant_method, delete_kernel(layer)))
             initialize_layerwise_reload(layer)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -44,7 +46,7 @@ class ModelReload:
         self._model.load_weights(tensors)
 
     def finish(self) -> None:
-        """Convert the layers that are still incomplete (padding is never sent), so that the new weights are in use."""
+        """Convert the layers that are still incomplete (padding is never sent), and use the new weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for layer in self._layers:
@@ -67,27 +69,26 @@ class ModelReload:
 
 
 def is_derived(layer: torch.nn.Module) -> bool:
-    """Whether a layer computes with a converted form of its weights."""
+    """True for a layer that computes with a converted form of its weights."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = getattr(layer, "quant_method", None)
     if method is None or isinstance(method, UnquantizedEmbeddingMethod):
         return False
-    on_cpu = all(parameter.device.type == "cpu" for parameter in layer.parameters())
-    packed = on_cpu and getattr(layer, "cpu_linear", None) is not torch.nn.functional.linear
-    return packed or not isinstance(method, UnquantizedLinearMethod)
+    is_on_cpu = all(parameter.device.type == "cpu" for parameter in layer.parameters())
+    is_packed = is_on_cpu and getattr(layer, "cpu_linear", None) is not torch.nn.functional.linear
+    return is_packed or not isinstance(method, UnquantizedLinearMethod)
 
 
 def require_plain(model: nn.Module) -> None:
-    """Check that layers which are filled in place compute with their weights as a checkpoint has them.
-
-    vLLM's kernels rewrite the weights of many layers after loading, of more in every release. Those with a quantisation
-    method and all experts are converted by vLLM again, so only the others may be written to directly.
+    """Require that layers which are filled in place compute with weights as a checkpoint has them.
 
     Raises:
         ValueError: a layer's parameter has another shape or dtype than before vLLM converted it; names all of them.
     """
+    # vLLM's kernels rewrite the weights of many layers after loading, of more in every release. Layers with a
+    # quantisation method and all experts are converted by vLLM again, so only the others may be written to directly.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     rewritten = []
@@ -95,17 +96,17 @@ def require_plain(model: nn.Module) -> None:
         if is_derived(layer):
             continue
         for name, plain in get_layerwise_info(layer).restore_metadata[0].items():
-            held = getattr(layer, name, None)
-            if held is None or (held.shape, held.dtype) != (plain.shape, plain.dtype):
-                now = "is gone" if held is None else f"is {list(held.shape)} in {held.dtype}"
-                rewritten.append(f"{module}.{name} was {list(plain.shape)} in {plain.dtype} and {now}")
+            current = getattr(layer, name, None)
+            if current is None or (current.shape, current.dtype) != (plain.shape, plain.dtype):
+                change = "is gone" if current is None else f"is {list(current.shape)} in {current.dtype}"
+                rewritten.append(f"{module}.{name} was {list(plain.shape)} in {plain.dtype} and {change}")
     if rewritten:
         text = "vLLM has rewritten weights that a refit writes in place, which this version cannot follow: "
         raise ValueError(text + "; ".join(rewritten))
 
 
 class RebuiltLayer:
-    """A layer of vLLM's whose weights it converts: experts, quantised layers, and on a CPU every packed layer."""
+    """A layer whose weights vLLM converts: experts, quantised layers, and packed ones on a CPU."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -115,7 +116,7 @@ class RebuiltLayer:
         self._info = layerwise.get_layerwise_info(layer)
 
     def open(self) -> Any:
-        """Give the layer plain weights, unless it has them already; returns the layer."""
+        """Give the layer plain weights, unless it has them already; return the layer."""
         info, layer = self._info, self._layer
         if info.kernel_tensors is None:
             info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
@@ -129,7 +130,7 @@ class RebuiltLayer:
         layer = self._layer
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
-        forget_kernel(layer)
+        delete_kernel(layer)
         self._convert()
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
@@ -151,22 +152,22 @@ class RebuiltLayer:
 
 
 class BlockedLayer(RebuiltLayer):
-    """A layer in FP8 blocks, whose `parameters` are filled with FP8 values and scales, as in FP8 checkpoints."""
+    """A layer in FP8 blocks, whose `parameters` are filled with FP8 values and scales."""
 
     def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
         super().__init__(layer)
         self._parameters = sorted(parameters)
 
     def strip(self) -> None:
-        """Give the layer plain weights on the meta device, in FP8 even where vLLM would load wider ones and round."""
-        super().strip()
+        """Give the layer plain weights on the meta device, in FP8."""
+        super().strip()  # vLLM may load wider weights and round them
         for name in self._parameters:
             shape = getattr(self._layer, name).shape
             scales = (*shape[:-2], *map(count_blocks, shape[-2:]))
-            plain = {name: (shape, torch.float8_e4m3fn), scales_name(name): (scales, torch.float32)}
-            for one, (size, dtype) in plain.items():
+            plain = {name: (shape, torch.float8_e4m3fn), name_scales(name): (scales, torch.float32)}
+            for parameter, (size, dtype) in plain.items():
                 meta = torch.empty(size, dtype=dtype, device="meta")
-                self._layer.register_parameter(one, nn.Parameter(meta, requires_grad=False))
+                self._layer.register_parameter(parameter, nn.Parameter(meta, requires_grad=False))
 
     def _convert(self) -> None:
         # vLLM's methods for online quantisation round first; only their steps after the rounding run here.
@@ -179,48 +180,51 @@ class BlockedLayer(RebuiltLayer):
             kernel: Any = method
             kernel.fp8_linear.process_weights_after_loading(layer)
         elif isinstance(method, OnlineMoEMethodBase):
-            numbers = [getattr(layer, name) for name in ("w13_weight", "w2_weight")]
-            scales = [getattr(layer, scales_name(name)) for name in ("w13_weight", "w2_weight")]
+            values = [getattr(layer, name) for name in ("w13_weight", "w2_weight")]
+            scales = [getattr(layer, name_scales(name)) for name in ("w13_weight", "w2_weight")]
             experts: Any = method
-            experts._setup_kernel(layer, *numbers, *scales, None, None)
+            experts._setup_kernel(layer, *values, *scales, None, None)
         else:
             super()._convert()
         layer._already_called_process_weights_after_loading = True
 
 
-def scales_name(parameter: str) -> str:
-    """vLLM's name for the block scales of a parameter."""
+def name_scales(parameter: str) -> str:
+    """Name the block scales of a parameter as vLLM does."""
     return f"{parameter}_scale_inv"
 
 
-def keeps_blocks(layer: nn.Module) -> bool:
-    """Whether a layer computes with FP8 blocks of 128 x 128, loaded as such or rounded by vLLM."""
+def uses_fp8_blocks(layer: nn.Module) -> bool:
+    """True for a layer that computes with FP8 blocks of 128 x 128."""
     method: Any = getattr(layer, "quant_method", None)
     size = getattr(method, "weight_block_size", None)
     return size is not None and tuple(size) == (BLOCK, BLOCK)
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Recompute what attention layers and tied heads derive from other layers' weights; `dtype` is the activations'."""
+    """Recompute weights that attention layers and tied heads derive from other layers'.
+
+    Args:
+        model: vLLM's model, whose other layers have the new weights.
+        dtype: dtype of the activations.
+    """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    is_on_cpu = next(model.parameters()).device.type == "cpu"
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
             attention: Any = layer
             attention.process_weights_after_loading(dtype)
-        elif on_cpu and isinstance(layer, ParallelLMHead):
+        elif is_on_cpu and isinstance(layer, ParallelLMHead):
             # A head multiplies by a packed copy of its weight, and a head tied to the embedding is never loaded itself.
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def forget_kernel(layer: torch.nn.Module) -> Any:
-    """Delete the kernel of a layer of experts on a CPU and return it; None: there is none.
-
-    vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
-    On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
-    """
+def delete_kernel(layer: torch.nn.Module) -> Any:
+    """Delete the kernel of a layer of experts on a CPU, and return it; None: there is none."""
+    # vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
+    # On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
     method: Any = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
     if detect_platform().name == "cuda" or kernel is None:

@@ -1,39 +1,63 @@
-"""Runs in an engine's worker: the receiving half of a refit."""
+"""Runs in an engine's worker: the receiving half of a refit.
+
+Every worker of every engine imports this module, so it and all that it needs import as few others as possible.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.config.generation_schema import RefitMode
-from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.weight_sync.broadcast import BroadcastReceiver
-from megatron_grpo.weight_sync.files import FilesReceiver
-from megatron_grpo.weight_sync.fingerprints import Fingerprint, engine_fingerprints
-from megatron_grpo.weight_sync.groups import Rendezvous
-from megatron_grpo.weight_sync.reshard import ReshardReceiver, shard_of_worker
+from megatron_grpo.models.weight_layouts import find_worker_shard
+from megatron_grpo.models.weight_map import ModelMap
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
+
+    from megatron_grpo.config.generation_schema import RefitMode
+    from megatron_grpo.weight_sync.fingerprints import Fingerprint
 else:
     Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
 
 
-Receiver = BroadcastReceiver | ReshardReceiver | FilesReceiver
-"""A worker's end of a connected refit. When `receive(version)` fails with a ValueError or RuntimeError, `abandon()`
-makes a later refit possible; until that refit the model holds no complete version."""
+class Receiver(Protocol):
+    """A worker's end of a connected refit."""
 
-_RECEIVERS: dict[RefitMode, type[Any]] = {
-    "broadcast": BroadcastReceiver,
-    "reshard": ReshardReceiver,
-    "files": FilesReceiver,
-}
+    def receive(self, version: int) -> None:
+        """Receive one version, and load it into the model.
+
+        Raises:
+            ValueError, RuntimeError: the version is damaged or incomplete; after `abandon` a later refit is possible.
+        """
+
+    def abandon(self) -> None:
+        """Restore the previous weights of incomplete layers; the model holds no complete version."""
+
+
+def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dict[str, Any], number: int) -> Receiver:
+    """Make the receiver of a mode, importing only its module.
+
+    Args:
+        worker: vLLM's worker, with a loaded model.
+        mode: transport of the weights.
+        model_map: sizes and weight map of the full model.
+        source: address of the weights.
+        number: number of the worker, counted over all engines.
+    """
+    if mode == "files":
+        from megatron_grpo.weight_sync.file_receiver import FileReceiver
+
+        return FileReceiver(worker, source)
+    from megatron_grpo.weight_sync.shard_receiver import ShardReceiver, TensorReceiver
+
+    receiver_class = ShardReceiver if mode == "reshard" else TensorReceiver
+    return receiver_class(worker, model_map, source, number)
 
 
 class RefitWorker(Worker):
@@ -47,16 +71,25 @@ class RefitWorker(Worker):
     """The complete version that this worker holds; None before the first refit and after a failed one."""
     receiver: Receiver | None = None
     """This worker's end of the refit, once it is connected."""
+    model_map: ModelMap | None = None
+    """Sizes and weight map of the full model, once the refit is connected."""
 
     @phase("connect the refit")
-    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
-        """Connect to the policy. The rendezvous comes as a dict: vLLM's messages carry plain types only."""
+    def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None:
+        """Connect to the policy.
+
+        Args:
+            mode: transport of the weights.
+            source: `model_map`, and the address that the mode's receiver needs, in types that vLLM's messages carry.
+            first_receiver: total number of workers of the engines before this one.
+        """
         self.receiver = None
         try:
-            where = rendezvous if mode == "files" else Rendezvous(**rendezvous)
-            self.receiver = _RECEIVERS[mode](self, where, first_receiver + self.parallel_config.rank)
+            self.model_map = ModelMap.from_json(source["model_map"])
+            number = first_receiver + self.parallel_config.rank
+            self.receiver = make_receiver(self, mode, self.model_map, source, number)
         except Exception as error:  # noqa: BLE001 - see the class
-            return self._failure(error)
+            return self._describe_failure(error)
         return None
 
     @phase("receive weights")
@@ -72,30 +105,38 @@ class RefitWorker(Worker):
         except Exception as error:  # noqa: BLE001 - see the class
             if self.receiver is not None:
                 self.receiver.abandon()
-            return self._failure(error)
+            return self._describe_failure(error)
         self.received = version
         return None
 
     def confirm_refit(self, version: int) -> str | None:
-        """Check that this worker holds a version. The other calls of a commit do not reach vLLM's workers."""
+        """Confirm that this worker holds a version."""
+        # vLLM answers the other calls of a commit without its workers, so only this one notices a worker that is gone
+        # or was replaced since it received the version.
         if self.received == version:
             return None
         return f"worker {self.rank} holds version {self.received} of the weights, and not {version}"
 
     @phase("fingerprint weights")
     def fingerprint_weights(self) -> dict[str, Fingerprint] | str:
-        """Fingerprints of this worker's weights as its kernels hold them (`engine_fingerprints`)."""
+        """Compute fingerprints of this worker's weights as its kernels hold them (`fingerprint_engine`)."""
+        from megatron_grpo.weight_sync.engine_fingerprints import fingerprint_engine
+
         try:
-            config = self.vllm_config
-            shape = read_model_shape(config.model_config.model)
-            shard, model = shard_of_worker(self, shape), self.model_runner.get_model()
+            assert self.model_map is not None, "connect_refit() comes first"
+            config, shard = self.vllm_config, find_worker_shard(self.vllm_config.parallel_config, self.model_map.shape)
             with set_current_vllm_config(config), set_forward_context(None, config):
-                return engine_fingerprints(model, config.model_config.dtype, shape, shard)
+                return fingerprint_engine(
+                    self.model_runner.get_model(), config.model_config.dtype, self.model_map, shard
+                )
         except Exception as error:  # noqa: BLE001 - see the class
-            return self._failure(error)
+            return self._describe_failure(error)
 
     def describe(self) -> dict[str, Any]:
-        """The server's properties that a run checks, in JSON types; {"problem": ...} if it cannot be used."""
+        """Describe the server for a run's checks, in JSON types; {"problem": ...} if it cannot be used."""
+        # Imported here because only external servers are asked, and the families are many modules.
+        from megatron_grpo.models.families import read_model_shape
+
         config = self.vllm_config
         parallel, model = config.parallel_config, config.model_config
         if parallel.data_parallel_size > 1:
@@ -118,5 +159,5 @@ class RefitWorker(Worker):
             "longest": model.max_model_len,
         }
 
-    def _failure(self, error: Exception) -> str:
+    def _describe_failure(self, error: Exception) -> str:
         return f"worker {self.rank}: {error or type(error).__name__}"

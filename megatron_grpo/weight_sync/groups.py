@@ -1,7 +1,6 @@
-"""Runs on ranks of the policy and in engines' workers: the process group of a refit, NCCL on CUDA and gloo on CPU, and
-waits for its other members.
+"""The process group of a refit, NCCL on CUDA and gloo on CPU, and its members' waits for each other.
 
-Such a group does not come from torch's default group, since policy and engine each have a default group of their own.
+The group does not come from torch's default group: policy and engine each have a default group already.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from megatron_grpo.platform.device import connect_store, environment
 
+# Seconds to reach a store, less than `refit_calls.SETTLE_S`. A store listens before its address is sent, so a store
+# that cannot be reached was closed, because another member of the attempt has failed.
 REACH_S = 10.0
-"""Seconds to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
-cannot be reached was closed, because another member of the attempt has failed."""
 
 FAILURE = "failure"
 """Key in the store for the first failure of any member, in words: who failed, and why."""
 
-LOOK_S = 0.5
-"""Seconds between two reads of FAILURE by a waiting member: 1,500 members read it 3,000 times a second."""
+FAILURE_CHECK_S = 0.5
+"""How often a waiting member checks for a failure. At 0.5 s, 1,500 members cause 3,000 reads a second."""
 
-PAUSES_S = 20e-6, 5e-3
-"""Shortest and longest pause between two polls of a transfer, in seconds."""
+# Shortest and longest pause between two polls of a transfer, in seconds.
+_POLL_S = 20e-6, 5e-3
 
-GLOO_WAITS = 8
-"""Most transfers of a member that are pending at once over gloo: two buffers, each with a notice and its answer, and as
-many to spare."""
+# Most transfers of a member that are pending at once over gloo: two buffers, each with a notice and its answer, and as
+# many to spare.
+_GLOO_WAITS = 8
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Address of the store through which the members of a group find each other."""
+    """Address of the store where the members of a group find each other."""
 
     host: str
     port: int
@@ -55,30 +54,29 @@ class Rendezvous:
     same_gpus: bool = False
     """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
 
-    def store(self) -> Store:
-        """A client of the store at this address.
+    def reach(self) -> Store:
+        """Connect to the store at this address.
 
         Raises:
             RuntimeError: no store listens at the address within REACH_S.
         """
         store = connect_store(self.host, self.port, min(self.timeout_s, REACH_S))
-        store.set_timeout(timedelta(seconds=self.timeout_s))  # for others' keys
+        store.set_timeout(timedelta(seconds=self.timeout_s))  # for keys that other members write
         return store
 
 
 class Transfer(Protocol):
-    """A message under way, as torch's `Work`."""
+    """A pending message, like torch's `Work`."""
 
     def is_completed(self) -> bool:
-        """Whether the transfer has ended, by success or failure; does not wait."""
+        """True once the transfer has ended, by success or failure; does not wait."""
 
     def wait(self) -> object:
-        """Called after the end: orders the device's current stream behind the transfer. Raises RuntimeError if the
-        transfer failed."""
+        """Order the device's current stream behind the transfer, which has ended; RuntimeError if it failed."""
 
 
 class Group(Protocol):
-    """A process group of torch's, as far as a refit uses it."""
+    """The part of torch's process group that a refit uses."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         """Start sending one tensor to a member."""
@@ -91,46 +89,45 @@ class Group(Protocol):
 
 
 class Watch:
-    """One member's waits for the others: they end at a deadline, or soon after any member has failed.
-
-    With NCCL nobody is told that a process is gone: a transfer to it stays pending, and so does every transfer that
-    waits for that one, until the last timeout of the last member. So no member waits inside of the library. It polls,
-    and now and then looks for FAILURE in the store. The first member to fail leaves it there, or else the driver, which
-    learns from Ray that a process is gone.
+    """Waits of one member for the others, which end at a deadline or soon after any member has failed.
 
     Args:
         store: a client of the rendezvous' store that no other thread uses.
-        timeout_s: seconds from `begin` to the deadline.
+        timeout_s: seconds from `restart` to the deadline.
     """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
-        """Let the time of the deadline begin now."""
+    def restart(self) -> None:
+        """Start the time until the deadline."""
         self._end = time.monotonic() + self._timeout_s
 
-    def until(self, over: Callable[[], bool]) -> None:
-        """Return once `over()` is true.
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Return once `is_over()` is true.
 
         Raises:
             RuntimeError: the deadline passed, a member failed, or the driver has closed the store.
         """
-        began = looked = time.monotonic()
-        while not over():
+        # NCCL reports to nobody that a process is gone: a transfer to it stays pending, and so does every transfer that
+        # waits for that one, until the last timeout of the last member. So no member waits inside of the library. It
+        # polls, and now and then looks for FAILURE in the store. The first member to fail leaves it there, or else the
+        # driver, which learns from Ray that a process is gone.
+        began = last_check = time.monotonic()
+        while not is_over():
             now = time.monotonic()
             if now >= self._end:
                 raise RuntimeError(f"nothing happened until the deadline of {self._timeout_s:g} s")
-            if now - looked >= LOOK_S:
-                looked = now
+            if now - last_check >= FAILURE_CHECK_S:
+                last_check = now
                 if self._store.check([FAILURE]):
                     raise RuntimeError(f"given up, because {self._store.get(FAILURE).decode()}")
-            shortest, longest = PAUSES_S
+            shortest, longest = _POLL_S
             time.sleep(min(max((now - began) / 10, shortest), longest))  # adds a tenth to a wait, at most
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that may block in a library, in a thread that is left behind if the wait for it fails."""
+        """Call a function that may block in a library; if the wait fails, its thread is left behind."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -140,39 +137,37 @@ class Watch:
                 answer.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
-        self.until(answer.done)
+        self.wait_until(answer.done)
         return answer.result()
 
-    def fail(self, reason: str) -> None:
-        """Tell all members that this one has failed, unless another one did so before."""
+    def report_failure(self, reason: str) -> None:
+        """Leave this member's failure for all others, unless there is an earlier one."""
         with contextlib.suppress(RuntimeError):  # the driver has closed the store, so it has given up already
             record_failure(self._store, reason)
 
 
 def record_failure(store: Store, reason: str) -> None:
-    """Leave a failure in the store of a rendezvous, for all waiting members; an earlier one stays."""
+    """Leave a failure for all waiting members in their store; an earlier one stays."""
     store.compare_set(FAILURE, "", reason)
 
 
-def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> Group:
-    """Join the group of a refit; returns when all `size` members have joined, so it blocks: see `Watch.call`.
+def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> Group:
+    """Join the group of a refit; blocks until all `size` members have joined (`Watch.call`).
 
     Raises:
         RuntimeError: a member did not join.
     """
     if device.type == "cuda":
-        return _nccl(PrefixStore("group", rendezvous.store()), rank, size, device)
-    return GlooGroup(gloo(rendezvous, "group", rank, size), (rank + 1) % size)
+        return _make_nccl_group(PrefixStore("group", rendezvous.reach()), rank, size, device)
+    return GlooGroup(make_gloo_group(rendezvous, "group", rank, size), (rank + 1) % size)
 
 
-def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Group:
-    """A group over one NCCL communicator of all members, which exists when this returns.
-
-    Without a communicator made beforehand torch would make another one, of two ranks, for each pair that exchanges a
-    message: dozens for each rank of a large model, each with buffers of its own, and each made inside of a send that
-    blocks the host. With it, all transfers of a process go one after the other through one stream. This is safe in the
-    order that `links.schedule` gives them.
-    """
+def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Group:
+    """Make a group over one NCCL communicator of all members, which exists when this returns."""
+    # Without a communicator made beforehand torch would make one of two ranks for each pair that exchanges a message:
+    # dozens for each rank of a large model, each with buffers of its own, and each made inside of a send that blocks
+    # the host. With it, all transfers of a process go one after the other through one stream, which is safe in the
+    # order of `schedule_messages`.
     from torch.distributed import ProcessGroupNCCL
 
     settings = {
@@ -185,46 +180,46 @@ def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Group:
     return cast(Group, group)
 
 
-def gloo(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Any:
-    """torch's gloo group of this name; listens on the address from which this machine reaches the rendezvous."""
-    kind: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
+def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Any:
+    """Make torch's gloo group, which listens on the address from which this machine reaches the rendezvous."""
+    group_class: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, 9))  # sends nothing
-        own_address = probe.getsockname()[0]  # gloo would choose the host name, which may not resolve
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=own_address)]
+        address = probe.getsockname()[0]  # gloo would choose the host name, which may not resolve
+    options = group_class._Options()
+    options._devices = [group_class.create_device(hostname=address)]
     options._timeout = timedelta(seconds=rendezvous.timeout_s)
-    return kind(PrefixStore(name, rendezvous.store()), rank, size, options)
+    return group_class(PrefixStore(name, rendezvous.reach()), rank, size, options)
 
 
 class GlooGroup:
-    """A gloo group with transfers that can be polled and an abort, which gloo's own lacks.
+    """A gloo group whose transfers can be polled, and which can be aborted.
 
     Args:
         group: torch's gloo group.
-        other: any other member.
+        neighbour: any other member.
     """
 
-    def __init__(self, group: Any, other: int) -> None:
-        self._group, self._other = group, other
-        self._waits = ThreadPoolExecutor(GLOO_WAITS)
+    def __init__(self, group: Any, neighbour: int) -> None:
+        self._group, self._neighbour = group, neighbour
+        self._waits = ThreadPoolExecutor(_GLOO_WAITS)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         """Start sending one tensor to a member."""
-        return _Awaited(self._waits.submit(self._group.send(tensors, peer, tag).wait))
+        return _ThreadTransfer(self._waits.submit(self._group.send(tensors, peer, tag).wait))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         """Start receiving one tensor from a member."""
-        return _Awaited(self._waits.submit(self._group.recv(tensors, peer, tag).wait))
+        return _ThreadTransfer(self._waits.submit(self._group.recv(tensors, peer, tag).wait))
 
     def abort(self) -> None:
         """End all pending transfers: a wait that times out makes gloo close all connections of its group."""
         with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._other, 1).wait(timedelta(milliseconds=1))
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._neighbour, 1).wait(timedelta(milliseconds=1))
         self._waits.shutdown(wait=False)
 
 
-class _Awaited:
+class _ThreadTransfer:
     """A transfer that a thread waits for, since gloo's cannot be polled."""
 
     def __init__(self, wait: Future[Any]) -> None:

@@ -1,7 +1,7 @@
 """Runs in an engine's worker: writes the slices of a reshard refit into vLLM's model.
 
-A slice goes straight into the memory of a parameter where the layer computes with its plain weights, and otherwise into
-plain weights that vLLM converts when the last slice of the layer has come.
+A slice goes straight into the memory of a parameter where the layer computes with its plain weights. Elsewhere it goes
+into a plain parameter, and vLLM converts the layer when its last slice has come.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.families import build_weight_map
-from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
-from megatron_grpo.models.weight_map import is_per_layer
+from megatron_grpo.models.weight_map import ModelMap, is_per_layer
 from megatron_grpo.weight_sync.engine_layers import (
     BlockedLayer,
     RebuiltLayer,
     finish_model,
     is_derived,
-    keeps_blocks,
+    name_scales,
     require_plain,
-    scales_name,
+    uses_fp8_blocks,
 )
-from megatron_grpo.weight_sync.transfer_plan import Pieces, box_of
+from megatron_grpo.weight_sync.pieces import Pieces, find_box
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
@@ -40,7 +38,7 @@ class _Region(NamedTuple):
     expert: int | None
     rows: slice
     columns: slice
-    scaled: bool
+    has_scales: bool
     """Whether the piece comes in FP8, with scales."""
 
     @property
@@ -49,11 +47,14 @@ class _Region(NamedTuple):
         return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
 
     @property
-    def blocks(self) -> list[slice]:
+    def blocks(self) -> tuple[slice, slice]:
         """Rows and columns of the region's scales; it starts with a block (`find_cut_blocks`)."""
-        sides = (self.rows, self.columns)
-        assert not any(side.start % BLOCK for side in sides), f"{self} begins inside a block"
-        return [slice(side.start // BLOCK, count_blocks(side.stop)) for side in sides]
+        starts = (self.rows.start, self.columns.start)
+        assert not any(start % BLOCK for start in starts), f"{self} begins inside a block"
+        return (
+            slice(self.rows.start // BLOCK, count_blocks(self.rows.stop)),
+            slice(self.columns.start // BLOCK, count_blocks(self.columns.stop)),
+        )
 
 
 class ModelWriter:
@@ -62,7 +63,7 @@ class ModelWriter:
     Args:
         model: vLLM's model.
         dtype: dtype of the model's activations.
-        shape: sizes of the whole model.
+        model_map: sizes and weight map of the full model.
         shard: the part of the model that the worker holds.
         messages: for each message of a refit its pieces, [pieces], PIECE.
         scaled: rows of the weight map whose tensors come in FP8, with scales.
@@ -76,14 +77,14 @@ class ModelWriter:
         self,
         model: torch.nn.Module,
         dtype: torch.dtype,
-        shape: ModelShape,
+        model_map: ModelMap,
         shard: RankShard,
         messages: Sequence[Pieces],
         scaled: Collection[int] = (),
     ) -> None:
         require_plain(model)
         self._model, self._dtype = model, dtype
-        self._messages = _regions(shape, shard, messages, scaled)
+        self._messages = _find_regions(model_map, shard, messages, scaled)
         regions = [region for message in self._messages for region in message]
         self._expected = Counter[str]()
         """Number of elements that a refit brings, by module."""
@@ -91,42 +92,39 @@ class ModelWriter:
             self._expected[region.module] += region.size
         self._written: Counter[str] = Counter()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
-        in_fp8 = self._fp8_parameters(regions)
+        fp8_parameters = self._list_fp8_parameters(regions)
         self._rebuilt = {
-            name: BlockedLayer(layer, in_fp8[name]) if name in in_fp8 else RebuiltLayer(layer)
+            name: BlockedLayer(layer, fp8_parameters[name]) if name in fp8_parameters else RebuiltLayer(layer)
             for name, layer in self._layers.items()
-            if name in in_fp8 or is_derived(layer)
+            if name in fp8_parameters or is_derived(layer)
         }
-        # vLLM's names of the parameters outside layers that only other pipeline stages compute with.
-        outside = [entry for entry in build_weight_map(shape) if not is_per_layer(entry.megatron[0])]
-        others = [one for entry in outside if not shard.keeps(entry) for one in find_destinations(entry, shape, shard)]
-        self._require_all(regions, {one.parameter for one in others})
+        self._require_filled(regions, _list_unused_parameters(model_map, shard))
 
     def begin(self) -> None:
         """Reset the counts of written elements."""
         self._written.clear()
 
-    def write(self, message: int, position: int, values: Tensor, scales: Tensor | None = None) -> None:
+    def write(self, message: int, index: int, values: Tensor, scales: Tensor | None = None) -> None:
         """Write a piece to its region.
 
         Args:
             message: number of the piece's message.
-            position: number of the piece in the message.
+            index: index of the piece in the message.
             values: [rows, columns], in any dtype.
             scales: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
-        to = self._messages[message][position]
-        rebuilt = self._rebuilt.get(to.module)
-        layer = self._layers[to.module] if rebuilt is None else rebuilt.open()
-        _matrix(layer, to.name, to.expert)[to.rows, to.columns].copy_(values)
+        region = self._messages[message][index]
+        rebuilt = self._rebuilt.get(region.module)
+        layer = self._layers[region.module] if rebuilt is None else rebuilt.open()
+        _view_matrix(layer, region.name, region.expert)[region.rows, region.columns].copy_(values)
         if scales is not None:
-            _matrix(layer, scales_name(to.name), to.expert)[tuple(to.blocks)].copy_(scales)
-        self._written[to.module] += values.numel()
-        if rebuilt is not None and self._written[to.module] == self._expected[to.module]:
+            _view_matrix(layer, name_scales(region.name), region.expert)[region.blocks].copy_(scales)
+        self._written[region.module] += values.numel()
+        if rebuilt is not None and self._written[region.module] == self._expected[region.module]:
             rebuilt.close()
 
     def finish(self) -> None:
-        """Recompute what attention layers and tied heads derive from the weights of other layers."""
+        """Recompute weights that attention layers and tied heads derive from other layers'."""
         assert self._written == self._expected, "every message has come"
         finish_model(self._model, self._dtype)
 
@@ -135,67 +133,76 @@ class ModelWriter:
         for layer in self._rebuilt.values():
             layer.abandon()
 
-    def _fp8_parameters(self, regions: Sequence[_Region]) -> dict[str, set[str]]:
-        """Names of the parameters that come in FP8, by module."""
+    def _list_fp8_parameters(self, regions: Sequence[_Region]) -> dict[str, set[str]]:
+        """List the parameters that come in FP8, by module."""
         names: defaultdict[str, set[str]] = defaultdict(set)
         for region in regions:
-            if region.scaled:
+            if region.has_scales:
                 names[region.module].add(region.name)
-        others = [module for module in names if not keeps_blocks(self._layers[module])]
-        if others:
+        unsuitable = [module for module in names if not uses_fp8_blocks(self._layers[module])]
+        if unsuitable:
             text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
-            raise ValueError(text + ", ".join(sorted(others)))
+            raise ValueError(text + ", ".join(sorted(unsuitable)))
         return names
 
-    def _require_all(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
-        """Check that each parameter gets as many elements as it has before vLLM converts it; ValueError if not."""
+    def _require_filled(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
+        """Require that each parameter gets as many elements as it has before vLLM converts it; ValueError if not."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        numbers: Counter[str] = Counter()
-        for one in regions:
-            numbers[f"{one.module}.{one.name}"] += one.size
-            if one.scaled:
-                rows, columns = one.blocks
+        received: Counter[str] = Counter()
+        for region in regions:
+            received[f"{region.module}.{region.name}"] += region.size
+            if region.has_scales:
+                rows, columns = region.blocks
                 scales = (rows.stop - rows.start) * (columns.stop - columns.start)
-                numbers[f"{one.module}.{scales_name(one.name)}"] += scales
-        missing = []
+                received[f"{region.module}.{name_scales(region.name)}"] += scales
+        problems = []
         for module, layer in self._model.named_modules():
-            for last, parameter in get_layerwise_info(layer).restore_metadata[0].items():
-                name, wanted = f"{module}.{last}", parameter.numel()
-                found = numbers[name]
+            for parameter_name, parameter in get_layerwise_info(layer).restore_metadata[0].items():
+                name, expected = f"{module}.{parameter_name}", parameter.numel()
+                count = received[name]
                 # Vocabularies are padded; some models keep an embedding, a norm or a head on stages that do not use it.
-                padded = found < wanted and isinstance(layer, VocabParallelEmbedding)
-                if found != wanted and not padded and (found or name not in unused):
-                    missing.append(f"{name}: {found} of {wanted} numbers")
-        if missing:
+                is_padded = count < expected and isinstance(layer, VocabParallelEmbedding)
+                if count != expected and not is_padded and (count or name not in unused):
+                    problems.append(f"{name}: {count} of {expected} numbers")
+        if problems:
             text = "refit.mode=reshard does not fill vLLM's model; use broadcast. "
-            raise ValueError(text + "; ".join(missing))
+            raise ValueError(text + "; ".join(problems))
 
 
-def _regions(
-    shape: ModelShape, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
+def _list_unused_parameters(model_map: ModelMap, shard: RankShard) -> set[str]:
+    """List vLLM's parameters outside layers that only other pipeline stages compute with."""
+    return {
+        destination.parameter
+        for entry in model_map.entries
+        if not is_per_layer(entry.megatron[0]) and not shard.keeps(entry)
+        for destination in find_destinations(entry, model_map.shape, shard)
+    }
+
+
+def _find_regions(
+    model_map: ModelMap, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
 ) -> list[list[_Region]]:
-    """For each message the regions of its pieces, on a rank that holds `shard`."""
-    entries = build_weight_map(shape)
+    """Find the regions of each message's pieces, on a rank that holds `shard`."""
 
     @cache
-    def destinations_of(entry: int, layer: int, expert: int) -> list[Destination]:
-        return find_destinations(entries[entry], shape, shard, layer, expert)
+    def find_cached(entry: int, layer: int, expert: int) -> list[Destination]:
+        return find_destinations(model_map.entries[entry], model_map.shape, shard, layer, expert)
 
-    def region(piece: Any) -> _Region:
+    def find_region(piece: Any) -> _Region:
         entry = int(piece["entry"])
-        destination = destinations_of(entry, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
-        box = box_of(destination.part)
+        destination = find_cached(entry, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
+        box = find_box(destination.part)
         rows = (piece["rows"] - box.row + destination.row).tolist()
         columns = (piece["columns"] - box.column).tolist()
         module, _, name = destination.parameter.rpartition(".")
         return _Region(module, name, destination.expert, slice(*rows), slice(*columns), entry in scaled)
 
-    return [[region(piece) for piece in pieces] for pieces in messages]
+    return [[find_region(piece) for piece in pieces] for pieces in messages]
 
 
-def _matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
+def _view_matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
     """[rows, columns]: a parameter, or an expert's part of one."""
     parameter: Tensor = getattr(layer, name).data
     if expert is not None:

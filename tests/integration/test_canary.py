@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,10 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync import reshard
-from megatron_grpo.weight_sync.canary import Canary, canary_sequences
-from megatron_grpo.weight_sync.reshard import ReshardTransport
-from megatron_grpo.weight_sync.transport import RefitError
+from megatron_grpo.weight_sync import shard_sender
+from megatron_grpo.weight_sync.canary import Canary, draw_canary
+from megatron_grpo.weight_sync.refit_calls import RefitError
+from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gpus, make_model, request
 
@@ -79,9 +80,9 @@ def healthy(pair: tuple[MegatronPolicy, VllmGeneration]) -> Iterator[None]:
     ray.get(pair[0].submit(_merge_wrongly, None))
 
 
-def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> ReshardTransport:
+def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> WeightTransport:
     config = replace(REFIT, **changes)
-    transport = ReshardTransport(*pair, config, Canary(config, canary_sequences(7, VOCAB, 32)))
+    transport = make_transport(*pair, config, Path(), Canary(config, draw_canary(7, VOCAB, 32)))
     transport.connect()
     return transport
 
@@ -208,9 +209,9 @@ def _move_norms(rank: Any) -> None:
 
 def _merge_adapters(_: Any, merged: bool) -> None:
     """Let refits send the policy's weights with or without its adapters."""
-    original = getattr(reshard, "merging_entries", reshard.bind_entries)
+    original = getattr(shard_sender, "merging_entries", shard_sender.bind_entries)
     bare = lambda *args: [replace(bound, adapted=None) for bound in original(*args)]  # noqa: E731
-    vars(reshard).update(merging_entries=original, bind_entries=original if merged else bare)
+    vars(shard_sender).update(merging_entries=original, bind_entries=original if merged else bare)
 
 
 def _merge_wrongly(rank: Any, fault: str | None) -> None:

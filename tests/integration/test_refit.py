@@ -18,8 +18,8 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
-from megatron_grpo.weight_sync.transport import RefitError
+from megatron_grpo.weight_sync.refit_calls import RefitError
+from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.vllm_helpers import (
     ON_GPUS,
     START_S,
@@ -40,7 +40,7 @@ PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
 TOKENS = 8
 TOLERANCE = 1e-2 if ON_GPUS else 1e-4
 """Of a log-probability; attention on a GPU multiplies in TF32."""
-REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0, retries=0)
+REFIT = RefitConfig(mode="broadcast", bucket_mib=0.05, timeout_s=60.0, retries=0)
 """Buckets small enough that layers straddle them and the embedding comes in strips."""
 
 
@@ -85,7 +85,7 @@ def test_generation_equals_transformers_after_each_refit(
 ) -> None:
     assert_serves(generation, Oracle(base), version=0)
     for version, (policy, oracle) in enumerate(policies.values(), start=1):
-        transport = BroadcastTransport(policy, generation, REFIT)
+        transport = make_transport(policy, generation, REFIT, Path())
         transport.connect()
         report = transport.publish(version)
         assert report.version == version
@@ -99,7 +99,7 @@ def test_a_corrupted_bucket_is_refused_and_the_next_refit_heals(
     generation: VllmGeneration, policies: dict[str, tuple[MegatronPolicy, Oracle]]
 ) -> None:
     policy, oracle = policies["pp2"]
-    transport = BroadcastTransport(policy, generation, REFIT)
+    transport = make_transport(policy, generation, REFIT, Path())
     transport.connect()
     transport.publish(10)
     ray.get(policy.submit(_corrupt_next_refit))
@@ -116,7 +116,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
 ) -> None:
     """Last of the module: the engine is gone afterwards."""
     policy, _ = policies["tp2"]
-    transport = BroadcastTransport(policy, generation, REFIT)
+    transport = make_transport(policy, generation, REFIT, Path())
     transport.connect()
     kill_a_worker(generation)
     began = time.monotonic()
@@ -152,19 +152,16 @@ def assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> N
         assert output.spans == [Span(0, len(token_ids), version)]
 
 
-def _corrupt_next_refit(_: Any) -> None:
-    """On the rank that sends stage 1: flip one bit of the first message after it is sealed, once."""
-    from megatron_grpo.weight_sync import reshard
-
+def _corrupt_next_refit(rank: Any) -> None:
+    """On the rank that sends stage 1: flip one bit of the first message after its checksum is written, once."""
     if torch.distributed.get_rank() != 1:
         return
-    assert reshard._sender is not None
-    links = reshard._sender._links
+    links = rank.weight_sender.links
     begin = links.begin
 
     def flip_once(number: int) -> Any:
         links.buffer(number)[100] ^= 1
-        links.begin = begin  # type: ignore[method-assign]
+        links.begin = begin
         return begin(number)
 
-    links.begin = flip_once  # type: ignore[method-assign]
+    links.begin = flip_once

@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.transport import SETTLE_S, PolicyLostError, RefitError
+from megatron_grpo.weight_sync.refit_calls import SETTLE_S, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
 from tests.support.refit_faults import (
@@ -269,12 +269,9 @@ def _lives(pid: int, started: float) -> bool:
         return False
 
 
-def _inject(_: Any, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
+def _inject(rank: Any, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
     """On a rank of the policy: `refit_faults.inject`."""
     import torch
 
-    from megatron_grpo.weight_sync import reshard as sender
-
     if torch.distributed.get_rank() == FAULTY_RANK:
-        assert sender._sender is not None
-        inject(sender._sender._links, moment, target, what)
+        inject(rank.weight_sender.links, moment, target, what)

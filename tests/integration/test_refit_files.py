@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import ray
 
+from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
-from megatron_grpo.weight_sync.files import FilesTransport
-from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import ray_cluster, start_policy
 from tests.integration.test_reshard import CASES, FAMILIES, RARE, Case, answers
 from tests.integration.vllm_helpers import engines, make_model
@@ -36,14 +35,14 @@ def test_the_engine_holds_the_same_bits_however_weights_come(case: Case, tmp_pat
     try:
         with engines(base, **case.generation) as generation:
             policy.wait_ready()
-            files = FilesTransport(policy, generation, REFIT, tmp_path / "run")
+            files = make_transport(policy, generation, REFIT, tmp_path / "run")
             files.connect()
             before = answers(generation)
             files.publish(1)
             through_files = answers(generation)
             assert not np.array_equal(before, through_files), "another model"
-            assert np.array_equal(through_files, _over_links(BroadcastTransport, policy, generation, version=2))
-            assert np.array_equal(through_files, _over_links(ReshardTransport, policy, generation, version=3))
+            assert np.array_equal(through_files, _over_links("broadcast", policy, generation, version=2))
+            assert np.array_equal(through_files, _over_links("reshard", policy, generation, version=3))
             # Layers that are not loaded again stay as they are.
             files.connect()
             assert files.publish(4).bytes_sent > 0
@@ -54,20 +53,15 @@ def test_the_engine_holds_the_same_bits_however_weights_come(case: Case, tmp_pat
             assert report.tensors == 1
             changed = answers(generation)
             assert not np.array_equal(changed, through_files)
-            assert np.array_equal(changed, _over_links(BroadcastTransport, policy, generation, version=7))
+            assert np.array_equal(changed, _over_links("broadcast", policy, generation, version=7))
             files.close()
             assert not (tmp_path / "run" / "refit").exists()
     finally:
         policy.shutdown()
 
 
-def _over_links(
-    kind: type[BroadcastTransport] | type[ReshardTransport],
-    policy: MegatronPolicy,
-    generation: VllmGeneration,
-    version: int,
-) -> np.ndarray:
-    transport = kind(policy, generation, replace(REFIT, mode=kind.mode))
+def _over_links(mode: RefitMode, policy: MegatronPolicy, generation: VllmGeneration, version: int) -> np.ndarray:
+    transport = make_transport(policy, generation, replace(REFIT, mode=mode), Path())
     transport.connect()
     transport.publish(version)
     return answers(generation)

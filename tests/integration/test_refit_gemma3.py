@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, gemma3, make_model
 
@@ -23,7 +23,7 @@ def test_generation_equals_transformers_before_and_after_a_refit(tmp_path: Path)
         with engines(base) as generation:
             assert_serves(generation, Oracle(base), version=0)
             policy.wait_ready()
-            transport = BroadcastTransport(policy, generation, REFIT)
+            transport = make_transport(policy, generation, REFIT, Path())
             transport.connect()
             assert transport.publish(1).tensors >= 2 * 13 + 2, "13 tensors a layer, the (tied) embedding, the last norm"
             assert_serves(generation, Oracle(trained), version=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from ray.exceptions import RayTaskError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.models.families import build_model_map
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.files import FilesTransport
-from megatron_grpo.weight_sync.reshard import ReshardTransport
-from megatron_grpo.weight_sync.transport import RefitError
+from megatron_grpo.weight_sync.files_mode import FilesMode
+from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
+from megatron_grpo.weight_sync.transfer_modes import TransferCounts
+from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_refit_files import REFIT as FILES
 from tests.integration.test_refit_files import scale_a_norm
@@ -47,9 +49,9 @@ def engine_and_policy(
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any) -> None:
+def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
-    transport = ReshardTransport(policy, generation, replace(REFIT, retries=0))
+    transport = make_transport(policy, generation, replace(REFIT, retries=0), tmp_path)
     transport.connect()
     transport.publish(10)
     ray.get(policy.submit(_flip_a_bit))
@@ -60,7 +62,7 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
     assert transport.publish(12).retries == 0
     assert_serves(generation, oracle, version=12)
     # With retries the same fault is not an error.
-    transport = ReshardTransport(policy, generation, REFIT)
+    transport = make_transport(policy, generation, REFIT, tmp_path)
     transport.connect()
     ray.get(policy.submit(_flip_a_bit))
     assert transport.publish(13).retries == 1
@@ -74,24 +76,25 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
 
 
 @pytest.mark.slow
-def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy: Any) -> None:
+def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
-    transport = ReshardTransport(policy, generation, replace(REFIT, shared_memory=False))
+    transport = make_transport(policy, generation, replace(REFIT, shared_memory=False), tmp_path)
     transport.connect()
     transport.publish(10)
     sent = answers(generation)
     assert_serves(generation, oracle, version=10)
-    assert np.array_equal(after(ReshardTransport, policy, generation, version=11), sent)
+    assert np.array_equal(after("reshard", policy, generation, version=11), sent)
 
 
 @pytest.mark.slow
 def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
-    transport = _Damaging(policy, generation, FILES, tmp_path / "run")
+    calls = RefitCalls(policy, generation)
+    transport: Any = WeightTransport(calls, _Damaging(calls, FILES, tmp_path / "run"), FILES)
     transport.connect()
     transport.publish(1)
     assert_serves(generation, oracle, version=1)
-    transport.damages = 1
+    transport._mode.damages = 1
     ray.get(policy.submit(scale_a_norm, 2.0))
     with pytest.raises(RefitError, match=r"worker \d: .*/refit/0000.*safetensors: model\..* is not what was written"):
         transport.publish(2)
@@ -101,7 +104,7 @@ def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: A
     assert transport.publish(3).tensors == TENSORS, "all is written again"
     assert_serves(generation, oracle, version=3)
     # With retries the same fault is not an error.
-    transport._retries, transport.damages = 1, 1
+    transport._config, transport._mode.damages = replace(FILES, retries=1), 1
     ray.get(policy.submit(scale_a_norm, 2.0))
     assert transport.publish(4).retries == 1
     ray.get(policy.submit(scale_a_norm, 0.5))
@@ -112,37 +115,43 @@ def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: A
 @pytest.mark.slow
 def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, _ = engine_and_policy
-    transport = FilesTransport(policy, generation, replace(FILES, directory=str(tmp_path / "shared")), tmp_path / "run")
-    transport.connect()
-    other = {"folder": str(transport._folder), "session": "x"}
+    config = replace(FILES, directory=str(tmp_path / "shared"))
+    calls = RefitCalls(policy, generation)
+    mode = FilesMode(calls, config, tmp_path / "run")
+    WeightTransport(calls, mode, config).connect()
+    model_map = build_model_map(policy.shape).to_json()
+    other = {"folder": str(mode.folder), "session": "x", "model_map": model_map}
     with pytest.raises(RayTaskError, match=r"another run writes to .*/shared/run-"):
         ray.get(generation.submit(Engine.connect_weights, "files", other, 0))
-    nowhere = {"folder": str(tmp_path / "mine"), "session": "x"}
+    nowhere = {"folder": str(tmp_path / "mine"), "session": "x", "model_map": model_map}
     with pytest.raises(
         RayTaskError, match=r"cannot be read: No such file .*; refit\.directory has to be a folder that"
     ):
         ray.get(generation.submit(Engine.connect_weights, "files", nowhere, 0))
 
 
-class _Damaging(FilesTransport):
+class _Damaging(FilesMode):
     """Flips a bit of what was written last, between writing and reading."""
 
     damages = 0
     """Versions that this is still done to."""
 
-    def _on_engines(self, engines: Sequence[int], method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method == Engine.receive_weights and self.damages:
-            self.damages -= 1
-            file = max(self._folder.glob("0*/*.safetensors"))
-            data = bytearray(file.read_bytes())
-            data[-3] ^= 4
-            file.write_bytes(data)
-        return super()._on_engines(engines, method, *args, **kwargs)
+    def send(
+        self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
+    ) -> TransferCounts:
+        return super().send(version, engines, deadline, self._damage if self.damages else on_sent)
+
+    def _damage(self) -> None:
+        self.damages -= 1
+        file = max(self.folder.glob("0*/*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 4
+        file.write_bytes(data)
 
 
-def _flip_a_bit(_rank: Any) -> None:
+def _flip_a_bit(rank: Any) -> None:
     """On the second rank of the policy: flip one bit of its second message after it is sealed, once."""
-    if (links := _links_of_the_second_rank()) is None:
+    if (links := _links_of_the_second_rank(rank)) is None:
         return
     begin = links.begin
 
@@ -155,9 +164,9 @@ def _flip_a_bit(_rank: Any) -> None:
     links.begin = flipped
 
 
-def _lose_the_links(_rank: Any) -> None:
+def _lose_the_links(rank: Any) -> None:
     """On the second rank of the policy: fail at its second message."""
-    if (links := _links_of_the_second_rank()) is None:
+    if (links := _links_of_the_second_rank(rank)) is None:
         return
     begin = links.begin
 
@@ -169,11 +178,6 @@ def _lose_the_links(_rank: Any) -> None:
     links.begin = lost
 
 
-def _links_of_the_second_rank() -> Any:
+def _links_of_the_second_rank(rank: Any) -> Any:
     """Those of this process if it is the second rank of the policy; None elsewhere."""
-    from megatron_grpo.weight_sync import reshard as sender
-
-    if torch.distributed.get_rank() != 1:
-        return None
-    assert sender._sender is not None
-    return sender._sender._links
+    return rank.weight_sender.links if torch.distributed.get_rank() == 1 else None

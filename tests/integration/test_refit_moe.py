@@ -9,7 +9,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, make_model
 
@@ -39,7 +39,7 @@ def test_generation_equals_transformers_before_and_after_each_refit(name: str, t
         with engines(base, tensor=2, expert=expert) as generation:
             assert_serves(generation, Oracle(base), version=0)
             policy.wait_ready()
-            transport = BroadcastTransport(policy, generation, REFIT)
+            transport = make_transport(policy, generation, REFIT, Path())
             transport.connect()
             for version in (1, 2):  # what the first one left behind is what the second one meets
                 sent = transport.publish(version)

@@ -14,13 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
-from megatron_grpo.weight_sync.reshard import ReshardTransport
-from megatron_grpo.weight_sync.transport import WeightTransport
+from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
 
@@ -113,16 +112,16 @@ def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folde
         with engines(base, **case.generation) as generation:
             policy.wait_ready()
             loaded = answers(generation)
-            resharded = after(ReshardTransport, policy, generation, version=1)
+            resharded = after("reshard", policy, generation, version=1)
             assert not np.array_equal(resharded, loaded), "another model"
             assert_serves(generation, Oracle(trained), version=1)
             become(policy, base)
-            assert np.array_equal(after(BroadcastTransport, policy, generation, version=2), loaded)
+            assert np.array_equal(after("broadcast", policy, generation, version=2), loaded)
             become(policy, trained)
-            assert np.array_equal(after(BroadcastTransport, policy, generation, version=3), resharded)
+            assert np.array_equal(after("broadcast", policy, generation, version=3), resharded)
             # Leftovers of another way of loading are no obstacle, nor is a second version.
             become(policy, base)
-            assert np.array_equal(after(ReshardTransport, policy, generation, version=4), loaded)
+            assert np.array_equal(after("reshard", policy, generation, version=4), loaded)
     finally:
         policy.shutdown()
 
@@ -162,7 +161,7 @@ def test_matrices_that_the_policy_rounds_are_those_that_vllm_would_have_rounded(
             policy.wait_ready()
             assert not np.array_equal(answers(generation), loaded), "another model"
             for version, rounded in enumerate((True, False), start=1):
-                transport = ReshardTransport(policy, generation, replace(REFIT, fp8_blocks=rounded))
+                transport = make_transport(policy, generation, replace(REFIT, fp8_blocks=rounded), Path())
                 transport.connect()
                 report = transport.publish(version)
                 assert np.array_equal(answers(generation), loaded), rounded
@@ -197,13 +196,8 @@ def _load(rank: Any, folder: str) -> None:
     load_hf_weights(rank.chunks, rank.shape, folder)
 
 
-def after(
-    kind: type[ReshardTransport] | type[BroadcastTransport],
-    policy: MegatronPolicy,
-    generation: VllmGeneration,
-    version: int,
-) -> np.ndarray:
-    transport: WeightTransport = kind(policy, generation, REFIT)
+def after(mode: RefitMode, policy: MegatronPolicy, generation: VllmGeneration, version: int) -> np.ndarray:
+    transport = make_transport(policy, generation, replace(REFIT, mode=mode), Path())
     transport.connect()
     assert transport.publish(version).version == version
     return answers(generation)

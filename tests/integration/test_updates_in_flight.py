@@ -24,7 +24,7 @@ from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
@@ -60,7 +60,7 @@ class Versions:
         self._versions = count(1)
         self.policy = _start_policy(self.folders[0])
 
-    def publish(self, transport: BroadcastTransport) -> int:
+    def publish(self, transport: WeightTransport) -> int:
         """Make the policy another model and publish it."""
         number, version = next(self._next), next(self._versions)
         ray.get(self.policy.submit(_become, str(self.folders[number])))
@@ -118,7 +118,9 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
     prompts = [[2 + (3 * i + j * j) % 30 for j in range(PROMPT_TOKENS)] for i in range(4)]
     requests = [request(prompts[i % 4], seed=i, max_new_tokens=TOKENS) for i in range(24)]
     with engines(versions.folders[0], max_length=MAX_LENGTH, in_flight=in_flight, **layout) as generation:
-        transport = BroadcastTransport(versions.policy, generation, RefitConfig(bucket_mib=0.05, timeout_s=60.0))
+        transport = make_transport(
+            versions.policy, generation, RefitConfig(mode="broadcast", bucket_mib=0.05, timeout_s=60.0), Path()
+        )
         transport.connect()
         most = 0
         for _ in range(ROUNDS):
@@ -179,7 +181,7 @@ def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: 
 
 
 def _while_publishing(
-    generation: VllmGeneration, requests: list[GenerationRequest], versions: Versions, transport: BroadcastTransport
+    generation: VllmGeneration, requests: list[GenerationRequest], versions: Versions, transport: WeightTransport
 ) -> list[GenerationOutput]:
     """Responses to the requests, under which new weights are published some times.
 

@@ -17,22 +17,24 @@ from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
 from megatron_grpo.generation.engine_canary import CanaryPrompt
+from megatron_grpo.models.families import build_model_map
 from megatron_grpo.models.weight_layouts import RankShard, shard_engine
 from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weight_sync.canary import LENGTHS, canary_sequences, policy_logprobs
+from megatron_grpo.weight_sync.canary import LENGTHS, draw_canary
+from megatron_grpo.weight_sync.engine_fingerprints import OF_OUTPUTS
 from megatron_grpo.weight_sync.fingerprints import (
-    OF_OUTPUTS,
     Fingerprint,
-    difference,
-    expert_name,
-    fingerprint,
-    kept_parts,
-    policy_fingerprints,
-    probes,
+    compute_fingerprint,
+    draw_probes,
+    list_kept_parts,
+    measure_difference,
+    name_expert,
 )
+from megatron_grpo.weight_sync.policy_fingerprints import fingerprint_policy
+from megatron_grpo.weight_sync.rank_checks import score_canary
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
@@ -45,7 +47,7 @@ def checks_of_rank(layout: Layout, model: TinyModel, engine: list[RankShard], se
     config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
     folder = str(model.path)
     rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=folder, decay_steps=100, temperature=0.6))
-    return policy_fingerprints(rank, engine), policy_logprobs(rank, sequences)
+    return fingerprint_policy(rank, engine), score_canary(rank, sequences)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_ranks_compute_what_the_folder_says(
 ) -> None:
     tiny = make_tiny_model(name, tmp_path)
     engine = shard_engine(generation, tiny.shape)
-    sequences = canary_sequences(1, tiny.shape.vocab, 32)
+    sequences = draw_canary(1, tiny.shape.vocab, 32)
     by_rank = run_on_ranks(layout, checks_of_rank, tiny, engine, sequences)
     for number, shard in enumerate(engine):
         expected = _of_folder(tiny, shard)
@@ -70,9 +72,9 @@ def test_ranks_compute_what_the_folder_says(
         found = {name: one for part in parts for name, one in part.items()}
         assert found.keys() == expected.keys()
         assert sum(map(len, parts)) == len(expected), "every tensor from one rank"
-        assert max(difference(expected[name], found[name]) for name in found) < OF_OUTPUTS[torch.float32]
+        assert max(measure_difference(expected[name], found[name]) for name in found) < OF_OUTPUTS[torch.float32]
         tensors = [name for name in found if not name.rpartition(".")[2].isdigit()]
-        assert all(difference(expected[name], found[name]) == 0 for name in tensors)
+        assert all(measure_difference(expected[name], found[name]) == 0 for name in tensors)
     logprobs = [values for _, values in by_rank if values is not None]
     for values in logprobs:
         for actual, expected_one in zip(values, _by_transformers(tiny, sequences), strict=True):
@@ -102,7 +104,7 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
 
     microbatch.build_packed_sequences = faulty
     try:
-        return policy_logprobs(rank, sequences)
+        return score_canary(rank, sequences)
     finally:
         microbatch.build_packed_sequences = original
 
@@ -110,7 +112,7 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
 @pytest.mark.parametrize("layout", [Layout(), Layout(pipeline=2), Layout(context=2)], ids=str)
 def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: Path) -> None:
     tiny = make_tiny_model("qwen3_tied", tmp_path)
-    sequences = canary_sequences(1, tiny.shape.vocab, 64)
+    sequences = draw_canary(1, tiny.shape.vocab, 64)
     assert tuple(map(len, sequences)) == LENGTHS
     theirs = _by_transformers(tiny, sequences)
     for fault in ("none", "leak", "positions"):
@@ -129,14 +131,14 @@ def _of_folder(tiny: TinyModel, shard: RankShard) -> dict[str, Fingerprint]:
     """Fingerprints of the tensors in the folder that a rank of an engine keeps, and of the outputs of its experts."""
     whole, found = tiny.tensors(), dict[str, Fingerprint]()
     experts: defaultdict[str, list[Tensor]] = defaultdict(list)
-    for kept in kept_parts(tiny.shape, shard):
+    for kept in list_kept_parts(build_model_map(tiny.shape), shard):
         part, tensor = kept.part, whole[kept.part.name]
         cut = tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
         if kept.expert is None:
-            found[part.name] = fingerprint(cut)
+            found[part.name] = compute_fingerprint(cut)
         else:
-            experts[expert_name(part.name)].append(cut)
-    inputs = probes(tiny.shape.hidden, torch.device("cpu"))
+            experts[name_expert(part.name)].append(cut)
+    inputs = draw_probes(tiny.shape.hidden, torch.device("cpu"))
     for name, (gate, up, down) in experts.items():
-        found[name] = fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)
+        found[name] = compute_fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)
     return found

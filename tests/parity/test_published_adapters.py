@@ -25,10 +25,11 @@ from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.run.checkpoint_files import finalize
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weight_sync.files import connect_writer, write_weights
-from megatron_grpo.weight_sync.links import schedule, split_messages
-from megatron_grpo.weight_sync.reshard import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import packed_pieces, plan_pieces, tensor_name, wire_dtypes
+from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
+from megatron_grpo.weight_sync.message_schedule import schedule_messages
+from megatron_grpo.weight_sync.pieces import format_tensor_name, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.shard_sender import ShardSender
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
@@ -52,11 +53,11 @@ class RecordedLinks:
 
     def __post_init__(self) -> None:
         shape, config = self.rank.shape, self.rank.config
-        dtypes = wire_dtypes(shape, config.precision, fp8_blocks=False)
+        dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
         sources, engine = shard_policy(config.parallel, shape), shard_engine(GenerationParallelConfig(), shape)
-        pieces = schedule(plan_pieces(shape, sources, engine, 1, dtypes, BUCKET_BYTES // 2), BUCKET_BYTES)
+        pieces = schedule_messages(plan_pieces(shape, sources, engine, 1, dtypes, BUCKET_BYTES // 2), BUCKET_BYTES)
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
-        laid = [packed_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
+        laid = [lay_out_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
         self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
@@ -66,9 +67,9 @@ class RecordedLinks:
             fill(number, message)
             for piece, packed in zip(pieces, self.packed_pieces[number], strict=True):
                 shape = entries[piece["entry"]].hf[piece["tensor"]].shape(self.rank.shape)
-                whole = self.tensors.setdefault(tensor_name(entries, piece), torch.full(shape, torch.nan))
+                whole = self.tensors.setdefault(format_tensor_name(entries, piece), torch.full(shape, torch.nan))
                 rows, columns = (slice(*piece[name].tolist()) for name in ("rows", "columns"))
-                whole.view(shape[0], -1)[rows, columns] = packed.numbers(message).float()
+                whole.view(shape[0], -1)[rows, columns] = packed.view_values(message).float()
 
 
 def expected_weight(layers: dict[int, Any], bound: BoundEntry) -> Tensor:
@@ -94,8 +95,8 @@ def publish_on_rank(
         ShardSender(rank, shard_policy(layout.parallel, rank.shape)[dist.get_rank()], links).send(1)
     refit = folder / "refit"
     refit.mkdir(exist_ok=True)
-    connect_writer(rank, refit, BUCKET_BYTES)
-    write_weights(rank, "000001", True)
+    connect_folder(rank, refit, BUCKET_BYTES)
+    send_files(rank, "000001", True)
     return {"expected": {name: one.clone() for name, one in tensors if one is not None}, "reshard": links.tensors}
 
 

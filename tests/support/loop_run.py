@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig,
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.user_objects import Callbacks
-from megatron_grpo.weight_sync.transport import RefitError
+from megatron_grpo.weight_sync.refit_calls import RefitError
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
 from tests.support.recording import make_facts

@@ -31,13 +31,13 @@ HOST = "127.0.0.1"
 
 def install() -> None:
     """Let links of this process that are made from now on use this group."""
-    links.join = join
+    links.join_group = join
 
 
 def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> NcclLikeGroup:
-    """In place of `groups.join`."""
+    """In place of `groups.join_group`."""
     assert device.type == "cpu"
-    return NcclLikeGroup(rendezvous.store(), rank, size)
+    return NcclLikeGroup(rendezvous.reach(), rank, size)
 
 
 class NcclLikeTransfer:

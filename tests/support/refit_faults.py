@@ -7,8 +7,11 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.weight_sync.links import Links
-from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.refit_calls import RefitCalls
+from megatron_grpo.weight_sync.transfer_modes import LinkMode
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 FAULTY_RANK = 1
 """The rank of the policy on which faults of messages happen."""
@@ -26,10 +29,14 @@ SIGNALS = {
 }
 
 
-class FaultyReshard(ReshardTransport):
+class FaultyReshard(WeightTransport):
     """Calls something between the last message and the commit, once."""
 
     before_commit: Callable[[], Any] | None = None
+
+    def __init__(self, policy: Any, generation: Any, config: RefitConfig) -> None:
+        calls = RefitCalls(policy, generation)
+        super().__init__(calls, LinkMode(calls, config), config)
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         call, self.before_commit = self.before_commit, None

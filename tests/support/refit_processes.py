@@ -1,6 +1,6 @@
 """A policy and engines without models: each rank is a process with real links, and Ray is played by pipes.
 
-For `ReshardTransport`, whose plans, attempts, links and errors are real. What is sent is made up from turn and version.
+For `WeightTransport`, whose plans, attempts, links and errors are real. What is sent is made up from turn and version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.weight_sync.groups import Rendezvous
-from megatron_grpo.weight_sync.links import Links
+from megatron_grpo.weight_sync.links import Links, Side
+from megatron_grpo.weight_sync.shard_receiver import TargetLinks
+from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from tests.support import nccl_like
 from tests.support.refit_faults import inject
 from tests.support.refit_models import DENSE
@@ -121,18 +123,18 @@ class Member:
         if group == "gpus":
             self._device = torch.device("cuda", gpu)
             torch.cuda.set_device(self._device)
-        self.links: Links | None = None
+        self.links: Any = None
 
     def end(self, moment: str, number: int) -> None:
         """Send this process a signal when it connects the next time."""
-        real = Links._connect
+        real = Links._greet_peers
 
         def greet(*arguments: Any) -> None:
             os.kill(os.getpid(), number)
             real(*arguments)
 
         if moment == GREETING:
-            Links._connect = greet  # type: ignore[method-assign]
+            Links._greet_peers = greet  # type: ignore[method-assign]
         else:
             self._connect = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
 
@@ -141,9 +143,10 @@ class Member:
         assert self.links is not None
         inject(self.links, moment, target, what)
 
-    def _connect(self, rendezvous: Rendezvous, side: Any, rank: int) -> None:
+    def _connect(self, rendezvous: Rendezvous, side: Side, rank: int) -> None:
         self.links = None
-        self.links = Links(rendezvous, side, rank, self._device, ENTRIES)
+        links = SourceLinks if side == "source" else TargetLinks
+        self.links = links(rendezvous, rank, self._device, ENTRIES)
 
     def _value(self, number: int, version: int) -> int:
         """Each byte of a message."""
@@ -155,11 +158,11 @@ class Rank(Member):
     """A rank of the policy."""
 
     def connect_shards(self, rendezvous: Rendezvous) -> None:
-        """As `reshard.connect_shards`."""
+        """As `connect_shards`."""
         self._connect(rendezvous, "source", self.rank)
 
     def send_shards(self, version: int) -> tuple[int, int, int]:
-        """As `reshard.send_shards`."""
+        """As `send_shards`."""
         assert self.links is not None
         self.links.send(lambda number, buffer: buffer[:-16].fill_(self._value(number, version)), version)
         return sum(self.links.sizes), len(self.links.messages), len(self.links.messages)
@@ -171,9 +174,9 @@ class Worker(Member):
     received: int | None = None
     served: int | None = None
 
-    def connect_weights(self, mode: str, rendezvous: dict[str, Any], first: int) -> None:
+    def connect_weights(self, mode: str, source: dict[str, Any], first: int) -> None:
         """As the engine's."""
-        self._connect(Rendezvous(**rendezvous), "target", first)
+        self._connect(Rendezvous(**source["rendezvous"]), "target", first)
 
     def receive_weights(self, version: int) -> None:
         """As the engine's."""

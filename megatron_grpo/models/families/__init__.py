@@ -14,7 +14,7 @@ from megatron_grpo.models.families import mixtures as experts
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, section
 from megatron_grpo.models.stored_tensors import has_own_head
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
+from megatron_grpo.models.weight_map import HFTensor, ModelMap, WeightEntry, iter_entries
 
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 _INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
@@ -67,6 +67,11 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
         tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
         outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), copy=tied)]
     return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
+
+
+def build_model_map(shape: ModelShape) -> ModelMap:
+    """Build the sizes and the weight map that engines' workers get."""
+    return ModelMap(shape, build_weight_map(shape))
 
 
 def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

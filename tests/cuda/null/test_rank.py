@@ -28,9 +28,10 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weight_sync.links import schedule, split_messages
-from megatron_grpo.weight_sync.reshard import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.message_schedule import schedule_messages
+from megatron_grpo.weight_sync.pieces import lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.shard_sender import ShardSender
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 from tests.cuda.null.kernels import SELECTIONS, host_waits
 from tests.cuda.null.trial import LENGTHS, Trial, make_trial
 
@@ -149,17 +150,17 @@ def send_weights(trial: Trial, number: int) -> None:
     rank = trial.rank
     config, shape = rank.config, rank.shape
     shards, engine = shard_policy(config.parallel, shape), shard_engine(GenerationParallelConfig(), shape)
-    dtypes = wire_dtypes(shape, config.precision, fp8_blocks=False)
-    pieces = schedule(plan_pieces(shape, shards, engine, 1, dtypes, 1 << 19, same_devices=False), 1 << 20)
+    dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
+    pieces = schedule_messages(plan_pieces(shape, shards, engine, 1, dtypes, 1 << 19, same_devices=False), 1 << 20)
     messages = split_messages(pieces[pieces["source"] == number])
-    packed = [packed_pieces(message, [getattr(torch, dtype) for dtype in dtypes]) for message in messages]
+    packed = [lay_out_pieces(message, [getattr(torch, dtype) for dtype in dtypes]) for message in messages]
     sizes = [size for _, size in packed]
 
     def send(fill: Callable[[int, torch.Tensor], None], version: int) -> None:
         for message, size in enumerate(sizes):
             fill(message, torch.empty(size, dtype=torch.uint8, device="cuda"))
 
-    links: Any = SimpleNamespace(messages=messages, packed_pieces=[one for one, _ in packed], sizes=sizes, send=send)
+    links: Any = SimpleNamespace(messages=messages, lay_out_pieces=[one for one, _ in packed], sizes=sizes, send=send)
     with torch.no_grad():
         sent = ShardSender(rank, shards[number], links).send(1)
     assert sent == (sum(sizes), len(pieces[pieces["source"] == number]), len(messages))

@@ -20,9 +20,10 @@ from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_
 from megatron_grpo.models.families import FAMILIES, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
-from megatron_grpo.weight_sync.links import schedule, split_messages
+from megatron_grpo.weight_sync.links import schedule
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.transfer_plan import FP8, packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 
 LONGEST = 1024
 
@@ -82,7 +83,7 @@ def test_a_refit_fills_every_parameter(
     folder = models(family)
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)
-    dtypes = wire_dtypes(shape, "bfloat16", fp8_blocks)
+    dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks)
     (shard,), policy = shard_engine(GenerationConfig().parallel, shape), shard_policy(ParallelConfig(), shape)
     messages = split_messages(schedule(plan_pieces(shape, policy, [shard], 1, dtypes, 1 << 19), 1 << 20))
     before = addresses(model)
@@ -91,7 +92,7 @@ def test_a_refit_fills_every_parameter(
         writer = ModelWriter(model, torch.bfloat16, shape, shard, messages, scaled)  # raises for unfilled parameters
         writer.begin()
         for number, message in enumerate(messages):
-            packed, size = packed_pieces(message, [getattr(torch, dtype) for dtype in dtypes])
+            packed, size = lay_out_pieces(message, [getattr(torch, dtype) for dtype in dtypes])
             sent = torch.zeros(size, dtype=torch.uint8, device="cuda")
             for position, piece in enumerate(packed):
                 writer.write(number, position, piece.numbers(sent), piece.scales(sent))

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config
 
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
-from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration import test_reshard
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_reshard import REFIT, Case, after, answers
@@ -48,9 +48,9 @@ def test_an_engine_on_the_gpu_of_a_rank(tmp_path: Path) -> None:
     try:
         with engines(base, colocated=True) as generation:
             assert not np.array_equal(answers(generation), loaded), "another model"
-            assert np.array_equal(after(ReshardTransport, policy, generation, version=1), loaded)
+            assert np.array_equal(after("reshard", policy, generation, version=1), loaded)
             assert_serves(generation, Oracle(trained), version=1)
-            transport = ReshardTransport(policy, generation, REFIT)
+            transport = make_transport(policy, generation, REFIT, Path())
             transport.connect()
             ray.get(policy.submit(_flip_a_bit))
             assert transport.publish(2).retries == 1
@@ -73,7 +73,7 @@ def test_bandwidth(colocated: bool, tmp_path: Path, record_property: Callable[[s
     policy.wait_ready()
     try:
         with engines(path, colocated=colocated) as generation:
-            transport = ReshardTransport(policy, generation, RefitConfig(timeout_s=120.0))
+            transport = make_transport(policy, generation, RefitConfig(timeout_s=120.0), Path())
             transport.connect()
             reports = [transport.publish(version) for version in (1, 2, 3)]
         record_property("gigabytes", reports[-1].bytes_sent / 1e9)
@@ -83,12 +83,9 @@ def test_bandwidth(colocated: bool, tmp_path: Path, record_property: Callable[[s
         policy.shutdown()
 
 
-def _flip_a_bit(_: Any) -> None:
+def _flip_a_bit(rank: Any) -> None:
     """On the rank: flip one bit of its first message after it is sealed, once."""
-    from megatron_grpo.weight_sync import reshard
-
-    assert reshard._sender is not None
-    links = reshard._sender._links
+    links = rank.weight_sender.links
     begin = links.begin
 
     def flipped(number: int) -> Any:

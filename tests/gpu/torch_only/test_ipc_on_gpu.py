@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_grpo.platform.device import environment
-from megatron_grpo.weight_sync.ipc import CudaMemory, HostMemory
+from megatron_grpo.weight_sync.shared_memory import CudaMemory, HostMemory
 
 CONTEXT = multiprocessing.get_context("spawn")
 Memory: Any = CudaMemory if torch.cuda.is_available() else HostMemory
@@ -22,16 +22,16 @@ def lend(borrower: dict[str, str], told: Any) -> None:
     mine = Memory(2**20 + 16)
     for _ in range(2):  # each process has an address of its own
         mine.tensor.copy_(torch.arange(2**20 + 16) % 100)
-        Memory.settle()
-        run(double, borrower, mine.address())
+        Memory.synchronize()
+        run(double, borrower, mine.export_address())
         told.send(torch.equal(mine.tensor.cpu(), (torch.arange(2**20 + 16) % 100 * 2).byte()))
 
 
 def double(address: Sequence[int]) -> None:
-    memory = Memory.seen(address)
+    memory = Memory.map_address(address)
     assert memory is not None
     memory *= 2
-    Memory.settle()
+    Memory.synchronize()
 
 
 def run(function: Callable[..., None], variables: dict[str, str], *args: Any) -> None:

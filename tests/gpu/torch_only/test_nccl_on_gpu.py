@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.groups import LOOK_S, Rendezvous, Watch, join, record_failure
+from megatron_grpo.weight_sync.groups import FAILURE_CHECK_S, Rendezvous, Watch, join_group, record_failure
 
 CUDA = torch.cuda.is_available()
 CONTEXT = multiprocessing.get_context("spawn")
@@ -28,18 +28,18 @@ def member(rank: int, rendezvous: Rendezvous, fault: str, told: Any) -> None:
     device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
     if CUDA:
         torch.cuda.set_device(device)
-    group, watch = join(rendezvous, rank, 2, device), Watch(rendezvous.store(), START_S)
+    group, watch = join_group(rendezvous, rank, 2, device), Watch(rendezvous.reach(), START_S)
     buffer = torch.full((NUMBERS,), rank, dtype=torch.uint8, device=device)
     move = group.send if rank else group.recv
     first = move([buffer], 1 - rank, 0)
-    watch.until(first.is_completed)
+    watch.wait_until(first.is_completed)
     first.wait()
     told.send(bool((buffer == 1).all()))
     if rank:
         os.kill(os.getpid(), signal.SIGKILL) if fault == "gone" else time.sleep(600)
     pending, began = group.recv([buffer], 1, 0), time.monotonic()
     try:
-        watch.until(pending.is_completed)
+        watch.wait_until(pending.is_completed)
         pending.wait()
         reason = ""
     except RuntimeError as error:
@@ -80,6 +80,6 @@ def test_the_other_member_is_told_and_its_abort_returns(
     record_property("seconds", {"waited": waited_s, "aborted": aborted_s})
     assert reason
     assert fault == "gone" or reason == "given up, because generation engine 0 died"
-    assert waited_s < 1.0 + 10 * LOOK_S
+    assert waited_s < 1.0 + 10 * FAILURE_CHECK_S
     assert aborted_s < SETTLE_S
     assert usable, "the device computes on after the abort"

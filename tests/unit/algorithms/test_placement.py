@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError
+from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitError
 
 REFIT = ["policy offloads", "value offloads all", "weights wake", "refit", "policy offloads all", "kv_cache wake"]
 TO_TRAINING = ["engines sleep", "policy onloads", "value onloads"]
@@ -48,7 +48,7 @@ class Events:
             raise CanaryFailedError("engine 0 must not serve")
         return report
 
-    def differing_weights(self) -> str:
+    def describe_differences(self) -> str:
         self.happens("comparison")
         return "model.norm.weight differs"
 
@@ -127,7 +127,7 @@ def test_weights_are_compared_after_a_failed_canary_with_both_models_on_the_devi
 
 def test_a_comparison_that_fails_hides_nothing() -> None:
     class Broken(Events):
-        def differing_weights(self) -> str:
+        def describe_differences(self) -> str:
             raise RunError("no memory")
 
     events = Broken("canary")

@@ -7,8 +7,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_model_map, build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import shard_policy
+from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync import broadcast as receiver
-from megatron_grpo.weight_sync.broadcast import BroadcastReceiver
+from megatron_grpo.weight_sync import shard_receiver
 from megatron_grpo.weight_sync.groups import Rendezvous
-from megatron_grpo.weight_sync.links import Links, schedule, write_plan
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces, tensor_name
+from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
+from megatron_grpo.weight_sync.pieces import format_tensor_name
+from megatron_grpo.weight_sync.shard_receiver import TensorReceiver
+from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces
 from tests.support.refit_models import DENSE, full_tensor, made_up_worker
 
 MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2
@@ -56,42 +59,41 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         around = dict.fromkeys(("begin", "abandon", "finish"), lambda: None)
         return SimpleNamespace(load=worker.model_runner.get_model().load_weights, **around)
 
-    monkeypatch.setattr(receiver, "ModelReload", loading)
+    monkeypatch.setattr(shard_receiver, "ModelReload", loading)
 
 
 @pytest.fixture
-def members(tmp_path: Path) -> Iterator[Callable[..., tuple[list[Links], list[Any]]]]:
+def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
     """Makes the links of a policy with TP2, and two receivers with these models."""
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
     shards, whole = shard_policy(ParallelConfig(tensor=2), SHAPE), shard_policy(ParallelConfig(), SHAPE)
     pieces = plan_pieces(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES // 2)
-    write_plan(store, schedule(pieces, BUCKET_BYTES), SOURCES, RECEIVERS, dtypes, shared_memory=False)
+    write_plan(store, schedule_messages(pieces, BUCKET_BYTES), SOURCES, RECEIVERS, dtypes, shared_memory=False)
 
-    def make(*models: MadeUpModel) -> tuple[list[Links], list[Any]]:
+    def make(*models: MadeUpModel) -> tuple[list[SourceLinks], list[Any]]:
         workers = [made_up_worker(model) for model in models]
-        for worker in workers:
-            worker.vllm_config.model_config.model = str(tmp_path)
         with ThreadPoolExecutor(SOURCES + RECEIVERS) as pool:
             device = torch.device("cpu")
-            sources = [pool.submit(Links, rendezvous, "source", rank, device, ENTRIES) for rank in range(SOURCES)]
-            targets = [pool.submit(BroadcastReceiver, one, rendezvous, rank) for rank, one in enumerate(workers)]
+            sources = [pool.submit(SourceLinks, rendezvous, rank, device, ENTRIES) for rank in range(SOURCES)]
+            model_map = ModelMap.from_json(json.loads(json.dumps(build_model_map(SHAPE).to_json())))
+            source = {"rendezvous": asdict(rendezvous)}
+            targets = [pool.submit(TensorReceiver, one, model_map, source, rank) for rank, one in enumerate(workers)]
         return [one.result() for one in sources], [one.result() for one in targets]
 
     yield make
     del store  # it lives until the members are connected
 
 
-def _send(links: Links, bad_message: int | None = None) -> None:
+def _send(links: SourceLinks, bad_message: int | None = None) -> None:
     def fill(number: int, message: Tensor) -> None:
         if number == bad_message:
             raise RuntimeError("cannot be merged")
         for piece, parcel in zip(links.messages[number], links.packed_pieces[number], strict=True):
             whole = ENTRIES[piece["entry"]].hf[piece["tensor"]].shape(SHAPE)
-            tensor = full_tensor(tensor_name(ENTRIES, piece), whole).view(whole[0], -1)
-            parcel.pack(message, tensor[slice(*piece["rows"]), slice(*piece["columns"])])
+            tensor = full_tensor(format_tensor_name(ENTRIES, piece), whole).view(whole[0], -1)
+            pack_piece(parcel, message, tensor[slice(*piece["rows"]), slice(*piece["columns"])])
 
     links.send(fill, 1)
 

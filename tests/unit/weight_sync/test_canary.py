@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from megatron_grpo.config.errors import CanaryError
-from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config, GenerationConfig, LoraConfig, PolicyConfig
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.models.adapter_check import AdapterCheck
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.weight_sync.canary import Canary, CanaryBounds, bounds_of, canary_sequences
-from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
+from megatron_grpo.weight_sync.canary import Canary, CanaryBounds, choose_bounds, draw_canary
+from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitCalls, RefitError
+from megatron_grpo.weight_sync.transfer_modes import TransferCounts, TransferMode
+from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
 
 def test_the_median_of_the_worst_sequence_decides() -> None:
@@ -68,10 +71,10 @@ class OneEngine:
         name = method.__name__
         self.calls.append(name)
         results: dict[str, list[Any]] = {
-            "policy_logprobs": [None, ((-1.0, -2.0),)],
-            "base_logprobs": [None, ((-1.5, -2.5),)],
-            "rank_adapters": [AdapterCheck([], has_moved=False), self.adapters],
-            "policy_fingerprints": [[{}]],
+            "score_canary": [None, ((-1.0, -2.0),)],
+            "score_canary_without_adapters": [None, ((-1.5, -2.5),)],
+            "check_rank_adapters": [AdapterCheck([], has_moved=False), self.adapters],
+            "fingerprint_policy": [[{}]],
             "fingerprint_weights": [[]],
             "check_canary": [self.error],
         }
@@ -80,35 +83,48 @@ class OneEngine:
         return results.get(name, [None])
 
 
-class Scripted(WeightTransport):
-    mode: ClassVar[RefitMode] = "reshard"
+class Answered(RefitCalls):
+    """Calls that have ended."""
+
     refused = False
 
-    def _connect(self, engines: tuple[int, ...]) -> None:
-        self._linked = engines
-
-    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
-        self._begin_checks()
-        self._commit(version, engines, 1.0)
-        return TransferReport(version=version, bytes_sent=1, tensors=1, buckets=1)
-
-    def _complete(self, sends: Any, receives: Any, deadline: float, what: str) -> list[Any]:
+    def wait(self, sends: Any, receives: Any, deadline: float, what: str) -> list[Any]:
         if self.refused and what.startswith("canary"):
             raise CanaryFailedError("engine 0 must not serve")
         return [*sends, *receives.values()]
 
 
+class Idle(TransferMode):
+    def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
+        """Nothing to connect."""
+
+    def send(
+        self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
+    ) -> TransferCounts:
+        on_sent()
+        return TransferCounts(bytes_sent=1, tensors=1, buckets=1)
+
+
+class Scripted(WeightTransport):
+    def __init__(self, one: Any, config: RefitConfig, canary: Canary) -> None:
+        self.answered = Answered(one, one)
+        super().__init__(self.answered, Idle(self.answered, config), config, canary)
+
+    def refit(self, version: int) -> TransferReport:
+        return self.start_serving(self.publish(version))
+
+
 def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_again() -> None:
     one: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=None, retries=3)
-    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
-    report = transport.start_serving(transport.publish(1))
-    assert one.calls == ["policy_logprobs", "commit_weights", "check_canary"]
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
+    report = transport.refit(1)
+    assert one.calls == ["score_canary", "commit_weights", "check_canary"]
     assert report.checks["canary_logprob_error"] == 0.001
     one.calls.clear()
-    transport.refused = True
+    transport.answered.refused = True
     with pytest.raises(CanaryFailedError, match="must not serve"):
-        transport.publish(2)
+        transport.refit(2)
     assert one.calls.count("commit_weights") == 1
 
 
@@ -117,13 +133,13 @@ def test_engines_are_compared_until_adapters_have_moved() -> None:
     for lora, compared in ((0, [0, 1, 6]), (4, [0, 1, 2, 6])):
         one: Any = OneEngine(lora)
         config = RefitConfig(canary=False, weight_check_period=6)
-        transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+        transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
         versions = []
         for version in range(8):
             one.adapters = AdapterCheck([], has_moved=version >= 2)
-            transport.publish(version)
+            transport.refit(version)
             versions += [version] * one.calls.count("fingerprint_weights")
-            assert one.calls.count("rank_adapters") == (lora > 0)
+            assert one.calls.count("check_rank_adapters") == (lora > 0)
             one.calls.clear()
         assert versions == compared
 
@@ -132,19 +148,19 @@ def test_adapters_that_are_left_out_end_the_refit_before_its_commit() -> None:
     one: Any = OneEngine(lora=4)
     one.adapters = AdapterCheck(["model.layers.0.self_attn.o_proj.weight: published without the layer's adapter"], True)
     config = RefitConfig(canary=False, weight_check_period=None, retries=3)
-    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
     with pytest.raises(RefitError, match=r"^version 1 is not served: policy rank 1: model\.layers\.0.*o_proj.*without"):
         transport.publish(1)
-    assert one.calls == ["rank_adapters"]
+    assert one.calls == ["check_rank_adapters"]
 
 
 def test_the_canary_has_the_base_models_log_probabilities_too() -> None:
     one: Any = OneEngine(lora=4)
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
-    Scripted(one, one, config, Canary(config, ((1, 2, 3),))).publish(1)
+    Scripted(one, config, Canary(config, ((1, 2, 3),))).refit(1)
     assert (one.prompt.expected, one.prompt.base) == (((-1.0, -2.0),), ((-1.5, -2.5),))
     one = OneEngine()
-    Scripted(one, one, config, Canary(config, ((1, 2, 3),))).publish(1)
+    Scripted(one, config, Canary(config, ((1, 2, 3),))).refit(1)
     assert one.prompt.base is None
 
 
@@ -152,7 +168,7 @@ def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() ->
     one: Any = OneEngine()
     one.config = GenerationConfig(placement="colocated")
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
-    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
     report = transport.publish(1)
     assert "check_canary" not in one.calls
     transport.start_serving(report)
@@ -162,11 +178,11 @@ def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() ->
 
 
 def test_the_sequences_follow_from_the_seed_and_fit_the_model() -> None:
-    assert canary_sequences(1, 1000, 2048) == canary_sequences(1, 1000, 2048) != canary_sequences(2, 1000, 2048)
-    sequences = canary_sequences(1, 7, 20)
+    assert draw_canary(1, 1000, 2048) == draw_canary(1, 1000, 2048) != draw_canary(2, 1000, 2048)
+    sequences = draw_canary(1, 7, 20)
     assert max(map(len, sequences)) == 19, "one token is sampled"
     assert {token for sequence in sequences for token in sequence} <= set(range(7))
-    lengths = [len(sequence) for sequence in canary_sequences(1, 1000, 2048)]
+    lengths = [len(sequence) for sequence in draw_canary(1, 1000, 2048)]
     assert len(set(lengths)) == len(lengths) >= 3, "a boundary that is taken from a neighbour is wrong"
 
 
@@ -179,14 +195,14 @@ def test_the_canary_keeps_to_its_share_of_the_time(monkeypatch: pytest.MonkeyPat
         now[0] += 0.5
         if canary.is_due():
             followed.append(step)
-            canary.took(0.02)  # 1% of four steps
+            canary.record_time(0.02)  # 1% of four steps
     assert followed == [0, 1, 2, 3, 7, 11, 15, 19, 23], "the first weights, and those of three steps, at once"
     now[0] += 1000
     assert canary.is_due()
-    canary.took(0.02)
+    canary.record_time(0.02)
     assert not canary.is_due(), "long phases without refits leave no time over"
     always = Canary(RefitConfig(canary_share=1.0), ((1, 2),))
-    always.took(1e6)
+    always.record_time(1e6)
     assert always.is_due()
     assert not Canary(RefitConfig(canary=False), ((1, 2),)).is_due()
 
@@ -195,28 +211,28 @@ def test_weights_are_compared_at_first_and_at_a_period() -> None:
     canary = Canary(RefitConfig(weight_check_period=5), ((1, 2),))
     followed = []
     for version in range(12):
-        if canary.compares_weights(version, new=version == 3):
+        if canary.should_compare_weights(version, new=version == 3):
             followed.append(version)
-            canary.compared()
+            canary.record_comparison()
     assert followed == [0, 1, 3, 5, 10], "the first weights, the first that have changed, those of a new engine"
-    assert not Canary(RefitConfig(weight_check_period=None), ((1, 2),)).compares_weights(0, new=True)
+    assert not Canary(RefitConfig(weight_check_period=None), ((1, 2),)).should_compare_weights(0, new=True)
 
 
 def test_checks_that_are_required_follow_the_next_refit() -> None:
     one: Any = OneEngine()
     config = RefitConfig(canary_share=1e-6, weight_check_period=1000)
-    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
     followed = []
     for version in range(9):
         if version == 6:
             transport.require_checks()
-        transport.publish(version)
+        transport.refit(version)
         followed.append(("check_canary" in one.calls, "fingerprint_weights" in one.calls))
         one.calls.clear()
     assert followed[:4] == [(True, True), (True, True), (True, False), (True, False)]
     assert followed[4:] == [(False, False), (False, False), (True, True), (False, False), (False, False)]
     off = RefitConfig(canary=False, weight_check_period=None)
-    transport = Scripted(one, one, off, Canary(off, ((1, 2, 3),)))
+    transport = Scripted(one, off, Canary(off, ((1, 2, 3),)))
     transport.require_checks()
     transport.publish(1)
     assert one.calls == ["commit_weights"], "checks that the user has switched off stay off"
@@ -225,37 +241,37 @@ def test_checks_that_are_required_follow_the_next_refit() -> None:
 def test_the_limit_follows_the_noise_of_refits_whose_weights_are_right() -> None:
     one: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=5)
-    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
     limits = []
     for version, one.error in enumerate([1e-6, 2e-6, 5e-5, 1e-5, 1e-6, 3e-5, 1e-6]):
-        transport.publish(version)
+        transport.refit(version)
         limits.append(one.prompt.limit)
     assert limits[0] == 0.01, "nothing is measured yet"
     assert limits[1:6] == [1e-4] * 5, "a difference is noise only where all weights were compared, or are the folder's"
     assert limits[6] == pytest.approx(20 * 3e-5)
     fixed = RefitConfig(canary_limit=0.2)
     canary = Canary(fixed, ((1, 2),))
-    canary.measure(1e-6)
+    canary.record_noise(1e-6)
     assert canary.limit == 0.2
 
 
 def test_a_resumed_run_whose_weights_are_not_compared_keeps_the_first_limit() -> None:
     one: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
-    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
     for version in (7, 8):
-        transport.publish(version)
+        transport.refit(version)
         assert one.prompt.limit == 0.01
 
 
 def test_the_limit_is_that_of_the_coarser_side() -> None:
     config = Config()
     exact: Any = replace(config, policy=replace(config.policy, precision="float32"))
-    assert bounds_of(exact).first < bounds_of(config).first
+    assert choose_bounds(exact).first < choose_bounds(config).first
     engine = replace(config.generation.engine, dtype="bfloat16")
-    assert bounds_of(replace(exact, generation=replace(config.generation, engine=engine))) == bounds_of(config)
+    assert choose_bounds(replace(exact, generation=replace(config.generation, engine=engine))) == choose_bounds(config)
     for arguments in ({"quantization": "fp8_per_block"}, {"kv_cache_dtype": "fp8_e4m3"}):
         quantised = replace(config.generation, engine_args=arguments)
-        assert bounds_of(replace(config, generation=quantised)).first > bounds_of(config).first
+        assert choose_bounds(replace(config, generation=quantised)).first > choose_bounds(config).first
     on_cpu = replace(exact, cluster=replace(exact.cluster, gpus_per_node=0))
-    assert bounds_of(on_cpu).first < 4e-3 < bounds_of(exact).first, "attention on GPUs may multiply in TF32"
+    assert choose_bounds(on_cpu).first < 4e-3 < choose_bounds(exact).first, "attention on GPUs may multiply in TF32"

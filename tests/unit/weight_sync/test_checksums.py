@@ -7,45 +7,45 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.weight_sync import checksums
-from megatron_grpo.weight_sync.checksums import TRAILER_BYTES, checksum, checksum_problem, write_checksum
+from megatron_grpo.weight_sync.checksums import TRAILER_BYTES, compute_checksum, find_checksum_problem, write_checksum
 
 
 def test_every_flipped_bit_is_noticed() -> None:
     buffer = _message(payload_bytes=32)
-    assert checksum_problem(buffer, version=7) is None
+    assert find_checksum_problem(buffer, version=7) is None
     for position in range(buffer.numel()):
         for bit in range(8):
             damaged = buffer.clone()
             damaged[position] ^= 1 << bit
-            assert checksum_problem(damaged, version=7) is not None, (position, bit)
+            assert find_checksum_problem(damaged, version=7) is not None, (position, bit)
 
 
 def test_exchanged_words_are_noticed() -> None:
     words = torch.randint(-(2**62), 2**62, (64,))
-    found = {int(checksum(words))}
+    found = {int(compute_checksum(words))}
     for i in range(64):
         for j in range(i):
             exchanged = words.clone()
             exchanged[[i, j]] = words[[j, i]]
-            found.add(int(checksum(exchanged)))
+            found.add(int(compute_checksum(exchanged)))
     assert len(found) == 1 + 64 * 63 // 2
 
 
 def test_a_message_of_another_version_is_refused() -> None:
-    assert checksum_problem(_message(payload_bytes=16), version=8) == "holds version 7, not 8"
+    assert find_checksum_problem(_message(payload_bytes=16), version=8) == "holds version 7, not 8"
 
 
 def test_checksum_is_the_documented_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python's integers, over several chunks."""
     monkeypatch.setattr(checksums, "CHUNK_WORDS", 8)
-    checksums._weights.cache_clear()
+    checksums._make_weights.cache_clear()
     words = torch.randint(-(2**63), 2**63 - 1, (21,))
     expected, values = 0, words.tolist()
     for begin in range(0, 21, 8):
         part = sum(word * (((i + 1) * checksums.GOLDEN) | 1) for i, word in enumerate(values[begin : begin + 8]))
         expected = (expected * checksums.GOLDEN + part) % 2**64
-    actual = int(checksum(words)) % 2**64
-    checksums._weights.cache_clear()
+    actual = int(compute_checksum(words)) % 2**64
+    checksums._make_weights.cache_clear()
     assert actual == expected
 
 

@@ -12,8 +12,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from megatron_grpo.cluster import futures
 from megatron_grpo.config.errors import EngineLostError
-from megatron_grpo.weight_sync import transport as diagnosis
-from megatron_grpo.weight_sync.transport import PolicyLostError
+from megatron_grpo.weight_sync import refit_calls as diagnosis
+from megatron_grpo.weight_sync.refit_calls import PolicyLostError
 
 NEVER, FINE = object(), object()
 TOLD = RayTaskError("receive_weights", "", RuntimeError("worker 0: message 3 did not come"))
@@ -44,7 +44,7 @@ def diagnosed(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[Any], engines: Se
     monkeypatch.setattr(diagnosis, "SETTLE_S", 0.1)
     sends: Any = [f"rank {number}" for number in range(len(ranks))]
     receives: Any = {number: f"engine {number}" for number in range(len(engines))}
-    return diagnosis.lost_engines(sends, receives, "refit of version 3: late")
+    return diagnosis.find_lost_engines(sends, receives, "refit of version 3: late")
 
 
 @pytest.mark.parametrize("engines", [[TOLD, FINE], [TOLD, TOLD]])

@@ -18,8 +18,8 @@ import pytest
 from megatron_grpo.cluster import futures
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.weight_sync import reshard, transport
-from megatron_grpo.weight_sync.transport import PolicyLostError
+from megatron_grpo.weight_sync import refit_calls, transfer_modes
+from megatron_grpo.weight_sync.refit_calls import PolicyLostError
 from tests.support.refit_faults import (
     DROP,
     FAIL,
@@ -69,15 +69,14 @@ class Scene:
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     """The parameter is the kind of group."""
-    for module in (transport, futures):
+    for module in (refit_calls, futures):
         monkeypatch.setattr(module, "ray", PlayedRay)
-    monkeypatch.setattr(transport, "SETTLE_S", SETTLE_S)
+    monkeypatch.setattr(refit_calls, "SETTLE_S", SETTLE_S)
     timeout_s = DEADLINE_S if request.node.callspec.params["fault"] in SILENT else LONG_S
     config = RefitConfig(bucket_mib=0.006, timeout_s=timeout_s, retries=1, shared_memory=False)
-    monkeypatch.setattr(reshard, "find_node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(transfer_modes, "find_node_address", lambda: "127.0.0.1")
     policy, generation = Policy(request.param, ParallelConfig(tensor=2)), Generation(request.param, engines=2, ranks=2)
-    made: Any = FaultyReshard(policy, generation, config)  # type: ignore[arg-type]
-    yield Scene(policy, generation, made)
+    yield Scene(policy, generation, FaultyReshard(policy, generation, config))
     for actor in (*policy.actors, *generation.actors):
         actor.process.kill()
 

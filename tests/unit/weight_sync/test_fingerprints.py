@@ -14,23 +14,21 @@ from torch.nn import functional
 
 from megatron_grpo.models.weight_layouts import Destination
 from megatron_grpo.models.weight_map import WeightSlice
+from megatron_grpo.weight_sync.engine_fingerprints import EXACT, QUANTISED, _fingerprint_layer
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
-    EXACT,
-    QUANTISED,
-    _Experts,
-    _layer,
-    difference,
-    differing,
-    fingerprint,
-    probes,
+    compute_fingerprint,
+    draw_probes,
+    find_differing,
+    measure_difference,
 )
+from megatron_grpo.weight_sync.policy_fingerprints import _ExpertOutputs
 
 ROWS, INPUTS = [96, 32], 300
 
 
 def _between(one: Tensor, other: Tensor) -> float:
-    return difference(fingerprint(one), fingerprint(other))
+    return measure_difference(compute_fingerprint(one), compute_fingerprint(other))
 
 
 def test_the_difference_is_that_of_the_norms() -> None:
@@ -48,7 +46,7 @@ def test_equal_numbers_have_equal_fingerprints_in_every_dtype_that_holds_them() 
     assert _between(torch.zeros(3, 4), torch.zeros(3, 4)) == 0
     assert _between(torch.zeros(3, 4), torch.eye(3, 4)) == float("inf")
     vector = torch.randn(70)
-    assert fingerprint(vector) == fingerprint(vector[:, None])
+    assert compute_fingerprint(vector) == compute_fingerprint(vector[:, None])
 
 
 @pytest.mark.parametrize("change", ["bit", "rows", "columns", "sign", "nan"])
@@ -66,16 +64,16 @@ def test_what_a_sum_would_miss_is_seen(change: str) -> None:
         other = -other
     else:
         other[1, 1] = torch.nan
-    expected, found = {"w": fingerprint(one)}, {"w": [*fingerprint(other), EXACT]}
-    assert list(differing(expected, found)) == ["w"]
-    assert not differing(expected, {"w": [*fingerprint(one), EXACT]})
+    expected, found = {"w": compute_fingerprint(one)}, {"w": [*compute_fingerprint(other), EXACT]}
+    assert list(find_differing(expected, found)) == ["w"]
+    assert not find_differing(expected, {"w": [*compute_fingerprint(one), EXACT]})
 
 
 def test_an_expert_is_applied_to_the_probes() -> None:
     torch.manual_seed(0)
     hidden, ffn = 48, 64
     gate, up, down = torch.randn(ffn, hidden), torch.randn(ffn, hidden), torch.randn(hidden, ffn)
-    experts = _Experts(hidden, functional.silu)
+    experts = _ExpertOutputs(hidden, functional.silu)
 
     def part(name: str, parameter: str, begin: int) -> Destination:
         tensor = WeightSlice(f"model.layers.0.mlp.experts.7.{name}.weight", (0,), 0, begin, begin + 32)
@@ -84,13 +82,13 @@ def test_an_expert_is_applied_to_the_probes() -> None:
     total = torch.zeros(DIRECTIONS)
     for name, parameter, matrix in (("w1", "w13", gate), ("w3", "w13", up)):  # Mixtral's names of gate and up
         for begin in (0, 32):
-            assert experts.add(part(name, parameter, begin), matrix[begin : begin + 32]) == []
+            assert experts.add(part(name, parameter, begin), matrix[begin : begin + 32]) is None
     for begin in (0, 32):  # the parts' outputs add up to the expert's
         found = experts.add(part("w2", "w2", begin), down[:, begin : begin + 32])
         total += torch.tensor(found[:DIRECTIONS])
-    inputs = probes(hidden, torch.device("cpu"))
+    inputs = draw_probes(hidden, torch.device("cpu"))
     whole = (functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
-    torch.testing.assert_close(total, torch.tensor(fingerprint(whole)[:DIRECTIONS]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(total, torch.tensor(compute_fingerprint(whole)[:DIRECTIONS]), rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture
@@ -124,9 +122,11 @@ def test_a_layer_that_vllm_has_packed_has_the_fingerprint_of_its_weights(dtype: 
     layer = MergedColumnParallelLinear(INPUTS, ROWS, bias=False, params_dtype=dtype, prefix="gate_up")
     layer.weight.data.copy_(torch.cat(weights))
     layer.quant_method.process_weights_after_loading(layer)
-    found = _layer(layer, _parts(), dtype)
-    assert not differing({"gate": fingerprint(weights[0]), "up": fingerprint(weights[1])}, found)
-    assert set(differing({"gate": fingerprint(-weights[0]), "up": fingerprint(weights[1])}, found)) == {"gate"}
+    found = _fingerprint_layer(layer, _parts(), dtype)
+    assert not find_differing({"gate": compute_fingerprint(weights[0]), "up": compute_fingerprint(weights[1])}, found)
+    assert set(
+        find_differing({"gate": compute_fingerprint(-weights[0]), "up": compute_fingerprint(weights[1])}, found)
+    ) == {"gate"}
 
 
 def test_a_scale_that_was_not_refreshed_is_seen_behind_quantised_weights(vllm_config: None) -> None:
@@ -146,17 +146,17 @@ def test_a_scale_that_was_not_refreshed_is_seen_behind_quantised_weights(vllm_co
         layer.weight.data.copy_((weights / _scales(weights)).round().to(torch.int8))
         layer.weight_scale.data.copy_(scales)
         layer.quant_method.process_weights_after_loading(layer)
-        return _layer(layer, _parts(), torch.bfloat16)
+        return _fingerprint_layer(layer, _parts(), torch.bfloat16)
 
     before, weights = torch.randn(sum(ROWS), INPUTS), torch.randn(sum(ROWS), INPUTS)
     weights[ROWS[0] :] *= 1.5
-    expected = {"gate": fingerprint(weights[: ROWS[0]]), "up": fingerprint(weights[ROWS[0] :])}
+    expected = {"gate": compute_fingerprint(weights[: ROWS[0]]), "up": compute_fingerprint(weights[ROWS[0] :])}
     healthy = served(weights, _scales(weights))
-    assert not differing(expected, healthy)
-    assert 0 < difference(expected["up"], healthy["up"]) < QUANTISED / 4
+    assert not find_differing(expected, healthy)
+    assert 0 < measure_difference(expected["up"], healthy["up"]) < QUANTISED / 4
     stale = _scales(weights)
     stale[ROWS[0] :] = _scales(before)[ROWS[0] :]
-    assert set(differing(expected, served(weights, stale))) == {"up"}
+    assert set(find_differing(expected, served(weights, stale))) == {"up"}
 
 
 def _scales(weights: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.weight_sync.engine_layers import BlockedLayer, RebuiltLayer, keeps_blocks, scales_name
+from megatron_grpo.weight_sync.engine_layers import BlockedLayer, RebuiltLayer, name_scales, uses_fp8_blocks
 from megatron_grpo_kernels.fp8_blocks import quantise
 
 pytestmark = pytest.mark.skipif(
@@ -73,8 +73,8 @@ def test_a_layer_that_was_begun_is_put_back(layer: Any) -> None:
 
 
 def test_other_layers_are_told_apart(layer: Any) -> None:
-    assert keeps_blocks(layer)
-    assert not keeps_blocks(nn.Linear(2, 2))
+    assert uses_fp8_blocks(layer)
+    assert not uses_fp8_blocks(nn.Linear(2, 2))
 
 
 def _weights(seed: int) -> list[Tensor]:
@@ -100,6 +100,6 @@ def _write(layer: Any, weights: list[Tensor]) -> None:
         numbers, scales = quantise(matrix)
         opened = blocked.open()
         opened.weight.data[row : row + len(matrix)].copy_(numbers)
-        getattr(opened, scales_name("weight")).data[row // 128 : row // 128 + len(scales)].copy_(scales)
+        getattr(opened, name_scales("weight")).data[row // 128 : row // 128 + len(scales)].copy_(scales)
         row += len(matrix)
     blocked.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links
 from megatron_grpo.weight_sync.groups import Rendezvous
-from megatron_grpo.weight_sync.ipc import HostMemory
-from megatron_grpo.weight_sync.links import BUFFERS, Links, Side, schedule, write_plan
+from megatron_grpo.weight_sync.links import BUFFERS, Side
+from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
+from megatron_grpo.weight_sync.shard_receiver import TargetLinks
+from megatron_grpo.weight_sync.shard_sender import SourceLinks
+from megatron_grpo.weight_sync.shared_memory import HostMemory
 from megatron_grpo.weight_sync.transfer_plan import plan_pieces
 from tests.support import nccl_like
 from tests.support.refit_models import DENSE
@@ -27,6 +31,7 @@ CPU = torch.device("cpu")
 VERSION = 3
 SHAPE = parse_model_shape(DENSE)
 SOURCES, TARGETS = 2, 2
+LINKS: dict[Side, type[SourceLinks | TargetLinks]] = {"source": SourceLinks, "target": TargetLinks}
 
 
 @pytest.fixture(params=["sent", "one stream", "handed over", "not to be seen"])
@@ -34,30 +39,30 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How messages come: over gloo; one after the other and slowly connected, as over NCCL; in memory; and as between
     two machines that both share memory."""
     if request.param == "not to be seen":
-        monkeypatch.setattr(HostMemory, "seen", lambda address: None)
+        monkeypatch.setattr(HostMemory, "map_address", lambda address: None)
     if request.param == "one stream":
-        monkeypatch.setattr(links, "join", nccl_like.join)
+        monkeypatch.setattr(links, "join_group", nccl_like.join)
     return str(request.param)
 
 
 @pytest.fixture
-def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
+def ranks(way: str) -> Iterator[dict[tuple[Side, int], Any]]:
     """All ranks of a policy with TP2 and an engine with PP2, connected."""
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
     dtypes = ["float32"] * len(build_weight_map(SHAPE))
     places = shard_policy(training, SHAPE), shard_engine(generation, SHAPE)
-    scheduled = schedule(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
+    scheduled = schedule_messages(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
     members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
     with ThreadPoolExecutor(len(members)) as pool:
-        made = [pool.submit(Links, rendezvous, *member, CPU, build_weight_map(SHAPE)) for member in members]
+        made = [pool.submit(LINKS[side], rendezvous, number, CPU, build_weight_map(SHAPE)) for side, number in members]
         yield {member: one.result() for member, one in zip(members, made, strict=True)}
 
 
 def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
-    ranks: dict[tuple[Side, int], Links], way: str
+    ranks: dict[tuple[Side, int], Any], way: str
 ) -> None:
     assert all(len(one.messages) > 2 * BUFFERS for one in ranks.values()), "every buffer is used several times"
     for _ in range(2):  # links last for many refits
@@ -70,10 +75,12 @@ def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
                 earlier = ranks["target", target]._peers[:number].count(source)
                 assert torch.equal(content, _content(source, target, earlier, len(content)))
     for target in range(TARGETS):
-        assert (ranks["target", target]._own is None) == (way == "handed over"), "who is handed all needs no buffers"
+        assert (ranks["target", target]._buffers is None) == (way == "handed over"), (
+            "who is handed all needs no buffers"
+        )
 
 
-def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Links]) -> None:
+def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Any]) -> None:
     def out(_number: int, _buffer: Tensor) -> None:
         raise RuntimeError("the cable is out")
 
@@ -96,7 +103,7 @@ def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
     return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
 
 
-def _send(one: Links) -> None:
+def _send(one: SourceLinks) -> None:
     def fill(number: int, buffer: Tensor) -> None:
         target = one._peers[number]
         earlier = one._peers[:number].count(target)
@@ -105,7 +112,7 @@ def _send(one: Links) -> None:
     one.send(fill, VERSION)
 
 
-def _receive(one: Links) -> list[Tensor]:
+def _receive(one: TargetLinks) -> list[Tensor]:
     """The content of each message."""
     came: list[Tensor] = []
     one.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)

@@ -104,7 +104,7 @@ def test_a_kernel_whose_tensors_graphs_have_captured_stays_on_a_gpu(monkeypatch:
     layer: Any = SimpleNamespace(quant_method=SimpleNamespace(moe_kernel=kernel))
     platform = Platform("cuda", torch.device("cuda", 0), "nccl")
     monkeypatch.setattr(engine_layers, "detect_platform", lambda: platform)
-    assert engine_layers.forget_kernel(layer) is None
+    assert engine_layers.delete_kernel(layer) is None
     assert layer.quant_method.moe_kernel is kernel
 
 

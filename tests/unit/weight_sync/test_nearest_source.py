@@ -9,7 +9,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
-from megatron_grpo.weight_sync.transfer_plan import box_of, plan_pieces
+from megatron_grpo.weight_sync.pieces import find_box
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces
 from tests.support.refit_models import DENSE
 
 
@@ -34,7 +35,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     for piece in plans[0][~near]:
         entry = build_weight_map(shape)[piece["entry"]]
         assert entry.axis is not None, "what is not split is everywhere"
-        parts = [box_of(entry.slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)]
+        parts = [find_box(entry.slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)]
         own, other = parts[piece["target"] % 2], parts[1 - piece["target"] % 2]
         inside = [box.row <= piece["rows"][0] and box.column <= piece["columns"][0] for box in (own, other)]
         held = inside[0] and piece["rows"][1] <= own.row_end and piece["columns"][1] <= own.column_end

@@ -6,7 +6,9 @@ What vLLM makes of the tensors is shown in tests/integration/test_refit_files.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,14 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.weight_sync.files import FilesReceiver, FilesTransport, FileWriter, Manifest
-from megatron_grpo.weight_sync.transport import AttemptError, RefitError
-from tests.support.refit_models import made_up_worker
+from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.weight_sync.file_receiver import FileReceiver
+from megatron_grpo.weight_sync.file_writer import FileWriter
+from megatron_grpo.weight_sync.files_mode import FilesMode, write_manifest
+from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls, RefitError
+from megatron_grpo.weight_sync.transport import WeightTransport
+from megatron_grpo.weight_sync.weights_folder import Manifest, read_manifest
+from tests.support.refit_models import DENSE, made_up_worker
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
@@ -50,16 +57,20 @@ class Model:
 class Policy:
     """Two stages, of which rank 0 and 2 write."""
 
+    settings = SimpleNamespace(shape=parse_model_shape(DENSE))
+
     def __init__(self) -> None:
         self.weights = {name: torch.randn(SIZE) for stage in STAGES for name in stage}
         self.writers: list[FileWriter] = []
 
     def submit(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if function.__name__ == "connect_writer":
+        if function.__name__ == "connect_folder":
             self.writers = [FileWriter(*args) for _ in range(4)]
             return [None] * 4
-        part, whole = args
-        return [writer.write(self._tensors(rank), part, rank, whole=whole) for rank, writer in enumerate(self.writers)]
+        part, rewrite = args
+        return [
+            writer.write(self._tensors(rank), part, rank, rewrite=rewrite) for rank, writer in enumerate(self.writers)
+        ]
 
     def _tensors(self, rank: int) -> Iterator[tuple[str, Tensor | None]]:
         for name in STAGES[rank // 2]:
@@ -104,11 +115,10 @@ class Generation:
         return None
 
 
-class InProcess(FilesTransport):
+class InProcess(RefitCalls):
     """Calls answer at once."""
 
-    @staticmethod
-    def _complete(sends: Any, receives: Mapping[int, Any], deadline: float, what: str) -> list[Any]:
+    def wait(self, sends: Any, receives: Mapping[int, Any], deadline: float, what: str) -> list[Any]:
         if any(receives.values()):
             raise AttemptError("; ".join(answer for answer in receives.values() if answer), {})
         return sends
@@ -124,18 +134,19 @@ class Loading:
 
 @pytest.fixture(autouse=True)
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.weight_sync.files.ModelReload", Loading)
+    monkeypatch.setattr("megatron_grpo.weight_sync.file_receiver.ModelReload", Loading)
 
 
-def _receiver(model: Model, shared: Mapping[str, str]) -> FilesReceiver:
-    return FilesReceiver(made_up_worker(model), shared, 0)
+def _receiver(model: Model, shared: Mapping[str, str]) -> FileReceiver:
+    return FileReceiver(made_up_worker(model), shared)
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> tuple[InProcess, Policy, Generation]:
+def made(tmp_path: Path) -> tuple[WeightTransport, Policy, Generation]:
     policy, generation = Policy(), Generation(engines=2)
     config = RefitConfig(mode="files", bucket_mib=0.0001, retries=1)
-    transport: Any = InProcess(policy, generation, config, tmp_path / "run")  # type: ignore[arg-type]
+    calls = InProcess(policy, generation)  # type: ignore[arg-type]
+    transport = WeightTransport(calls, FilesMode(calls, config, tmp_path / "run"), config)
     transport.connect()
     return transport, policy, generation
 
@@ -161,7 +172,7 @@ def test_an_engine_that_comes_later_reads_everything(made: Any) -> None:
     transport.publish(1)
     policy.weights[NORM] = torch.randn(SIZE)
     transport.publish(2)
-    shared = {"folder": str(transport._folder), "session": transport._session}
+    shared = {"folder": str(transport._mode.folder), "session": transport._mode.session}
     model = Model()
     receiver = _receiver(model, shared)
     receiver.receive(2)
@@ -178,7 +189,7 @@ def test_a_damaged_file_is_found_before_the_model_is_touched_and_is_written_agai
     def damage() -> None:
         if not seen:
             seen.append(generation.models[0].weights)
-            file = max(transport._folder.glob("*/*.safetensors"))
+            file = max(transport._mode.folder.glob("*/*.safetensors"))
             data = bytearray(file.read_bytes())
             data[-1] ^= 16
             file.write_bytes(data)
@@ -195,7 +206,7 @@ def test_a_damaged_file_is_found_before_the_model_is_touched_and_is_written_agai
 
 def test_after_a_model_failed_in_the_middle_everything_is_read_again(made: Any) -> None:
     transport, policy, generation = made
-    transport._retries = 0
+    transport._config = replace(transport._config, retries=0)
     transport.publish(1)
     for name in policy.weights:
         policy.weights[name] = torch.randn(SIZE)
@@ -236,17 +247,17 @@ def test_connecting_again_begins_anew(made: Any) -> None:
 
 def test_what_is_superseded_goes_and_does_not_pile_up(made: Any) -> None:
     transport, policy, _ = made
-    transport._bucket_bytes = 10**6  # a stage in one file, of which a part lives on
+    transport._mode.bucket_bytes = 10**6  # a stage in one file, of which a part lives on
     transport.connect()
     wholes = 0
     for version in range(1, 30):
         policy.weights[KEY] = torch.randn(SIZE)
         wholes += transport.publish(version).tensors == 4
-        kept = sum(tensor.nbytes for file in transport._folder.glob("*/*") for tensor in load_file(file).values())
+        kept = sum(tensor.nbytes for file in transport._mode.folder.glob("*/*") for tensor in load_file(file).values())
         assert kept <= 3 * sum(tensor.nbytes for tensor in policy.weights.values())
     assert 1 <= wholes < 20
     transport.close()
-    assert not transport._folder.exists()
+    assert not transport._mode.folder.exists()
     transport.close()
 
 
@@ -254,15 +265,15 @@ def test_another_runs_folder_and_another_version_are_refused(made: Any) -> None:
     transport, _, generation = made
     transport.publish(1)
     assert "holds version 1, not 2" in str(generation._receive(0, 2))
-    manifest = Manifest.read(transport._folder)
-    Manifest("another", 2, manifest.tensors).write(transport._folder)
+    manifest = read_manifest(transport._mode.folder)
+    write_manifest(transport._mode.folder, Manifest("another", 2, manifest.tensors))
     assert "another run writes to" in str(generation._receive(0, 2))
 
 
 def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
     def folder(run_dir: str, directory: str | None) -> Path:
         config = RefitConfig(mode="files", directory=directory)
-        return FilesTransport(None, None, config, Path(run_dir))._folder  # type: ignore[arg-type]
+        return FilesMode(RefitCalls(None, None), config, Path(run_dir)).folder  # type: ignore[arg-type]
 
     assert folder("/a/run", None) == Path("/a/run/refit")
     shared = {folder(run, "/shared") for run in ("/a/run", "/b/run")}

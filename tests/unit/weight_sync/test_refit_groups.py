@@ -13,15 +13,15 @@ import torch
 
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import groups
-from megatron_grpo.weight_sync.groups import LOOK_S, Rendezvous, Watch, record_failure
-from megatron_grpo.weight_sync.transport import SETTLE_S
+from megatron_grpo.weight_sync.groups import FAILURE_CHECK_S, Rendezvous, Watch, record_failure
+from megatron_grpo.weight_sync.refit_calls import SETTLE_S
 
 
 def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
     _store, rendezvous = _open(timeout_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        groups.join(rendezvous, 0, 2, torch.device("cpu"))
+        groups.join_group(rendezvous, 0, 2, torch.device("cpu"))
     assert time.monotonic() - began < 10
 
 
@@ -33,14 +33,14 @@ def test_a_store_that_was_closed_is_not_sought_until_the_timeout(monkeypatch: py
     del store
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1"):
-        rendezvous.store()
+        rendezvous.reach()
     assert time.monotonic() - began < 20
 
 
 def test_a_key_may_come_later_than_a_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "REACH_S", 0.5)
     store, rendezvous = _open(timeout_s=60.0)
-    reader = rendezvous.store()
+    reader = rendezvous.reach()
     threading.Timer(1.5, store.set, ("key", "value")).start()
     assert reader.get("key") == b"value"
 
@@ -49,10 +49,10 @@ def test_a_wait_ends_at_the_deadline_and_a_new_one_begins_anew() -> None:
     _store, rendezvous = _open(timeout_s=0.5)
     watch = _watch(rendezvous)
     for _ in range(2):
-        watch.begin()
+        watch.restart()
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"nothing happened until the deadline of 0\.5 s"):
-            watch.until(lambda: False)
+            watch.wait_until(lambda: False)
         assert 0.5 <= time.monotonic() - began < 5
 
 
@@ -60,13 +60,13 @@ def test_a_failure_ends_the_waits_of_all_members_and_the_first_one_is_told() -> 
     store, rendezvous = _open(timeout_s=60.0)
     watches = [_watch(rendezvous) for _ in range(3)]
     with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(watch.until, lambda: False) for watch in watches[:2]]
+        waits = [pool.submit(watch.wait_until, lambda: False) for watch in watches[:2]]
         time.sleep(0.1)
-        watches[2].fail("policy rank 1: the cable is out")
+        watches[2].report_failure("policy rank 1: the cable is out")
         record_failure(store, "generation engine 0 died")
         for wait in waits:
             with pytest.raises(RuntimeError, match=r"^given up, because policy rank 1: the cable is out$"):
-                wait.result(timeout=20 * LOOK_S)
+                wait.result(timeout=20 * FAILURE_CHECK_S)
 
 
 def test_a_closed_store_ends_waits_too() -> None:
@@ -74,8 +74,8 @@ def test_a_closed_store_ends_waits_too() -> None:
     watch = _watch(rendezvous)
     del store
     with pytest.raises(RuntimeError):
-        watch.until(lambda: False)
-    watch.fail("nobody is left to be told")
+        watch.wait_until(lambda: False)
+    watch.report_failure("nobody is left to be told")
 
 
 def test_a_call_that_blocks_in_a_library_is_left_behind() -> None:
@@ -106,7 +106,7 @@ def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: 
             polls += 1
             return clock.now >= began + seconds
 
-        watch.until(over)
+        watch.wait_until(over)
         return clock.now - began, polls
 
     for seconds in (1e-4, 1e-3, 1e-2):
@@ -115,7 +115,7 @@ def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: 
         assert polls < 100, "it does not spin"
     assert asked.looks == 0
     wait(10.0)
-    assert 15 <= asked.looks <= 10 / LOOK_S
+    assert 15 <= asked.looks <= 10 / FAILURE_CHECK_S
 
 
 class Clock:
@@ -143,7 +143,7 @@ class AskedStore:
 def test_an_abort_over_gloo_ends_what_is_pending_here() -> None:
     _store, rendezvous = _open(timeout_s=60.0)
     with ThreadPoolExecutor(2) as pool:
-        joined = [pool.submit(groups.join, rendezvous, rank, 2, torch.device("cpu")) for rank in range(2)]
+        joined = [pool.submit(groups.join_group, rendezvous, rank, 2, torch.device("cpu")) for rank in range(2)]
         mine, theirs = (one.result() for one in joined)
     pending = mine.recv([torch.zeros(8, dtype=torch.uint8)], 1, 0)
     time.sleep(0.1)
@@ -169,13 +169,13 @@ def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: 
             made.append(device)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
-    groups.join(rendezvous, 1, 3, torch.device("cuda", 0))
+    groups.join_group(rendezvous, 1, 3, torch.device("cuda", 0))
     assert made == [(1, 3, "1"), torch.device("cuda", 0)]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 def _watch(rendezvous: Rendezvous) -> Watch:
-    return Watch(rendezvous.store(), rendezvous.timeout_s)
+    return Watch(rendezvous.reach(), rendezvous.timeout_s)
 
 
 def _open(timeout_s: float) -> tuple[Any, Rendezvous]:

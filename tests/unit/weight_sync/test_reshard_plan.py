@@ -14,20 +14,22 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_model_map, build_weight_map, parse_model_shape
+from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import (
     RankShard,
-    find_cut_blocks,
     find_destinations,
     shard_engine,
     shard_policy,
 )
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
-from megatron_grpo.weight_sync.links import schedule, split_messages
+from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.transfer_plan import Pieces, aligned, box_of, packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.pieces import Pieces, align, find_box, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.shard_sender import pack_piece
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
 from tests.support.moe_config import QWEN3_MOE
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 
@@ -46,7 +48,7 @@ def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
     parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
     whole = split_parameter(entry, parameter, slices, shape)[piece["tensor"]]
     matrix = whole if whole.dim() == 2 else whole[:, None]
-    box = box_of(slices[piece["tensor"]])
+    box = find_box(slices[piece["tensor"]])
     rows, columns = piece["rows"] - box.row, piece["columns"] - box.column
     assert min(rows[0], columns[0]) >= 0
     assert (rows[1], columns[1]) <= tuple(matrix.shape)
@@ -94,13 +96,13 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
     sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
-    scheduled = schedule(plan(shape, training, generation, bucket), bucket)
+    scheduled = schedule_messages(plan(shape, training, generation, bucket), bucket)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
         expected = vllm_parameters(shape, place)
         mine = scheduled[scheduled["target"] == target]
         model = model_of(expected)
-        writer = ModelWriter(model, torch.float32, shape, place, [mine])
+        writer = ModelWriter(model, torch.float32, build_model_map(shape), place, [mine])
         for position, piece in enumerate(mine):
             writer.write(0, position, sent_piece(piece, sources[piece["source"]], shape))
         held = dict(model.named_parameters())
@@ -121,7 +123,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     """Ranks that can have a single message under way, each in its own order, get through all of them."""
     shape, training, generation, bucket = case
     pieces = plan(shape, training, generation, bucket)
-    scheduled = schedule(pieces, bucket)
+    scheduled = schedule_messages(pieces, bucket)
     assert sorted(map(str, scheduled[list(PLANNED)].tolist())) == sorted(map(str, pieces[list(PLANNED)].tolist()))
     queues = {
         (side, rank): [
@@ -145,7 +147,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     for message in (
         m for rank in set(scheduled["source"]) for m in split_messages(scheduled[scheduled["source"] == rank])
     ):
-        assert aligned(message["bytes"]).sum() <= bucket or len(message) <= 2
+        assert align(message["bytes"]).sum() <= bucket or len(message) <= 2
 
 
 PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
@@ -219,7 +221,7 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
     load = np.bincount(pieces["source"], weights=pieces["bytes"], minlength=training.world_size)
     by_stage = load.reshape(training.pipeline, -1)
     assert (by_stage.max(1) - by_stage.min(1)).max() <= 0.35 * load.mean(), "replicas and neighbours share"
-    assert aligned(np.array([1, 16, 17])).tolist() == [16, 16, 32]
+    assert align(np.array([1, 16, 17])).tolist() == [16, 16, 32]
 
 
 def owned_numbers(shape: ModelShape, place: RankShard) -> int:
@@ -262,7 +264,7 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
     model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
-        ModelWriter(model, torch.float32, shape, place, [plan(shape, *layouts, 2**20)])
+        ModelWriter(model, torch.float32, build_model_map(shape), place, [plan(shape, *layouts, 2**20)])
 
 
 def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
@@ -276,11 +278,11 @@ def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
     for target, place in enumerate(shard_engine(layouts[1], shape)):
         model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
         record_metadata_for_reloading(model)
-        ModelWriter(model, torch.float32, shape, place, [pieces[pieces["target"] == target]])
+        ModelWriter(model, torch.float32, build_model_map(shape), place, [pieces[pieces["target"] == target]])
         if place.end:  # and nobody computes with one that does not come
             others = pieces[(pieces["target"] == target) & (pieces["rows"][:, 1] != shape.hidden)]
             with pytest.raises(ValueError, match=r"model.norm.weight: 0 of \d+ numbers"):
-                ModelWriter(model, torch.float32, shape, place, [others])
+                ModelWriter(model, torch.float32, build_model_map(shape), place, [others])
 
 
 BLOCKED: dict[str, dict[str, Any]] = {
@@ -308,21 +310,21 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     shape, (training, generation) = parse_model_shape({**BLOCKED[family], "num_hidden_layers": 2}), layouts
     sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
     assert list(find_cut_blocks(shape, sources, engine)) == []
-    dtypes = wire_dtypes(shape, "float32", fp8_blocks=True)
-    scheduled = schedule(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
+    dtypes = choose_wire_dtypes(shape, "float32", fp8_blocks=True)
+    scheduled = schedule_messages(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
     kinds = [getattr(torch, dtype) for dtype in dtypes]
     for target, place in enumerate(engine):
         expected = vllm_parameters(shape, place)
         read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         rounded = set()
         for message in split_messages(scheduled[scheduled["target"] == target]):
-            laid, size = packed_pieces(message, kinds)
+            laid, size = lay_out_pieces(message, kinds)
             buffer = torch.zeros(size, dtype=torch.uint8)
             for piece, parcel in zip(message, laid, strict=True):
-                parcel.pack(buffer, sent_piece(piece, sources[piece["source"]], shape))
+                pack_piece(parcel, buffer, sent_piece(piece, sources[piece["source"]], shape))
             for piece, parcel in zip(message, laid, strict=True):
-                values = parcel.numbers(buffer).float()
-                scales = parcel.scales(buffer)
+                values = parcel.view_values(buffer).float()
+                scales = parcel.view_scales(buffer)
                 if scales is not None:
                     each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
                     values *= each[: parcel.rows, : parcel.columns]
@@ -333,7 +335,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                 parameter = read[landing.parameter]
                 parameter = parameter if landing.expert is None else parameter[landing.expert]
                 parameter = parameter if parameter.dim() == 2 else parameter[:, None]
-                box = box_of(landing.part)
+                box = find_box(landing.part)
                 row, column = int(piece["rows"][0]) - box.row + landing.row, int(piece["columns"][0]) - box.column
                 parameter[row : row + parcel.rows, column : column + parcel.columns] = values
                 rounded |= {landing.parameter} if scales is not None else set()

@@ -1,0 +1,54 @@
+"""Matrices that a refit can send in FP8 blocks, and layouts that cut them inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import RankShard, find_destinations
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo_kernels.fp8_format import BLOCK
+
+# Dimensions of the router's and of a value head's tensors, which are not converted to FP8.
+_ROUTING = {"experts", "score"}
+
+
+def can_travel_in_fp8(entry: WeightEntry) -> bool:
+    """True for matrices of layers; false for embeddings, heads, routers, norms and biases."""
+    return is_per_layer(entry.megatron[0]) and all(
+        len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
+    )
+
+
+def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
+    """Describe each matrix that a rank's part cuts inside a block, for error messages.
+
+    Args:
+        shape: sizes of the model.
+        sources: shards of the policy's ranks.
+        engine: shards of an engine's ranks.
+    """
+    # An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
+    # compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter,
+    # where vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So neither
+    # side's ranks may cut a matrix inside a block.
+    for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
+        expert = engine[0].experts[0] if entry.per_expert else 0
+        for split in sorted({shard.part(entry) for shard in sources}, key=lambda split: split.index):
+            for part in entry.slices(shape, 0, split.index, split.count, expert):
+                if _cuts_block(part):
+                    yield f"{part.name} on policy ranks: {part.start} to {part.stop} of {part.shape}"
+        for rank, shard in enumerate(engine):
+            first = shard.experts[0] if entry.per_expert else 0
+            for destination in find_destinations(entry, shape, shard, expert=first):
+                part = destination.part
+                if _cuts_block(part) or destination.row % BLOCK:
+                    yield f"{part.name} on rank {rank} of an engine: {part.start} to {part.stop} of {part.shape}"
+
+
+def _cuts_block(part: WeightSlice) -> bool:
+    """True for a slice that begins or ends inside a block."""
+    if part.axis is None:
+        return False
+    return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))

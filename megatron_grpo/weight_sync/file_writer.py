@@ -1,0 +1,88 @@
+"""Runs on a rank of the policy: writes the changed tensors of a version into the folder that engines read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.distributed import get_rank
+
+from megatron_grpo.models.hf_folder import save_tensors
+from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.observability.run_files import write_atomically
+from megatron_grpo.weight_sync.weights_folder import WrittenTensor, compute_digest
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
+
+
+@dataclass(slots=True)
+class FileWriter:
+    """Writes the tensors of one stage that have changed since the last version."""
+
+    folder: Path
+    bucket_bytes: int
+    """Size of a file and of the copy in memory; a single larger tensor exceeds it."""
+    _written: dict[str, WrittenTensor] = field(default_factory=dict)
+
+    def write(
+        self, tensors: Iterable[tuple[str, Tensor | None]], part: str, rank: int, *, rewrite: bool
+    ) -> dict[str, WrittenTensor]:
+        """Write one version of the stage's weights.
+
+        Args:
+            tensors: (name, full tensor [...]); None in place of the tensor on ranks that do not write.
+            part: subfolder of this version.
+            rank: the rank that writes.
+            rewrite: write all tensors, changed or not.
+
+        Returns:
+            The file of every tensor, in their order; empty on ranks that do not write.
+        """
+        previous, self._written = ({} if rewrite else self._written), {}
+        (self.folder / part).mkdir(exist_ok=True)
+        written: dict[str, WrittenTensor] = {}
+        bucket: dict[str, Tensor] = {}
+        bucket_bytes = 0
+        files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in count())
+        file = next(files)
+        for name, tensor in tensors:
+            if tensor is None:
+                continue
+            # A copy: tensors may be views of one parameter, which safetensors does not write.
+            copy = tensor.to("cpu", copy=True).contiguous()
+            stored, digest = previous.get(name), compute_digest(copy)
+            if stored is not None and stored.digest == digest:
+                written[name] = stored
+                continue
+            if bucket and bucket_bytes + copy.nbytes > self.bucket_bytes:
+                write_atomically(self.folder / file, partial(save_tensors, bucket))
+                bucket, bucket_bytes, file = {}, 0, next(files)
+            bucket[name] = copy
+            bucket_bytes += copy.nbytes
+            written[name] = WrittenTensor(file, digest, copy.nbytes)
+        if bucket:
+            write_atomically(self.folder / file, partial(save_tensors, bucket))
+        self._written = written  # set at the end: after a failure all tensors are written again
+        return written
+
+
+def connect_folder(rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
+    """Make the rank's writer for an existing folder; its first version is complete."""
+    rank.weight_sender = FileWriter(folder, bucket_bytes)
+
+
+def send_files(rank: PolicyRank, part: str, rewrite: bool) -> dict[str, WrittenTensor]:
+    """Write this stage's weights, gathered over its ranks (`FileWriter.write`)."""
+    assert isinstance(rank.weight_sender, FileWriter), "connect_folder() comes first"
+    tensors = iter_hf_tensors(rank.gather_chunks(), rank.shape)
+    try:
+        return rank.weight_sender.write(tensors, part, get_rank(), rewrite=rewrite)
+    finally:
+        for _ in tensors:  # gathering is collective: a rank that cannot write takes part to the end
+            pass

@@ -1,0 +1,155 @@
+"""Pieces of a refit: boxes of Hugging Face tensors, and their layout in messages.
+
+The driver plans pieces, ranks of the policy pack them into messages, and workers of engines read them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
+from megatron_grpo_kernels.fp8_format import count_blocks
+
+FP8 = "float8_e4m3fn"
+"""Dtype of pieces whose elements are followed by a float32 scale for each block."""
+SCALE_BYTES = 4
+# Every piece begins at a multiple of this, so that a slice of the message can be viewed in any type.
+_ALIGN_BYTES = 16
+
+PIECE = np.dtype(
+    [
+        ("source", np.int32),  # rank of the policy
+        ("target", np.int32),  # rank among those of all engines, engine by engine
+        ("entry", np.int16),  # row of the weight map
+        ("tensor", np.int8),  # index among the entry's tensors
+        ("layer", np.int16),
+        ("expert", np.int16),
+        ("rows", np.int32, 2),  # [begin, end) in the full Hugging Face tensor
+        ("columns", np.int32, 2),  # [begin, end) in the full tensor; (0, 1) for a vector
+        ("bytes", np.int64),
+        ("turn", np.int32),  # turn of the message, for its source as for its target
+    ]
+)
+"""A box of a Hugging Face tensor that one rank sends to another."""
+
+Pieces = NDArray[Any]
+"""[pieces], PIECE."""
+
+
+def format_tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
+    """Name the Hugging Face tensor that a piece is cut from."""
+    name = entries[piece["entry"]].hf[piece["tensor"]].name
+    return name.format(layer=piece["layer"], expert=piece["expert"])
+
+
+def split_messages(scheduled: Pieces) -> list[Pieces]:
+    """Split the scheduled pieces of one rank into its messages, by turn."""
+    return np.split(scheduled, np.flatnonzero(mark_changes(scheduled["turn"]))[1:]) if len(scheduled) else []
+
+
+def mark_changes(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """True where a value differs from the one before, and for the first: [n]."""
+    return np.append(True, values[1:] != values[:-1])
+
+
+class Box(NamedTuple):
+    """Rows [row, row_end) and columns [column, column_end) of a tensor."""
+
+    row: int
+    row_end: int
+    column: int
+    column_end: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows; 0 or less: the box is empty."""
+        return self.row_end - self.row
+
+    @property
+    def columns(self) -> int:
+        """Number of columns; 0 or less: the box is empty."""
+        return self.column_end - self.column
+
+    def intersect(self, box: Box) -> Box:
+        """Compute the common rows and columns of two boxes, which may be none."""
+        return Box(
+            max(self.row, box.row),
+            min(self.row_end, box.row_end),
+            max(self.column, box.column),
+            min(self.column_end, box.column_end),
+        )
+
+
+def find_box(part: WeightSlice) -> Box:
+    """Find the rows and columns of a slice; a vector has one column."""
+    rows, columns = part.shape[0], part.shape[1] if len(part.shape) > 1 else 1
+    if part.axis == 0:
+        return Box(part.start, part.stop, 0, columns)
+    if part.axis == 1:
+        return Box(0, rows, part.start, part.stop)
+    return Box(0, rows, 0, columns)
+
+
+def align(sizes: Any) -> Any:
+    """Round sizes of pieces in bytes, an int or an array, up to the alignment in a message."""
+    return -(-sizes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """The position and layout of a piece in its message."""
+
+    begin: int
+    """Bytes of the message before the piece."""
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+    def view_values(self, message: Tensor) -> Tensor:
+        """View the piece's elements in the message.
+
+        Args:
+            message: [bytes], uint8.
+
+        Returns:
+            [rows, columns], in the message's memory.
+        """
+        end = self.begin + self.rows * self.columns * self.dtype.itemsize
+        return message[self.begin : end].view(self.dtype).view(self.rows, self.columns)
+
+    def view_scales(self, message: Tensor) -> Tensor | None:
+        """View the scales of an FP8 piece in the message; None for another dtype.
+
+        Returns:
+            [blocks of rows, blocks of columns], float32, in the message's memory.
+        """
+        if self.dtype != torch.float8_e4m3fn:
+            return None
+        shape = count_blocks(self.rows), count_blocks(self.columns)
+        begin = self.begin + align(self.rows * self.columns)
+        return message[begin : begin + SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
+
+
+def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
+    """Lay pieces out one after the other in a message.
+
+    Args:
+        pieces: [pieces], PIECE, in their order.
+        dtypes: dtypes by row of the weight map.
+
+    Returns:
+        The position of each piece, and the bytes of the message.
+    """
+    ends = np.cumsum(align(pieces["bytes"])).tolist()
+    sizes = zip(np.diff(pieces["rows"])[:, 0].tolist(), np.diff(pieces["columns"])[:, 0].tolist(), strict=True)
+    piece_dtypes = [dtypes[entry] for entry in pieces["entry"].tolist()]
+    begins = [0, *ends[:-1]]
+    packed = [PackedPiece(begin, *size, dtype) for begin, size, dtype in zip(begins, sizes, piece_dtypes, strict=True)]
+    return packed, int(ends[-1])

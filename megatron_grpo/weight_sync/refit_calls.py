@@ -1,0 +1,144 @@
+"""Runs on the driver: remote calls of a refit on both sides, and who is lost after a failed attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from torch.distributed import TCPStore
+
+from megatron_grpo.cluster.actor_calls import Arguments, Method
+from megatron_grpo.cluster.futures import explain_error, find_lost_calls, gather, is_canary_failure, is_lost, join_names
+from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
+from megatron_grpo.config.errors import ModelLostError, RunError
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
+from megatron_grpo.weight_sync.groups import record_failure
+
+SETTLE_S = 15.0
+"""Seconds for the other calls to end once one has failed. Waits for a transfer end within `groups.FAILURE_CHECK_S`."""
+
+
+class RefitError(RunError):
+    """A refit did not complete on every worker, so no engine may serve the new version."""
+
+
+class CanaryFailedError(RefitError):
+    """The log-probabilities of engines differ from the policy's, so the engines do not serve."""
+
+
+class PolicyLostError(RefitError, ModelLostError):
+    """A refit failed because a rank of the policy is gone or hangs."""
+
+
+class AttemptError(Exception):
+    """One attempt at a refit failed; `lost` has, by number, why engines must be replaced first."""
+
+    def __init__(self, text: str, lost: Mapping[int, str]) -> None:
+        super().__init__(text)
+        self.lost = lost
+
+
+class RefitCalls:
+    """Calls the policy's ranks and the engines, and waits for both.
+
+    Args:
+        policy: the model whose weights are sent.
+        generation: the engines that receive them.
+    """
+
+    def __init__(self, policy: MegatronPolicy, generation: VllmGeneration) -> None:
+        self.policy, self.generation = policy, generation
+        self.store: TCPStore | None = None
+        """Store of the current links: their plan, and the first failure, which ends the waits of all processes."""
+
+    def call_ranks(self, function: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
+        """Call `function(rank, *args)` on every rank of the policy without waiting."""
+        return self.policy.submit(function, *args)
+
+    def call_engines(
+        self, engines: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> dict[int, ray.ObjectRef]:
+        """Call a method of some engines without waiting; returns references by the engine's number."""
+        return dict(zip(engines, self.generation.submit_to(engines, method, *args, **kwargs), strict=True))
+
+    def wait(
+        self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
+    ) -> list[Any]:
+        """Wait for calls of both sides.
+
+        Args:
+            sends: calls of the policy's ranks, by rank; may be empty.
+            receives: calls of engines, by number.
+            deadline: time (monotonic) when all must have ended.
+            what: the phase, for messages.
+
+        Returns:
+            The results of the ranks, then those of the engines.
+
+        Raises:
+            CanaryFailedError: an engine does not compute what the policy does.
+            AttemptError: a call failed, which is noticed without waiting for the deadline; or the deadline passed.
+            PolicyLostError: a rank of the policy died or hangs.
+        """
+        names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
+        remaining_s = max(deadline - time.monotonic(), 0.0)
+        try:
+            return gather([*sends, *receives.values()], deadline_s=remaining_s, phase_name=what, name=names.__getitem__)
+        except RunError as error:
+            if is_canary_failure(error.__cause__):
+                raise CanaryFailedError(str(error)) from error
+            if self.store is not None:
+                record_failure(self.store, str(error))
+            lost = find_lost_engines(sends, receives, str(error))
+            self.store = None  # closed with its last reference: a process that comes later fails at once
+            raise AttemptError(str(error), lost) from error
+
+
+def find_lost_engines(
+    sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str
+) -> dict[int, str]:
+    """Find the engines that cannot take part in another attempt.
+
+    Waits up to SETTLE_S for unfinished calls.
+
+    Args:
+        sends: calls of the policy's ranks, by rank; may be empty.
+        receives: calls of the engines, by number.
+        failure: the attempt's failure, for messages.
+
+    Returns:
+        Why each of these engines must be replaced, by its number.
+
+    Raises:
+        PolicyLostError: a rank of the policy died or hangs.
+    """
+    calls = [*sends, *receives.values()]
+    ended = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])
+    lost = {}
+    for number, call in receives.items():
+        if call not in ended:
+            lost[number] = f"{failure}; {ENGINE_NAME(number)} does not come back"
+            continue
+        try:
+            ray.get(call)
+        except RayError as error:
+            if is_lost(error):
+                reason = f"{ENGINE_NAME(number)} {explain_error(error)}"
+                lost[number] = failure if reason in failure else f"{failure}; {reason}"
+    overdue = [RANK_NAME(rank) for rank, call in enumerate(sends) if call not in ended]
+    _require_policy([RANK_NAME(rank) for rank in find_lost_calls(sends, 0.0)], "gone", failure)
+    _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
+    # Ranks may hang in a library only until a lost engine's processes are ended, so they are stuck only without one.
+    if not lost:
+        _require_policy(overdue, "stuck", failure)
+    return lost
+
+
+def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
+    if missing:
+        raise PolicyLostError(f"{failure}; {join_names(missing)} is {state}, and no rank of the policy can be replaced")

@@ -1,0 +1,182 @@
+"""Runs in an engine's worker: receives messages over links and loads their pieces into vLLM's model.
+
+`ShardReceiver` gets the slices that the worker keeps (reshard), `TensorReceiver` whole tensors (broadcast).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megatron_grpo.models.weight_layouts import find_worker_shard
+from megatron_grpo.models.weight_map import ModelMap
+from megatron_grpo.weight_sync.checksums import find_checksum_problem
+from megatron_grpo.weight_sync.engine_layers import ModelReload
+from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
+from megatron_grpo.weight_sync.links import BUFFERS, Links
+from megatron_grpo.weight_sync.model_writer import ModelWriter
+from megatron_grpo.weight_sync.pieces import format_tensor_name
+
+
+class TargetLinks(Links):
+    """The links of an engine's rank, which receives."""
+
+    side, peer_side = "target", "source"
+
+    def _make_buffers(self, device: torch.device) -> None:
+        return None
+
+    def _finish_buffers(self, device: torch.device) -> None:
+        if not self._shared.keys() >= set(self._peers):  # some messages do not come in shared memory
+            self._buffers = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
+
+    def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
+        """Receive one version: a message is loaded while the next one arrives.
+
+        Args:
+            load: takes the payload out of the message of a number; not called any more after the first broken checksum.
+            version: number that the messages should have.
+
+        Raises:
+            ValueError: a checksum was broken. Raised after the last message, so that no sender is kept waiting.
+            RuntimeError: a sender stopped sending, or the links failed before.
+        """
+        problems: list[str] = []
+        with self._fail_together():
+            pending = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
+            for number, peer in enumerate(self._peers):
+                self._finish(number, pending)
+                buffer = self.buffer(number)
+                problem = find_checksum_problem(buffer, version)
+                if problem is not None:
+                    first = format_tensor_name(self._entries, self.messages[number][0])
+                    problems.append(f"message {number} from {self._name_peer(peer)}: {problem}; it begins with {first}")
+                if not problems:
+                    load(number, buffer)
+                if self._memory is not None and peer in self._shared:
+                    self._memory.synchronize()  # the message has been read
+                    self._wait(self._start(peer, self._notices[number % BUFFERS], sends=True))
+                if number + BUFFERS < len(self.messages):  # into the buffer that is free now
+                    pending[number + BUFFERS] = self.begin(number + BUFFERS)
+            if problems:
+                raise ValueError("; ".join(problems))
+
+    def buffer(self, number: int) -> Tensor:
+        """The message of this number once it has arrived: [bytes with the trailer], uint8."""
+        memory = self._shared.get(self._peers[number])
+        if memory is None:
+            return super().buffer(number)
+        return memory.view(BUFFERS, -1)[int(self._notices[number % BUFFERS]), : self.sizes[number]]
+
+    def begin(self, number: int) -> list[Transfer]:
+        """Start receiving the message of this number, or the notice that it can be read."""
+        peer = self._peers[number]
+        destination = self._notices[number % BUFFERS] if peer in self._shared else self.buffer(number)
+        return [self._start(peer, destination, sends=False)]
+
+    def _greet(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+        self._move_first(peer, notice, sends=False)
+        source, target = notice[:2].tolist()
+        address = json.loads(store.get(f"memory/{source}/{target}"))
+        if address is None:
+            return None
+        memory = self._memory.map_address(address) if self._memory is not None else None
+        notice[2] = int(memory is not None)
+        self._move_first(peer, notice, sends=True)
+        return memory
+
+
+class LinkReceiver(ABC):
+    """The receiving end of a worker's links.
+
+    Args:
+        worker: vLLM's worker, with a loaded model.
+        model_map: sizes and weight map of the model.
+        source: `rendezvous`: fields of the group's `Rendezvous`.
+        number: number of the worker, counted over all engines.
+    """
+
+    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
+        self._map = model_map
+        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
+
+    @abstractmethod
+    def receive(self, version: int) -> None:
+        """Receive one version, and load it into the model.
+
+        Raises:
+            ValueError: a checksum was broken; no later message is loaded.
+            RuntimeError: a rank of the policy stopped sending, or the links failed before.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Restore the previous weights of incomplete layers."""
+
+
+class ShardReceiver(LinkReceiver):
+    """Receives the slices that the worker keeps, and writes them to its model."""
+
+    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
+        super().__init__(worker, model_map, source, number)
+        shard = find_worker_shard(worker.vllm_config.parallel_config, model_map.shape)
+        scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
+        model, dtype = worker.model_runner.get_model(), worker.vllm_config.model_config.dtype
+        self._writer = ModelWriter(model, dtype, model_map, shard, self._links.messages, scaled)
+
+    def receive(self, version: int) -> None:
+        self._writer.begin()
+        self._links.receive(self._load, version)
+        self._writer.finish()
+
+    def abandon(self) -> None:
+        self._writer.abandon()
+
+    def _load(self, number: int, message: Tensor) -> None:
+        for position, packed in enumerate(self._links.packed_pieces[number]):
+            self._writer.write(number, position, packed.view_values(message), packed.view_scales(message))
+
+
+class TensorReceiver(LinkReceiver):
+    """Receives whole tensors; vLLM's loaders take the worker's shard of each, once all of its pieces have come."""
+
+    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
+        super().__init__(worker, model_map, source, number)
+        self._reload = ModelReload(worker)
+        self._incomplete: dict[str, Tensor] = {}
+        """Tensors, [rows, columns], of which some pieces have come."""
+        self._missing: dict[str, int] = {}
+        """Number of elements of each of these tensors that have not come yet."""
+
+    def receive(self, version: int) -> None:
+        self._reload.begin()
+        self._links.receive(self._load, version)
+        self._reload.finish()
+
+    def abandon(self) -> None:
+        self._reload.abandon()
+
+    def _load(self, number: int, message: Tensor) -> None:
+        """Add the pieces of a message, [bytes], uint8, to their tensors, and load complete ones."""
+        complete: list[tuple[str, Tensor]] = []
+        entries = self._map.entries
+        for piece, packed in zip(self._links.messages[number], self._links.packed_pieces[number], strict=True):
+            name = format_tensor_name(entries, piece)
+            shape = entries[piece["entry"]].hf[piece["tensor"]].shape(self._map.shape)
+            if name not in self._incomplete:
+                tensor = torch.empty(shape, dtype=packed.dtype, device=message.device)
+                self._incomplete[name], self._missing[name] = tensor.view(shape[0], -1), tensor.numel()
+            values = packed.view_values(message)
+            rows, columns = piece["rows"].tolist(), piece["columns"].tolist()
+            self._incomplete[name][slice(*rows), slice(*columns)].copy_(values)
+            self._missing[name] -= values.numel()
+            if not self._missing[name]:
+                complete.append((name, self._incomplete.pop(name).view(shape)))
+        if complete:
+            self._reload.load(complete)

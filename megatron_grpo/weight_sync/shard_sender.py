@@ -1,0 +1,183 @@
+"""Runs on a rank of the policy: sends its shard to the engines that keep parts of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
+from megatron_grpo.models.weight_layouts import RankShard, shard_policy
+from megatron_grpo.models.weight_map import WeightSlice
+from megatron_grpo.weight_sync.checksums import write_checksum
+from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
+from megatron_grpo.weight_sync.links import BUFFERS, Links
+from megatron_grpo.weight_sync.pieces import PackedPiece, find_box
+from megatron_grpo.weight_sync.shared_memory import SharedMemory
+from megatron_grpo_kernels.fp8_blocks import quantise
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
+
+
+class SourceLinks(Links):
+    """The links of a policy rank, which sends."""
+
+    side, peer_side = "source", "target"
+
+    def _make_buffers(self, device: torch.device) -> Tensor:
+        self._answers = torch.arange(BUFFERS)
+        """Notices that come back when a buffer in shared memory has been read."""
+        self._offered: SharedMemory | None = None if self._memory is None else self._memory(self._buffer_bytes)
+        if self._offered is not None:
+            return self._offered.tensor
+        return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
+
+    def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        """Send one version: a message is filled while the previous one is being sent.
+
+        Args:
+            fill: writes the payload of the message of a number.
+            version: number of the weights, written behind each payload.
+
+        Raises:
+            RuntimeError: a receiver stopped receiving, or the links failed before.
+        """
+        pending: dict[int, list[Transfer]] = {}
+        with self._fail_together():
+            for number in range(len(self.messages)):
+                if number >= BUFFERS:
+                    self._finish(number - BUFFERS, pending)
+                buffer = self.buffer(number)
+                fill(number, buffer)
+                write_checksum(buffer, version)
+                pending[number] = self.begin(number)
+            for number in list(pending):
+                self._finish(number, pending)
+
+    def begin(self, number: int) -> list[Transfer]:
+        """Start sending the message of this number, or the notice that it can be read."""
+        peer = self._peers[number]
+        if self._memory is None or peer not in self._shared:
+            return [self._start(peer, self.buffer(number), sends=True)]
+        self._memory.synchronize()  # the message has been written
+        notice, answer = self._notices[number % BUFFERS], self._answers[number % BUFFERS]
+        return [self._start(peer, notice, sends=True), self._start(peer, answer, sends=False)]
+
+    def _greet(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+        # Where the source offers memory the notice comes back, since messages there are answered. Elsewhere it does
+        # not: NCCL keeps buffers for each direction that was ever used.
+        address = None if self._offered is None else self._offered.export_address()
+        store.set(f"memory/{self._rank}/{peer}", json.dumps(address))
+        self._move_first(peer, notice, sends=True)
+        if self._offered is None:
+            return None
+        self._move_first(peer, notice, sends=False)
+        return self._offered.tensor if notice[2] else None
+
+
+def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
+    """Write a piece's values to its message; for FP8 they are rounded block by block.
+
+    Args:
+        packed: position of the piece.
+        message: [bytes], uint8.
+        values: [rows, columns] of any float type.
+    """
+    scales = packed.view_scales(message)
+    if scales is not None:
+        values, block_scales = quantise(values)
+        scales.copy_(block_scales)
+    packed.view_values(message).copy_(values)
+
+
+_Key = tuple[int, int, int]
+"""One parameter of the full model: (row of the weight map, layer, expert)."""
+
+_Cut = tuple[_Key, int, slice, slice]
+"""Position of a piece in this rank's parameters: (parameter, index of one of its tensors, rows, columns)."""
+
+
+class ShardSender:
+    """The sending end of a rank's connected links; `shard` is the rank's part of the model."""
+
+    def __init__(self, rank: PolicyRank, shard: RankShard, links: SourceLinks) -> None:
+        self._rank, self._shard, self.links = rank, shard, links
+        self._entries = build_weight_map(rank.shape)
+        self._cuts = [[self._find_cut(piece) for piece in pieces] for pieces in links.messages]
+        self._bound: dict[_Key, BoundEntry] = {}
+        """The model's parameters at the start of the current send."""
+        self._split_key: _Key | None = None
+        """The parameter that was split last, into `_split_tensors`."""
+        self._split_tensors: list[Tensor] = []
+
+    def send(self, version: int) -> tuple[int, int, int]:
+        """Send one version.
+
+        Returns:
+            Numbers of bytes (with padding and checksums), of pieces and of messages.
+
+        Raises:
+            RuntimeError: a receiver stopped receiving.
+        """
+        indices = {entry: index for index, entry in enumerate(self._entries)}
+        first = self._shard.experts[0]
+        self._bound = {
+            (indices[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
+            for bound in bind_entries(self._rank.gather_chunks(), self._rank.shape)
+        }
+        self.links.send(self._fill, version)
+        self._split_key, self._split_tensors = None, []
+        return sum(self.links.sizes), sum(map(len, self._cuts)), len(self._cuts)
+
+    def _fill(self, number: int, message: Tensor) -> None:
+        for cut, packed in zip(self._cuts[number], self.links.packed_pieces[number], strict=True):
+            pack_piece(packed, message, self._cut_values(cut))
+
+    def _find_cut(self, piece: Any) -> _Cut:
+        key, tensor = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
+        box = find_box(self._list_slices(key)[tensor])
+        rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
+        return key, tensor, slice(*rows), slice(*columns)
+
+    def _cut_values(self, cut: _Cut) -> Tensor:
+        key, tensor, rows, columns = cut
+        if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
+            bound = self._bound[key]
+            tensors = split_parameter(bound.entry, bound.weight(), self._list_slices(key), self._rank.shape)
+            self._split_key = key
+            self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
+        return self._split_tensors[tensor][rows, columns]
+
+    def _list_slices(self, key: _Key) -> list[WeightSlice]:
+        """List the slices of the Hugging Face tensors of a parameter that this rank holds."""
+        entry, layer, expert = self._entries[key[0]], key[1], key[2]
+        part = self._shard.part(entry)
+        return entry.slices(self._rank.shape, layer, part.index, part.count, expert)
+
+
+def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
+    """Join the group of all ranks, and test this rank's links."""
+    rank.weight_sender = None
+    from megatron.core import parallel_state
+
+    number = torch.distributed.get_rank()
+    # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
+    layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    shard = shard_policy(rank.config.parallel, rank.shape)[number]
+    assert (layers, tensor) == (shard.layers, shard.tensor.index), f"planned for {shard}, has {layers}, {tensor}"
+    links = SourceLinks(rendezvous, number, rank.platform.device, build_weight_map(rank.shape))
+    rank.weight_sender = ShardSender(rank, shard, links)
+
+
+@torch.no_grad()
+def send_shards(rank: PolicyRank, version: int) -> tuple[int, int, int]:
+    """Send this rank's part of the plan (`ShardSender.send`)."""
+    assert isinstance(rank.weight_sender, ShardSender), "connect_shards() comes first"
+    return rank.weight_sender.send(version)

@@ -1,0 +1,156 @@
+"""Runs on the driver: the ways in which weights travel from the policy to engines (`refit.mode`)."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+from torch.distributed import Store
+
+from megatron_grpo.cluster.ray_cluster import find_node_address
+from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.models.families import build_model_map
+from megatron_grpo.models.weight_layouts import RankShard, shard_engine, shard_policy
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
+from megatron_grpo.weight_sync.refit_calls import RefitCalls
+from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCounts:
+    """Size of one transfer."""
+
+    bytes_sent: int
+    """Bytes of all messages, padding and checksums included; with files, bytes of the tensors written."""
+    tensors: int
+    """Number of slices in all messages; with files, of whole tensors written."""
+    buckets: int
+    """Number of messages, or of files."""
+
+
+class TransferMode(ABC):
+    """One way to bring weights from the policy into engines.
+
+    Args:
+        calls: calls of both sides.
+        config: deadline and size of buckets.
+    """
+
+    def __init__(self, calls: RefitCalls, config: RefitConfig) -> None:
+        self.calls, self.config = calls, config
+        self.bucket_bytes = int(config.bucket_mib * 2**20)
+
+    @abstractmethod
+    def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
+        """Connect the policy and these engines, and no others.
+
+        Args:
+            engines: numbers of the engines.
+            anew: whether nothing that was connected before may be used: at first, and after a failure.
+
+        Raises:
+            AttemptError: a process failed, or the deadline passed.
+        """
+
+    @abstractmethod
+    def send(
+        self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
+    ) -> TransferCounts:
+        """Bring one version into connected engines, which verify it.
+
+        Args:
+            version: number of the weights.
+            engines: numbers of the engines.
+            deadline: time (monotonic) when all must have it.
+            on_sent: called once the ranks' next calls run after they have sent.
+
+        Raises:
+            AttemptError: a process failed, a checksum differed, or the deadline passed.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most modes keep nothing
+        """Delete files that the mode has written; idempotent."""
+
+    def connect_engines(
+        self, engines: tuple[int, ...], mode: RefitMode, source: dict[str, Any]
+    ) -> dict[int, ray.ObjectRef]:
+        """Begin to connect engines, whose workers are numbered engine by engine.
+
+        Args:
+            engines: numbers of the engines.
+            mode: the receiver that workers use.
+            source: the mode's own address of the source, in types of JSON.
+        """
+        shape, ranks = self.calls.policy.settings.shape, self.calls.generation.config.parallel.ranks_per_engine
+        model_map = build_model_map(shape).to_json()
+        source = {**source, "model_map": model_map}
+        calls: dict[int, ray.ObjectRef] = {}
+        for index, engine in enumerate(engines):
+            calls |= self.calls.call_engines([engine], Engine.connect_weights, mode, source, index * ranks)
+        return calls
+
+
+class LinkMode(TransferMode):
+    """Messages over links between ranks and workers (reshard, broadcast).
+
+    With reshard every engine rank receives the slices that it keeps. With broadcast it receives whole tensors and takes
+    its shard with vLLM's own loaders, whatever the two layouts are.
+    """
+
+    def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
+        generation, timeout_s = self.calls.generation.config, self.config.timeout_s
+        receivers = generation.parallel.ranks_per_engine * len(engines)
+        store = self.calls.store = open_store(find_node_address(), timeout_s)
+        rendezvous = Rendezvous(
+            host=store.host,
+            port=store.port,
+            receivers=receivers,
+            timeout_s=timeout_s,
+            same_gpus=generation.is_colocated,
+        )
+        self._write_plan(store, receivers)
+        sends = self.calls.call_ranks(connect_shards, rendezvous)
+        receives = self.connect_engines(engines, self.config.mode, {"rendezvous": asdict(rendezvous)})
+        self.calls.wait(sends, receives, time.monotonic() + timeout_s, "connecting the refit")
+
+    def send(
+        self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
+    ) -> TransferCounts:
+        receives = self.calls.call_engines(engines, Engine.receive_weights, version)
+        sends = self.calls.call_ranks(send_shards, version)
+        on_sent()
+        counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
+        return TransferCounts(*map(sum, zip(*counts, strict=True)))
+
+    def _write_plan(self, store: Store, receivers: int) -> None:
+        """Write the messages of all ranks into the store."""
+        settings, config = self.calls.policy.settings, self.config
+        sources, engine = shard_policy(settings.config.parallel, settings.shape), self._shard_engine()
+        dtypes = choose_wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
+        pieces = plan_pieces(
+            settings.shape,
+            sources,
+            engine,
+            receivers // len(engine),
+            dtypes,
+            self.bucket_bytes // 2,
+            same_devices=self.calls.generation.config.is_colocated,
+        )
+        scheduled = schedule_messages(pieces, self.bucket_bytes)
+        write_plan(store, scheduled, len(sources), receivers, dtypes, config.shared_memory)
+
+    def _shard_engine(self) -> list[RankShard]:
+        """The shard that each rank of an engine receives."""
+        shape = self.calls.policy.settings.shape
+        if self.config.mode == "broadcast":
+            return shard_policy(ParallelConfig(), shape)  # one rank that keeps the full model
+        return shard_engine(self.calls.generation.config.parallel, shape)
