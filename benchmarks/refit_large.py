@@ -98,7 +98,7 @@ def main() -> None:
                 "generation": asdict(generation),
                 **summary.as_dict(speed),
                 "broadcast_s": round(whole / speed, 3),
-                "in_fp8_blocks": {"bytes": in_fp8.bytes, "estimated_s": round(in_fp8.seconds(speed), 4)},
+                "in_fp8_blocks": {"bytes": in_fp8.bytes, "estimated_s": round(in_fp8.compute_seconds(speed), 4)},
             }
         )
     print(json.dumps({**header("refit_large"), "bucket_mib": options.bucket_mib, "cases": cases}, indent=2))

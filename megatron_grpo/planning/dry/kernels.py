@@ -172,8 +172,9 @@ def run_attention(
     the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
     arguments are those of torch's attention, which change no shape.
 
-    `context`: the context-parallel process group, if there is one. `seen`: keys of [tokens, heads, head_dim] that a
-    query sees at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
+    `context`: the context-parallel process group, if there is one. `context_tokens`: keys of [tokens, heads, head_dim]
+    that a query sees at most, of which causal attention computes half; None: the tensors are [..., heads, tokens,
+    head_dim].
     """
     parts = 1 if context is None else context.size()
     ring: list[Made] = [(tensor.shape, tensor.dtype) for tensor in (key, value) for _ in range(2) if parts > 1]

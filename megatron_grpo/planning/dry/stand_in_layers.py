@@ -52,7 +52,7 @@ class ShapedAttention(torch.nn.Module):
         """[tokens, heads or groups, head_dim] each, to [tokens, heads * value_dim]."""
         context_tokens = packed_seq_params.max_seqlen_kv
         return run_attention(
-            query, key.contiguous(), value.contiguous(), context=self._context, seen=context_tokens
+            query, key.contiguous(), value.contiguous(), context=self._context, context_tokens=context_tokens
         ).flatten(-2)
 
 

@@ -85,7 +85,7 @@ def test_a_batch_touches_more_experts_than_a_token() -> None:
     drawn = np.random.default_rng(0)
     chosen = [len({int(one) for _ in range(16) for one in drawn.choice(128, 8, replace=False)}) for _ in range(400)]
     experts, sequences = 3 * shape.hidden * 768 * 48 * 2, 16
-    more = decoder._read(sequences) - decoder._read(1)
+    more = decoder._count_read_bytes(sequences) - decoder._count_read_bytes(1)
     assert more == pytest.approx((np.mean(chosen) - 8) * experts, rel=0.02)
 
 
