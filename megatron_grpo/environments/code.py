@@ -34,18 +34,12 @@ _log = logging.getLogger(__name__)
 class Verdict:
     """Results of a row's tests for one program."""
 
-    passed: int = 0
-    """Tests that passed."""
-    tests: int = 0
-    """All tests."""
-    idle: int = 0
-    """Tests that passed without a request to the program."""
-    equal_outputs: bool = False
-    """Three or more different inputs all gave the same output."""
-    touched: bool = False
-    """The program inspected the interpreter that ran it, or tried to."""
-    untrusted: list[str] = field(default_factory=list)
-    """Reasons why verdicts of tests cannot be trusted."""
+    passed: int = 0  # tests that passed
+    tests: int = 0  # all tests
+    idle: int = 0  # tests that passed without a request to the program
+    equal_outputs: bool = False  # three or more different inputs all gave the same output
+    touched: bool = False  # the program inspected the interpreter that ran it, or tried to
+    untrusted: list[str] = field(default_factory=list)  # reasons why verdicts of tests cannot be trusted
 
 
 class CodeEnvironment(Environment):

@@ -54,12 +54,9 @@ class _Fence:
     """The line that opens a block."""
 
     kind: Kind
-    mark: str
-    """Three or more backticks or tildes."""
-    indent: int
-    """Blanks before the mark."""
-    is_at_start: bool
-    """Only blanks and marks of lists and quotations stand before the mark."""
+    mark: str  # three or more backticks or tildes
+    indent: int  # blanks before the mark
+    is_at_start: bool  # only blanks and marks of lists and quotations stand before the mark
 
 
 class _Reader:
@@ -147,16 +144,12 @@ class _Reader:
 class _End:
     """A candidate for the end of a block."""
 
-    line: int
-    """Line that the content ends before, or in."""
+    line: int  # line that the content ends before, or in
     column: int | None
     """Column of that line at which a fence ends the content; None: the content ends before the line."""
-    is_closing: bool
-    """The line is a closing fence and no more, or opens a Python block."""
-    next_line: int
-    """Line after the block."""
-    rest: str = ""
-    """Text after the fence, if it has another fence."""
+    is_closing: bool  # the line is a closing fence and no more, or opens a Python block
+    next_line: int  # line after the block
+    rest: str = ""  # text after the fence, if it has another fence
 
 
 def _parse_opening(line: str) -> _Fence | None:

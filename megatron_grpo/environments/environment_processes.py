@@ -24,8 +24,7 @@ STARTUP_S = 900.0
 class EnvironmentStatus:
     """Answer of an environment process that is ready."""
 
-    node_id: str
-    """Ray's id of its machine."""
+    node_id: str  # Ray's id of its machine
     pid: int
     multi_turn: bool
     has_agent: bool
@@ -36,8 +35,7 @@ class EnvironmentStatus:
 class EnvironmentProcess:
     """A ready process of an environment."""
 
-    actor: Any
-    """Ray actor (`EnvironmentWorker`)."""
+    actor: Any  # Ray actor (`EnvironmentWorker`)
     status: EnvironmentStatus
 
     def kill(self) -> None:
@@ -52,8 +50,7 @@ class EnvironmentProcess:
 class EnvironmentHandle:
     """One rollout worker's share of an environment's processes."""
 
-    name: str
-    """Task name of the environment."""
+    name: str  # task name of the environment
     config: EnvironmentConfig
     settings: EnvironmentSettings
     rewards: ray.ObjectRef | None
@@ -73,8 +70,7 @@ class EnvironmentHandle:
 class EnvironmentPool:
     """All processes of one environment, held by the driver."""
 
-    name: str
-    """Task name of the environment."""
+    name: str  # task name of the environment
     config: EnvironmentConfig
     settings: EnvironmentSettings
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

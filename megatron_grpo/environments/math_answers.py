@@ -22,13 +22,11 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.math_text import AnswerText, have_same_words, rewrite_answer, rewrite_tail
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
-ANSWER_TIMEOUT_S = 5
-"""Seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong."""
+ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
 
 _BOX = "\\boxed{"
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
-TAIL_CHARACTERS = 2000
-"""Length of a response's end in which the answer is searched without a box."""
+TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
 
@@ -104,14 +102,11 @@ def _parse(text: str) -> list[Any]:
     return list(parse(text, parsing_timeout=ANSWER_TIMEOUT_S))
 
 
-HANGS_AFTER_S = 20.0
-"""Seconds without an answer after which the process is killed; math-verify's limits add up to 15 s."""
+HANGS_AFTER_S = 20.0  # seconds without an answer after which the process is killed; math-verify's limits add up to 15 s
 
-STARTS_WITHIN_S = 120.0
-"""Seconds for the process to import math-verify."""
+STARTS_WITHIN_S = 120.0  # seconds for the process to import math-verify
 
-MEMORY_BYTES = 4 * 2**30
-"""Memory that the process may add to its size when ready; an answer that needs more is wrong."""
+MEMORY_BYTES = 4 * 2**30  # memory that the process may add to its size when ready; an answer that needs more is wrong
 
 _READY = b"r"
 

@@ -17,8 +17,7 @@ from megatron_grpo.environments.interface import Environment, EnvironmentSetting
 from megatron_grpo.environments.reward_functions import AgentEnvironment, RewardFunctionEnvironment
 from megatron_grpo.environments.user_functions import RewardFunction, load_agent_function, load_reward_function
 
-SETTINGS = "settings"
-"""Name of the constructor parameter that receives the settings of the run."""
+SETTINGS = "settings"  # name of the constructor parameter that receives the settings of the run
 
 
 def create_environment(

@@ -22,8 +22,7 @@ from megatron_grpo.models.source import download_config, fetch_model_folder, fin
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig
 
-RESTARTS = 3
-"""Times that Ray may restart a process of a reward model."""
+RESTARTS = 3  # times that Ray may restart a process of a reward model
 
 
 def find_model_problem(path: str) -> str | None:

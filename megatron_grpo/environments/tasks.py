@@ -78,8 +78,7 @@ _MOVE = re.compile(r"\s*([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*")
 class Board:
     """State of a game."""
 
-    numbers: tuple[int, ...]
-    """Remaining numbers, in the order in which the model reads them."""
+    numbers: tuple[int, ...]  # remaining numbers, in the order in which the model reads them
     target: int
     won: bool = False
 

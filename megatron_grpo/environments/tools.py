@@ -122,10 +122,8 @@ Tool = Callable[[str], str]
 class ToolState:
     """State of a rollout with tools."""
 
-    last: str = ""
-    """Text of the model's last turn."""
-    calls: int = 0
-    """Number of tool calls so far."""
+    last: str = ""  # text of the model's last turn
+    calls: int = 0  # number of tool calls so far
 
 
 @dataclass(eq=False)

@@ -136,8 +136,7 @@ class Peer(Codec):
         self._export_numbers: dict[int, int] = {}  # by id of the object
         self._sent_classes: list[type] = []
         self._class_numbers: dict[type, int] = {}
-        self.classes: dict[int, Any] = {}
-        """Proxies of classes, by the number of the class in the other process."""
+        self.classes: dict[int, Any] = {}  # proxies of classes, by the number of the class in the other process
         # Number of the running test; 0 before the first. Proxies of earlier tests are invalid, except those with age 0.
         self.age = 0
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
@@ -24,8 +24,7 @@ from megatron_grpo.environments.sandbox.kernel import LIBRARY, has_filter, list_
 from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
 from megatron_grpo.environments.sandbox.root import FOLDER
 
-WATCH_S = 0.02
-"""Seconds between two checks of a program's limits."""
+WATCH_S = 0.02  # seconds between two checks of a program's limits
 
 ENDING_S = 10.0
 """Seconds that the launcher has to kill a program; after that the launcher is killed, and the program with it."""
@@ -204,7 +203,7 @@ class _ProgramWatch:
     _output: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
     _status: bytearray = field(default_factory=bytearray)
 
-    def wait(self, status: Any) -> ProgramResult:
+    def wait(self, status: IO[bytes]) -> ProgramResult:
         """Wait for the program's end, and kill it at a limit."""
         exceeded: Ending | None = None
         with selectors.DefaultSelector() as selector:

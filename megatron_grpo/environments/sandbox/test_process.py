@@ -57,20 +57,16 @@ class Tests(Peer):
         super().__init__(reading, writing)
         self._allow = allow
         self._messages = 0
-        self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.are_same}
-        """Names that the tests see."""
+        self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.are_same}  # names that the tests see
         self.stopped = ""
         """Reason why the test fails even if its text raises nothing; empty: its text decides."""
         self.untrusted = ""
         """Reason why the verdict of the test cannot be trusted; empty: there is none."""
-        self.requests = 0
-        """Requests to the program in this test."""
-        self.program_names: frozenset[str] = frozenset()
-        """Names whose values come from the program."""
+        self.requests = 0  # requests to the program in this test
+        self.program_names: frozenset[str] = frozenset()  # names whose values come from the program
         self.replies: dict[int, dict[int, int]] = {}
         """Hashes of replies, by number of the called object and hash of the arguments."""
-        self.touched: set[str] = set()
-        """Inspections of the program's process: audit events, and "/proc"."""
+        self.touched: set[str] = set()  # inspections of the program's process: audit events, and "/proc"
 
     def on_lost(self, reason: str) -> NoReturn:
         self.stopped = self.stopped or f"the program: {reason}"
