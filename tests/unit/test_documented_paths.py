@@ -87,3 +87,22 @@ def test_architecture_has_a_row_for_every_part() -> None:
     text = ARCHITECTURE.read_text()
     parts = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert sorted(part for part in parts if f"`{part}/`" not in text) == []
+
+
+def test_a_step_reads_in_few_files_and_lines() -> None:
+    section = ARCHITECTURE.read_text().partition("## The files of a step")[2].partition("Off this path")[0]
+    files = re.findall(r"`([\w/]+\.py)`", section)
+    assert len(files) == len(set(files)) <= 24
+    assert sum(len((PACKAGE / file).read_text().splitlines()) for file in files) <= 6000
+
+
+def test_names_that_extending_says_are_in_a_file_are_in_it() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    places = re.findall(r"`([\w.]+)` (?:of `\w+` )?in `((?:\w+/)+\w+\.(?:py|yaml))`", text)
+    assert len(places) > 15
+    missing = []
+    for name, file in places:
+        path = next(folder / file for folder in (PACKAGE, ROOT) if (folder / file).exists())
+        if name.rpartition(".")[2] not in path.read_text():
+            missing.append((name, file))
+    assert missing == []
