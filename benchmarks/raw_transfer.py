@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import find_destinations, shard_engine
+from megatron_grpo.models.weight_layouts import find_destinations, split_engine
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
 from megatron_grpo.weight_sync.groups import Rendezvous, make_gloo_group
@@ -92,7 +92,7 @@ def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, rep
 def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -> list[float]:
     """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
     context = multiprocessing.get_context("spawn")
-    places = shard_engine(engine, shape)
+    places = split_engine(engine, shape)
     results, together = context.SimpleQueue(), context.Barrier(len(places))
     processes: list[BaseProcess] = []
     for place in places:

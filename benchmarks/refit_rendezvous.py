@@ -20,7 +20,7 @@ from refit_large import CASES
 
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import FAILURE, FAILURE_CHECK_S, Rendezvous
 from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
@@ -45,7 +45,7 @@ class CountingStore:
 def main() -> None:
     raw, training, generation = CASES["DeepSeek-V3, 1,024 to 512 ranks"]
     shape, bucket = parse_model_shape(raw), int(RefitConfig().bucket_mib * 2**20)
-    shards, engine = shard_policy(training, shape), shard_engine(generation, shape)
+    shards, engine = split_policy(training, shape), split_engine(generation, shape)
     dtypes, workers = choose_wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
     planned, planning_s = _timed(
         lambda: schedule_messages(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)

@@ -49,7 +49,7 @@ class RankShard:
         return self.expert_tensor if entry.per_expert else self.tensor
 
 
-def shard_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
+def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
     """The shard of every rank of the policy, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp for
     experts."""
     count = shape.experts.count if shape.experts is not None else 1
@@ -109,7 +109,7 @@ class EngineLayout(Protocol):
         ...
 
 
-def shard_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
+def split_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
     """The shard of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours are adjacent."""
     stages, tensor = parallel.pipeline, parallel.tensor
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
@@ -151,7 +151,7 @@ def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
     """Find the shard that a worker of vLLM holds; `parallel`: the worker's vLLM `ParallelConfig`."""
     tensor = parallel.tensor_parallel_size
     layout = _WorkerLayout(tensor, parallel.pipeline_parallel_size, tensor if parallel.enable_expert_parallel else 1)
-    return shard_engine(layout, shape)[parallel.rank]
+    return split_engine(layout, shape)[parallel.rank]
 
 
 VOCABULARY_MULTIPLE = 64

@@ -23,7 +23,7 @@ from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import RankShard, split_engine, split_policy
 from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
 from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedAttention, ShapedNorm, make_shaped_layer
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
@@ -223,7 +223,7 @@ def _move(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: C
         with mode.phase("refit"), torch.no_grad():
             number = dist.get_rank()
             with _disable_current_modes():
-                shards = shard_policy(config.policy.parallel, rank.shape)
+                shards = split_policy(config.policy.parallel, rank.shape)
                 links: Any = DryLinks(config, rank.shape, shards, number)
             ShardSender(rank, shards[number], links).send(version=0)
     if "checkpoint" in phases:
@@ -237,7 +237,7 @@ class DryLinks:
     def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
         dtypes = choose_wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
-        engine = shard_engine(generation, shape)
+        engine = split_engine(generation, shape)
         scheduled = schedule_messages(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
         laid = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]

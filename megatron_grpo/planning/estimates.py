@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import shard_policy
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.generation_cost import count_attention_numbers, count_expert_numbers, find_lengths
 from megatron_grpo.planning.hardware import Hardware
 
@@ -26,7 +26,7 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
     weight, gradient, state = count_number_bytes(policy)
     copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
     worst = 0.0
-    for shard in shard_policy(parallel, shape)[::ranks_per_stage]:
+    for shard in split_policy(parallel, shape)[::ranks_per_stage]:
         dense, routed = count_layer_numbers(shape, shard.layers)
         dense += _count_vocabulary_matrices(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
         total = 0.0
@@ -113,7 +113,7 @@ def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
     tokens = policy.microbatch_tokens / parallel.context
     rows = parallel.tensor if parallel.sequence else 1
     layers = max(
-        len(shard.layers) for shard in shard_policy(parallel, shape)[:: parallel.world_size // parallel.pipeline]
+        len(shard.layers) for shard in split_policy(parallel, shape)[:: parallel.world_size // parallel.pipeline]
     )
     in_flight = (
         parallel.pipeline if parallel.virtual_pipeline == 1 else parallel.pipeline * (1 + 1 / parallel.virtual_pipeline)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import VOCABULARY_MULTIPLE, shard_engine
+from megatron_grpo.models.weight_layouts import VOCABULARY_MULTIPLE, split_engine
 from megatron_grpo.planning.costs import time_collective
 from megatron_grpo.planning.hardware import Hardware
 
@@ -129,7 +129,7 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     """
     generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
     width, matrix_width = _find_widths(config)
-    weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in shard_engine(parallel, shape))
+    weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in split_engine(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
     layers = math.ceil(shape.layers / parallel.pipeline)
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)

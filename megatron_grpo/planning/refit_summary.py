@@ -11,7 +11,7 @@ import numpy as np
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
@@ -80,7 +80,7 @@ def summarize_refit(
         fp8_blocks: whether matrices of the layers are sent in FP8.
     """
     began = time.perf_counter()
-    sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
+    sources, engine = split_policy(training, shape), split_engine(generation, shape)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
     scheduled = schedule_messages(
         plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes

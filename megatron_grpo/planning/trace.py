@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import shard_policy
+from megatron_grpo.models.weight_layouts import split_policy
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry.work import Work
@@ -72,7 +72,7 @@ def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False
     parallel = config.policy.parallel
     ranks_per_stage = parallel.world_size // parallel.pipeline
     stages: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
-    for stage, shard in enumerate(shard_policy(parallel, shape)[::ranks_per_stage]):
+    for stage, shard in enumerate(split_policy(parallel, shape)[::ranks_per_stage]):
         sorts = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
         stages.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
     return dict(stages.values())

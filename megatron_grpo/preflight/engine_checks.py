@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
@@ -162,7 +162,7 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
     yield config.engine_dtype != "bfloat16", subject, text
     if shape is not None and not any(find_layout_problems(config, shape)):
-        places = shard_policy(config.policy.parallel, shape), shard_engine(config.generation.parallel, shape)
+        places = split_policy(config.policy.parallel, shape), split_engine(config.generation.parallel, shape)
         cuts = list(find_cut_blocks(shape, *places))
         more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
         text = (

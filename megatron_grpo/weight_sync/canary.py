@@ -28,10 +28,7 @@ FIRST_COMPARISONS = 2
 
 @dataclass(frozen=True, slots=True)
 class CanaryBounds:
-    """Bounds of the difference that rounding explains, in nats.
-
-    docs/refit.md has the measurements.
-    """
+    """Bounds of the difference that rounding explains, in nats (docs/refit.md)."""
 
     first: float
     """Limit until a canary of this run has measured the noise, and the largest limit afterwards."""
@@ -41,7 +38,7 @@ class CanaryBounds:
     """Limit as a multiple of the measured noise."""
 
     def compute_limit(self, noise: float | None) -> float:
-        """Compute the limit from the difference of canaries whose weights were right; None: none was measured."""
+        """Compute the limit from the noise that was measured, if any."""
         return self.first if noise is None else min(self.first, max(self.floor, self.margin * noise))
 
 
@@ -109,30 +106,29 @@ class Canary:
         return self._config.canary and (has_time or self._first_canaries > 0)
 
     def should_compare_weights(self, version: int, *, new: bool) -> bool:
-        """Whether all weights are compared before a commit; `new`: the engines have had none before."""
+        """Whether weights are compared; `new`: engines have had none before."""
         period = self._config.weight_check_period
         return period is not None and (new or self._due_comparisons > 0 or version % period == 0)
 
     def require_checks(self) -> None:
-        """Let both checks follow the next refit, unless the configuration has switched them off."""
+        """Make both checks due, unless the configuration has switched them off."""
         self._next_at, self._due_comparisons = -math.inf, max(1, self._due_comparisons)
 
     def record_comparison(self) -> None:
-        """Record that all weights have just been compared."""
         self._due_comparisons = max(0, self._due_comparisons - 1)
 
     def record_time(self, seconds: float) -> None:
-        """Record how long the canary has delayed a refit, which decides when the next one is due."""
+        """Record how long the canary took, which decides when it is due again."""
         self._next_at = time.monotonic() + seconds / self._config.canary_share
         self._first_canaries = max(0, self._first_canaries - 1)
 
     def record_noise(self, error: float) -> None:
-        """Record the difference of a passed canary after a refit whose weights are known to be right."""
+        """Record a passed canary's difference, where weights are known to be right."""
         self._noise = max(error, self._noise or 0.0)
 
 
 def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Draw random token ids for the canary, so that many rows and experts take part.
+    """Draw random token ids, so that many rows and experts take part.
 
     Args:
         seed: seed of the run.

@@ -46,7 +46,7 @@ class ModelReload:
         self._model.load_weights(tensors)
 
     def finish(self) -> None:
-        """Convert the layers that are still incomplete (padding is never sent), and use the new weights."""
+        """Convert the layers that are still incomplete, since padding is never sent."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for layer in self._layers:
@@ -61,7 +61,6 @@ class ModelReload:
         self._restore_kernels()
 
     def _restore_kernels(self) -> None:
-        """Restore the kernels of layers that received nothing."""
         for method, kernel in self._kernels:
             if kernel is not None and method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -82,7 +81,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Require that layers which are filled in place compute with weights as a checkpoint has them.
+    """Require that layers which are filled in place keep plain weights.
 
     Raises:
         ValueError: a layer's parameter has another shape or dtype than before vLLM converted it; names all of them.
@@ -106,7 +105,7 @@ def require_plain(model: nn.Module) -> None:
 
 
 class RebuiltLayer:
-    """A layer whose weights vLLM converts: experts, quantised layers, and packed ones on a CPU."""
+    """A layer whose weights vLLM converts after loading."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -116,7 +115,7 @@ class RebuiltLayer:
         self._info = layerwise.get_layerwise_info(layer)
 
     def open(self) -> Any:
-        """Give the layer plain weights, unless it has them already; return the layer."""
+        """Give the layer plain weights, unless it has them already, and return it."""
         info, layer = self._info, self._layer
         if info.kernel_tensors is None:
             info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
@@ -126,7 +125,7 @@ class RebuiltLayer:
         return layer
 
     def close(self) -> None:
-        """Convert the plain weights, and copy the result into the memory of the previous ones."""
+        """Convert the plain weights into the memory of the previous ones."""
         layer = self._layer
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
@@ -138,7 +137,6 @@ class RebuiltLayer:
         self._info.reset()
 
     def abandon(self) -> None:
-        """Restore the previous weights if the layer is open."""
         if self._info.kernel_tensors is not None:
             self._reload._place_kernel_tensors(self._layer, self._info)
             self._info.reset()
@@ -159,7 +157,6 @@ class BlockedLayer(RebuiltLayer):
         self._parameters = sorted(parameters)
 
     def strip(self) -> None:
-        """Give the layer plain weights on the meta device, in FP8."""
         super().strip()  # vLLM may load wider weights and round them
         for name in self._parameters:
             shape = getattr(self._layer, name).shape
@@ -222,7 +219,7 @@ def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def delete_kernel(layer: torch.nn.Module) -> Any:
-    """Delete the kernel of a layer of experts on a CPU, and return it; None: there is none."""
+    """Delete and return the kernel of a layer of experts on a CPU."""
     # vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
     # On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
     method: Any = getattr(layer, "quant_method", None)

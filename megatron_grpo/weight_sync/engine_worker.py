@@ -37,7 +37,7 @@ class Receiver(Protocol):
         """
 
     def abandon(self) -> None:
-        """Restore the previous weights of incomplete layers; the model holds no complete version."""
+        """Restore the previous weights of incomplete layers."""
 
 
 def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dict[str, Any], number: int) -> Receiver:
@@ -119,7 +119,7 @@ class RefitWorker(Worker):
 
     @phase("fingerprint weights")
     def fingerprint_weights(self) -> dict[str, Fingerprint] | str:
-        """Compute fingerprints of this worker's weights as its kernels hold them (`fingerprint_engine`)."""
+        """Compute fingerprints of this worker's weights as its kernels hold them."""
         from megatron_grpo.weight_sync.engine_fingerprints import fingerprint_engine
 
         try:
@@ -133,7 +133,7 @@ class RefitWorker(Worker):
             return self._describe_failure(error)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the server for a run's checks, in JSON types; {"problem": ...} if it cannot be used."""
+        """Describe the server in JSON types, or return {"problem": ...}."""
         # Imported here because only external servers are asked, and the families are many modules.
         from megatron_grpo.models.families import read_model_shape
 

@@ -28,7 +28,7 @@ FOLDER = "refit"
 
 
 class FilesMode(TransferMode):
-    """Weights in a folder that engines only have to see, so they may be servers outside of the run.
+    """Weights in a folder that engines only have to see.
 
     Args:
         calls: calls of both sides.
@@ -99,7 +99,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def remove_unread(folder: Path, manifest: Manifest) -> None:
-    """Delete the files that hold no tensor of this version; no process may be reading an earlier version."""
+    """Delete the files that hold no tensor of this version."""
     read_files = {folder / tensor.file for tensor in manifest.tensors.values()}
     for file in folder.glob("*/*"):
         if file not in read_files:

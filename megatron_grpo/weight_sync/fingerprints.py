@@ -49,7 +49,7 @@ class Sketch:
         self._columns += width
 
     def compute(self) -> Fingerprint:
-        """Compute the fingerprint of the columns so far; NaN and infinities become the largest floats."""
+        """Compute the fingerprint so far; NaN becomes the largest float."""
         assert self._sums is not None, "a matrix has columns"
         return list(torch.nan_to_num(self._sums, nan=torch.finfo(torch.float64).max).tolist())
 
@@ -64,7 +64,7 @@ def compute_fingerprint(matrix: Tensor) -> Fingerprint:
 
 
 def measure_difference(expected: Fingerprint, actual: Fingerprint) -> float:
-    """Estimate |expected - actual| / |expected| of two matrices; inf if only `expected` is zero."""
+    """Estimate |expected - actual| / |expected|; inf if only `expected` is zero."""
     distance = math.dist(expected[:DIRECTIONS], actual[:DIRECTIONS]) / math.sqrt(DIRECTIONS)
     norm = math.sqrt(expected[DIRECTIONS])
     if norm == 0:
@@ -91,7 +91,7 @@ def find_differing(
 
 
 def list_kept_parts(model_map: ModelMap, shard: RankShard) -> Iterator[Destination]:
-    """List the parts of Hugging Face tensors that an engine's rank keeps, in the order of the weight map."""
+    """List the parts of Hugging Face tensors that an engine's rank keeps."""
     shape = model_map.shape
     for entry, layer, _ in iter_entries(model_map.entries, shape, list(range(shape.layers))):
         if not entry.copy and shard.keeps(entry, layer):

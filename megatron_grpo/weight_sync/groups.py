@@ -55,11 +55,7 @@ class Rendezvous:
     """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
 
     def reach(self) -> Store:
-        """Connect to the store at this address.
-
-        Raises:
-            RuntimeError: no store listens at the address within REACH_S.
-        """
+        """Connect to the store; RuntimeError: none listens there within REACH_S."""
         store = connect_store(self.host, self.port, min(self.timeout_s, REACH_S))
         store.set_timeout(timedelta(seconds=self.timeout_s))  # for keys that other members write
         return store
@@ -72,7 +68,7 @@ class Transfer(Protocol):
         """True once the transfer has ended, by success or failure; does not wait."""
 
     def wait(self) -> object:
-        """Order the device's current stream behind the transfer, which has ended; RuntimeError if it failed."""
+        """Order the device's stream behind the ended transfer; RuntimeError: it failed."""
 
 
 class Group(Protocol):
@@ -85,11 +81,11 @@ class Group(Protocol):
         """Start receiving one tensor from a member."""
 
     def abort(self) -> None:
-        """End all pending transfers of this process. Other members may notice nothing."""
+        """End all pending transfers of this process; peers may notice nothing."""
 
 
 class Watch:
-    """Waits of one member for the others, which end at a deadline or soon after any member has failed.
+    """Waits for other members, which end at a deadline or soon after a failure.
 
     Args:
         store: a client of the rendezvous' store that no other thread uses.
@@ -127,7 +123,7 @@ class Watch:
             time.sleep(min(max((now - began) / 10, shortest), longest))  # adds a tenth to a wait, at most
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that may block in a library; if the wait fails, its thread is left behind."""
+        """Call a function that may block; if the wait fails, its thread is left behind."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -141,7 +137,7 @@ class Watch:
         return answer.result()
 
     def report_failure(self, reason: str) -> None:
-        """Leave this member's failure for all others, unless there is an earlier one."""
+        """Leave this member's failure for all others."""
         with contextlib.suppress(RuntimeError):  # the driver has closed the store, so it has given up already
             record_failure(self._store, reason)
 
@@ -163,7 +159,6 @@ def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.devic
 
 
 def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Group:
-    """Make a group over one NCCL communicator of all members, which exists when this returns."""
     # Without a communicator made beforehand torch would make one of two ranks for each pair that exchanges a message:
     # dozens for each rank of a large model, each with buffers of its own, and each made inside of a send that blocks
     # the host. With it, all transfers of a process go one after the other through one stream, which is safe in the
@@ -181,7 +176,7 @@ def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -
 
 
 def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Any:
-    """Make torch's gloo group, which listens on the address from which this machine reaches the rendezvous."""
+    """Make torch's gloo group, reachable at the address that reaches the rendezvous."""
     group_class: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, 9))  # sends nothing
@@ -205,15 +200,13 @@ class GlooGroup:
         self._waits = ThreadPoolExecutor(_GLOO_WAITS)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
-        """Start sending one tensor to a member."""
         return _ThreadTransfer(self._waits.submit(self._group.send(tensors, peer, tag).wait))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
-        """Start receiving one tensor from a member."""
         return _ThreadTransfer(self._waits.submit(self._group.recv(tensors, peer, tag).wait))
 
     def abort(self) -> None:
-        """End all pending transfers: a wait that times out makes gloo close all connections of its group."""
+        """End all pending transfers: after a timeout gloo closes the group's connections."""
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.empty(1, dtype=torch.uint8)], self._neighbour, 1).wait(timedelta(milliseconds=1))
         self._waits.shutdown(wait=False)

@@ -83,7 +83,7 @@ class Links(ABC):
         with self._fail_together():
             size, member = plan["sources"] + rendezvous.receivers, first_members[self.side] + rank
             self._group = self._watch.call(join_group, rendezvous, member, size, self._group_device)
-            self._greet_peers(store)
+            self._open_links(store)
         self._finish_buffers(device)
 
     @property
@@ -91,18 +91,15 @@ class Links(ABC):
         return BUFFERS * align(max(self.sizes, default=0))
 
     @abstractmethod
-    def _make_buffers(self, device: torch.device) -> Tensor | None:
-        """Make the buffers that are needed to greet peers."""
-
+    def _make_buffers(self, device: torch.device) -> Tensor | None: ...
     def _finish_buffers(self, device: torch.device) -> None:  # noqa: B027 - a source has made all of them
-        """Make the buffers that are needed after peers were greeted."""
-
+        ...
     @abstractmethod
-    def _greet(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
-        """Move a notice, [3], over a link; returns the memory in which messages are handed over, or None."""
+    def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+        """Move the first notice over a link; return memory that both ends share, or None."""
 
-    def buffer(self, number: int) -> Tensor:
-        """The message of this number, [bytes with the trailer], uint8; on a target once it has arrived."""
+    def view_buffer(self, number: int) -> Tensor:
+        """The message of this number, [bytes with the trailer], uint8."""
         assert self._buffers is not None, "messages outside shared memory have buffers"
         return self._buffers.view(BUFFERS, -1)[number % BUFFERS, : self.sizes[number]]
 
@@ -118,7 +115,7 @@ class Links(ABC):
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
-        """Give the body a deadline of its own. If it fails, all members are told, and this one leaves the group."""
+        """Give the body a deadline; if it fails, tell all members and leave the group."""
         self._watch.restart()
         try:
             yield
@@ -129,7 +126,6 @@ class Links(ABC):
             raise
 
     def _finish(self, number: int, pending: dict[int, list[Transfer]]) -> None:
-        """Wait until the message of this number has moved."""
         try:
             for transfer in pending.pop(number):
                 self._wait(transfer)
@@ -147,25 +143,18 @@ class Links(ABC):
         return f"{SIDE_NAMES[self.peer_side]} {peer}"
 
     def _start(self, peer: int, tensor: Tensor, *, sends: bool) -> Transfer:
-        """Start sending a tensor, [...], to a peer, or receiving it."""
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         start = self._group.send if sends else self._group.recv
         return start([tensor.reshape(-1).view(torch.uint8)], self._first_peer + peer, 0)
 
-    def _greet_peers(self, store: Store) -> None:
-        """Move a notice over every link, so that a broken link is noticed now and not in a refit.
-
-        A source offers its memory, and the notice that comes back says whether the target can map it.
-
-        Raises:
-            RuntimeError: a peer did not respond, or is not the peer of the plan.
-        """
+    def _open_links(self, store: Store) -> None:
+        """Test every link, so that a broken one shows now and not in a refit."""
         for peer in dict.fromkeys(self._peers):
             link = [self._rank, peer] if self.side == "source" else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._group_device)
             try:
-                memory = self._greet(peer, notice, store)
+                memory = self._open_link(peer, notice, store)
             except RuntimeError as error:
                 raise RuntimeError(f"no link to {self._name_peer(peer)}: {error}") from error
             if notice[:2].tolist() != link:
@@ -174,5 +163,5 @@ class Links(ABC):
                 self._shared[peer] = memory
 
     def _move_first(self, peer: int, notice: Tensor, *, sends: bool) -> None:
-        """Move the first notice to a peer, or from it: NCCL connects the two then, and blocks until the peer does."""
+        """Move the first notice: NCCL connects then, and blocks until the peer does."""
         self._wait(self._watch.call(lambda: self._start(peer, notice, sends=sends)))

@@ -124,17 +124,14 @@ class ModelWriter:
             rebuilt.close()
 
     def finish(self) -> None:
-        """Recompute weights that attention layers and tied heads derive from other layers'."""
         assert self._written == self._expected, "every message has come"
         finish_model(self._model, self._dtype)
 
     def abandon(self) -> None:
-        """Restore the previous weights of incomplete layers."""
         for layer in self._rebuilt.values():
             layer.abandon()
 
     def _list_fp8_parameters(self, regions: Sequence[_Region]) -> dict[str, set[str]]:
-        """List the parameters that come in FP8, by module."""
         names: defaultdict[str, set[str]] = defaultdict(set)
         for region in regions:
             if region.has_scales:
@@ -146,7 +143,7 @@ class ModelWriter:
         return names
 
     def _require_filled(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
-        """Require that each parameter gets as many elements as it has before vLLM converts it; ValueError if not."""
+        """Require that each parameter gets as many elements as before its conversion."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -172,7 +169,7 @@ class ModelWriter:
 
 
 def _list_unused_parameters(model_map: ModelMap, shard: RankShard) -> set[str]:
-    """List vLLM's parameters outside layers that only other pipeline stages compute with."""
+    """List vLLM's parameters outside layers that only other stages compute with."""
     return {
         destination.parameter
         for entry in model_map.entries
@@ -184,8 +181,6 @@ def _list_unused_parameters(model_map: ModelMap, shard: RankShard) -> set[str]:
 def _find_regions(
     model_map: ModelMap, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
 ) -> list[list[_Region]]:
-    """Find the regions of each message's pieces, on a rank that holds `shard`."""
-
     @cache
     def find_cached(entry: int, layer: int, expert: int) -> list[Destination]:
         return find_destinations(model_map.entries[entry], model_map.shape, shard, layer, expert)
@@ -203,7 +198,6 @@ def _find_regions(
 
 
 def _view_matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
-    """[rows, columns]: a parameter, or an expert's part of one."""
     parameter: Tensor = getattr(layer, name).data
     if expert is not None:
         parameter = parameter[expert]

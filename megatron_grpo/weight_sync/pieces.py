@@ -77,7 +77,7 @@ class Box(NamedTuple):
         """Number of columns; 0 or less: the box is empty."""
         return self.column_end - self.column
 
-    def intersect(self, box: Box) -> Box:
+    def find_overlap(self, box: Box) -> Box:
         """Compute the common rows and columns of two boxes, which may be none."""
         return Box(
             max(self.row, box.row),
@@ -98,7 +98,7 @@ def find_box(part: WeightSlice) -> Box:
 
 
 def align(sizes: Any) -> Any:
-    """Round sizes of pieces in bytes, an int or an array, up to the alignment in a message."""
+    """Round sizes of pieces in bytes, an int or an array, to the alignment."""
     return -(-sizes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -113,23 +113,12 @@ class PackedPiece:
     dtype: torch.dtype
 
     def view_values(self, message: Tensor) -> Tensor:
-        """View the piece's elements in the message.
-
-        Args:
-            message: [bytes], uint8.
-
-        Returns:
-            [rows, columns], in the message's memory.
-        """
+        """View the piece's elements in a message, [bytes], uint8: [rows, columns]."""
         end = self.begin + self.rows * self.columns * self.dtype.itemsize
         return message[self.begin : end].view(self.dtype).view(self.rows, self.columns)
 
     def view_scales(self, message: Tensor) -> Tensor | None:
-        """View the scales of an FP8 piece in the message; None for another dtype.
-
-        Returns:
-            [blocks of rows, blocks of columns], float32, in the message's memory.
-        """
+        """View an FP8 piece's scales, float32: [blocks of rows, blocks of columns]."""
         if self.dtype != torch.float8_e4m3fn:
             return None
         shape = count_blocks(self.rows), count_blocks(self.columns)

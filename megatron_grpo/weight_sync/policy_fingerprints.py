@@ -72,7 +72,7 @@ def _cut_tensor(tensor: Tensor, part: WeightSlice) -> Tensor:
 
 
 class _ExpertOutputs:
-    """Computes outputs of experts, whose tensors come one at a time: gate, up and, after those of others, down."""
+    """Outputs of experts, whose tensors come one at a time: gate, up, then down."""
 
     def __init__(self, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
         self._hidden, self._activation = hidden, activation
@@ -80,7 +80,7 @@ class _ExpertOutputs:
         """[PROBES, width of the part], float32, by expert and begin of the part: the gate, then the gated values."""
 
     def add(self, part: Destination, values: Tensor) -> Fingerprint | None:
-        """Add a part of a tensor; the last one of an expert completes the fingerprint of its outputs."""
+        """Add a part of a tensor; an expert's last one completes its fingerprint."""
         key, weight = (name_expert(part.part.name), part.part.start), values.float()
         if not part.parameter.endswith(".w13_weight"):
             return compute_fingerprint(self._values.pop(key) @ weight.T)

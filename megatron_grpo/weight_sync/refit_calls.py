@@ -24,7 +24,7 @@ SETTLE_S = 15.0
 
 
 class RefitError(RunError):
-    """A refit did not complete on every worker, so no engine may serve the new version."""
+    """A refit did not complete, so no engine may serve the new version."""
 
 
 class CanaryFailedError(RefitError):
@@ -36,7 +36,7 @@ class PolicyLostError(RefitError, ModelLostError):
 
 
 class AttemptError(Exception):
-    """One attempt at a refit failed; `lost` has, by number, why engines must be replaced first."""
+    """One attempt failed; `lost` says by number why engines must be replaced."""
 
     def __init__(self, text: str, lost: Mapping[int, str]) -> None:
         super().__init__(text)
@@ -57,13 +57,12 @@ class RefitCalls:
         """Store of the current links: their plan, and the first failure, which ends the waits of all processes."""
 
     def call_ranks(self, function: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
-        """Call `function(rank, *args)` on every rank of the policy without waiting."""
         return self.policy.submit(function, *args)
 
     def call_engines(
         self, engines: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, ray.ObjectRef]:
-        """Call a method of some engines without waiting; returns references by the engine's number."""
+        """Call a method of some engines; return references by the engine's number."""
         return dict(zip(engines, self.generation.submit_to(engines, method, *args, **kwargs), strict=True))
 
     def wait(

@@ -22,7 +22,7 @@ import ray
 from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.weight_layouts import shard_engine
+from megatron_grpo.models.weight_layouts import split_engine
 from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.fingerprints import find_differing
 from megatron_grpo.weight_sync.policy_fingerprints import fingerprint_policy
@@ -58,16 +58,16 @@ class RefitChecks:
         return self._scores is not None
 
     def require_next(self) -> None:
-        """Make all checks due at the next refit, since something is off."""
+        """Make all checks due at the next refit."""
         if self._canary is not None:
             self._canary.require_checks()
 
     def expect_new_links(self) -> None:
-        """Compare weights at the next commit: engines have had none over the links that are made now."""
+        """Compare weights at the next commit, since links are new."""
         self._must_compare = True
 
     def begin(self) -> None:
-        """Let the policy compute its side of the checks that are due, once its ranks have sent the weights."""
+        """Let the policy compute its side of due checks, behind its sending."""
         self._scores, self._base_scores, self._adapters = None, [], []
         if self._canary is None:
             return
@@ -99,11 +99,7 @@ class RefitChecks:
         self._must_compare, self._are_equal = not have_moved, True
 
     def _require_adapters(self, version: int, deadline: float) -> bool:
-        """Require that published weights are those of the adapted layers.
-
-        Returns:
-            Whether weights can be compared by now: adapters have moved, or there are none.
-        """
+        """Require that published weights are the adapted layers'; return whether adapters have moved."""
         checks = self._calls.wait(self._adapters, {}, deadline, "comparing adapters")
         faults = [f"{RANK_NAME(rank)}: {text}" for rank, check in enumerate(checks) for text in check.faults]
         if faults:
@@ -136,9 +132,9 @@ class RefitChecks:
         self._figures |= {"canary_logprob_error": max(errors), "canary_limit": limit, "canary_s": seconds}
 
     def find_differences(self, engines: Sequence[int], deadline: float) -> list[str]:
-        """Describe each tensor of an engine's worker whose difference from the policy's rounding does not explain."""
+        """Describe the tensors of engines that differ beyond rounding."""
         shape = self._calls.policy.settings.shape
-        shards = shard_engine(self._calls.generation.config.parallel, shape)
+        shards = split_engine(self._calls.generation.config.parallel, shape)
         stages = self._calls.call_ranks(fingerprint_policy, shards)
         calls = self._calls.call_engines(engines, Engine.fingerprint_weights)
         answers = self._calls.wait(stages, calls, deadline, "comparing weights")

@@ -52,7 +52,7 @@ class TargetLinks(Links):
             pending = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
             for number, peer in enumerate(self._peers):
                 self._finish(number, pending)
-                buffer = self.buffer(number)
+                buffer = self.view_buffer(number)
                 problem = find_checksum_problem(buffer, version)
                 if problem is not None:
                     first = format_tensor_name(self._entries, self.messages[number][0])
@@ -67,20 +67,19 @@ class TargetLinks(Links):
             if problems:
                 raise ValueError("; ".join(problems))
 
-    def buffer(self, number: int) -> Tensor:
-        """The message of this number once it has arrived: [bytes with the trailer], uint8."""
+    def view_buffer(self, number: int) -> Tensor:
         memory = self._shared.get(self._peers[number])
         if memory is None:
-            return super().buffer(number)
+            return super().view_buffer(number)
         return memory.view(BUFFERS, -1)[int(self._notices[number % BUFFERS]), : self.sizes[number]]
 
     def begin(self, number: int) -> list[Transfer]:
-        """Start receiving the message of this number, or the notice that it can be read."""
+        """Start receiving a message, or the notice that it can be read."""
         peer = self._peers[number]
-        destination = self._notices[number % BUFFERS] if peer in self._shared else self.buffer(number)
+        destination = self._notices[number % BUFFERS] if peer in self._shared else self.view_buffer(number)
         return [self._start(peer, destination, sends=False)]
 
-    def _greet(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+    def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
         self._move_first(peer, notice, sends=False)
         source, target = notice[:2].tolist()
         address = json.loads(store.get(f"memory/{source}/{target}"))
@@ -144,7 +143,7 @@ class ShardReceiver(LinkReceiver):
 
 
 class TensorReceiver(LinkReceiver):
-    """Receives whole tensors; vLLM's loaders take the worker's shard of each, once all of its pieces have come."""
+    """Receives whole tensors, of which vLLM's loaders take the worker's shard."""
 
     def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
         super().__init__(worker, model_map, source, number)
@@ -163,7 +162,6 @@ class TensorReceiver(LinkReceiver):
         self._reload.abandon()
 
     def _load(self, number: int, message: Tensor) -> None:
-        """Add the pieces of a message, [bytes], uint8, to their tensors, and load complete ones."""
         complete: list[tuple[str, Tensor]] = []
         entries = self._map.entries
         for piece, packed in zip(self._links.messages[number], self._links.packed_pieces[number], strict=True):

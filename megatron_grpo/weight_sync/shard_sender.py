@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
-from megatron_grpo.models.weight_layouts import RankShard, shard_policy
+from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.weight_sync.checksums import write_checksum
 from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
@@ -53,7 +53,7 @@ class SourceLinks(Links):
             for number in range(len(self.messages)):
                 if number >= BUFFERS:
                     self._finish(number - BUFFERS, pending)
-                buffer = self.buffer(number)
+                buffer = self.view_buffer(number)
                 fill(number, buffer)
                 write_checksum(buffer, version)
                 pending[number] = self.begin(number)
@@ -61,15 +61,15 @@ class SourceLinks(Links):
                 self._finish(number, pending)
 
     def begin(self, number: int) -> list[Transfer]:
-        """Start sending the message of this number, or the notice that it can be read."""
+        """Start sending a message, or the notice that it can be read."""
         peer = self._peers[number]
         if self._memory is None or peer not in self._shared:
-            return [self._start(peer, self.buffer(number), sends=True)]
+            return [self._start(peer, self.view_buffer(number), sends=True)]
         self._memory.synchronize()  # the message has been written
         notice, answer = self._notices[number % BUFFERS], self._answers[number % BUFFERS]
         return [self._start(peer, notice, sends=True), self._start(peer, answer, sends=False)]
 
-    def _greet(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+    def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
         # Where the source offers memory the notice comes back, since messages there are answered. Elsewhere it does
         # not: NCCL keeps buffers for each direction that was ever used.
         address = None if self._offered is None else self._offered.export_address()
@@ -82,13 +82,7 @@ class SourceLinks(Links):
 
 
 def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
-    """Write a piece's values to its message; for FP8 they are rounded block by block.
-
-    Args:
-        packed: position of the piece.
-        message: [bytes], uint8.
-        values: [rows, columns] of any float type.
-    """
+    """Write values, [rows, columns], to a piece's message; FP8 is rounded block by block."""
     scales = packed.view_scales(message)
     if scales is not None:
         values, block_scales = quantise(values)
@@ -104,7 +98,7 @@ _Cut = tuple[_Key, int, slice, slice]
 
 
 class ShardSender:
-    """The sending end of a rank's connected links; `shard` is the rank's part of the model."""
+    """The sending end of a policy rank's links."""
 
     def __init__(self, rank: PolicyRank, shard: RankShard, links: SourceLinks) -> None:
         self._rank, self._shard, self.links = rank, shard, links
@@ -117,7 +111,7 @@ class ShardSender:
         self._split_tensors: list[Tensor] = []
 
     def send(self, version: int) -> tuple[int, int, int]:
-        """Send one version.
+        """Send one version; return the bytes, the pieces and the messages.
 
         Returns:
             Numbers of bytes (with padding and checksums), of pieces and of messages.
@@ -155,7 +149,6 @@ class ShardSender:
         return self._split_tensors[tensor][rows, columns]
 
     def _list_slices(self, key: _Key) -> list[WeightSlice]:
-        """List the slices of the Hugging Face tensors of a parameter that this rank holds."""
         entry, layer, expert = self._entries[key[0]], key[1], key[2]
         part = self._shard.part(entry)
         return entry.slices(self._rank.shape, layer, part.index, part.count, expert)
@@ -170,7 +163,7 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
     # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
     tensor = parallel_state.get_tensor_model_parallel_rank()
-    shard = shard_policy(rank.config.parallel, rank.shape)[number]
+    shard = split_policy(rank.config.parallel, rank.shape)[number]
     assert (layers, tensor) == (shard.layers, shard.tensor.index), f"planned for {shard}, has {layers}, {tensor}"
     links = SourceLinks(rendezvous, number, rank.platform.device, build_weight_map(rank.shape))
     rank.weight_sender = ShardSender(rank, shard, links)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 
 class CudaMemory:
-    """Memory on this process's GPU, freed when this process and all that map it have released it."""
+    """Memory on this process's GPU, freed when no process uses it any more."""
 
     def __init__(self, nbytes: int) -> None:
         torch.cuda.ipc_collect()  # frees memory that other processes have released
@@ -31,11 +31,7 @@ class CudaMemory:
             torch._C._accelerator_setAllocatorSettings(previous)
 
     def export_address(self) -> list[Any]:
-        """Export the memory to one process; call this once for each, since torch counts references.
-
-        Returns:
-            The GPU, bytes and torch's handle, in types of JSON.
-        """
+        """Export the memory to one process, in types of JSON; call it once for each."""
         # The arguments that torch would pickle; the handle follows the device.
         _, (_, _, _, begin, _, _, device, *handle) = reduce_tensor(self.tensor)
         handle_json = [part.hex() if isinstance(part, bytes) else part for part in handle]
@@ -43,14 +39,7 @@ class CudaMemory:
 
     @classmethod
     def map_address(cls, address: Sequence[Any]) -> Tensor | None:
-        """Map another process's memory, which may be on another GPU than this process computes on.
-
-        Returns:
-            [bytes], uint8.
-
-        Raises:
-            RuntimeError: this process does not see that GPU.
-        """
+        """Map another process's memory: [bytes], uint8; RuntimeError: its GPU is not visible here."""
         gpu, size, begin, *handle_json = address
         visible = [read_gpu_uuid(index) for index in range(torch.cuda.device_count())]
         if gpu not in visible:
@@ -66,12 +55,11 @@ class CudaMemory:
 
 
 def read_gpu_uuid(index: int) -> str:
-    """Read a GPU's UUID, which is the same in every process."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class HostMemory:
-    """Memory of a file outside the file system (memfd), freed with the last process that maps it; Linux only."""
+    """Memory of an anonymous file (memfd), freed with the last user; Linux only."""
 
     def __init__(self, nbytes: int) -> None:
         self._name = f"refit-{secrets.token_hex(8)}"
@@ -80,12 +68,12 @@ class HostMemory:
         self.tensor = _map_file(self._file)[:nbytes]
 
     def export_address(self) -> list[Any]:
-        """Export the memory: id of this process, its descriptor of the file, and the file's random name."""
+        """Export the memory: this process, and number and random name of the file."""
         return [os.getpid(), self._file.fileno(), self._name]
 
     @classmethod
     def map_address(cls, address: Sequence[Any]) -> Tensor | None:
-        """Map another process's memory: [bytes], uint8; None if it belongs to another machine or user."""
+        """Map another process's memory: [bytes], uint8; None: another machine or user."""
         process, descriptor, name = address
         path = f"/proc/{process}/fd/{descriptor}"
         try:

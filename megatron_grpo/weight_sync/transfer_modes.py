@@ -16,7 +16,7 @@ from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import build_model_map
-from megatron_grpo.models.weight_layouts import RankShard, shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import RankShard, split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
@@ -134,7 +134,7 @@ class LinkMode(TransferMode):
     def _write_plan(self, store: Store, receivers: int) -> None:
         """Write the messages of all ranks into the store."""
         settings, config = self.calls.policy.settings, self.config
-        sources, engine = shard_policy(settings.config.parallel, settings.shape), self._shard_engine()
+        sources, engine = split_policy(settings.config.parallel, settings.shape), self._split_engine()
         dtypes = choose_wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
         pieces = plan_pieces(
             settings.shape,
@@ -148,9 +148,9 @@ class LinkMode(TransferMode):
         scheduled = schedule_messages(pieces, self.bucket_bytes)
         write_plan(store, scheduled, len(sources), receivers, dtypes, config.shared_memory)
 
-    def _shard_engine(self) -> list[RankShard]:
+    def _split_engine(self) -> list[RankShard]:
         """The shard that each rank of an engine receives."""
         shape = self.calls.policy.settings.shape
         if self.config.mode == "broadcast":
-            return shard_policy(ParallelConfig(), shape)  # one rank that keeps the full model
-        return shard_engine(self.calls.generation.config.parallel, shape)
+            return split_policy(ParallelConfig(), shape)  # one rank that keeps the full model
+        return split_engine(self.calls.generation.config.parallel, shape)

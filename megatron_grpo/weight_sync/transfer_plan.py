@@ -22,7 +22,7 @@ from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
-    """Choose the dtype in which each tensor is sent, by row of the weight map.
+    """Choose the dtype of each tensor in messages, by row of the weight map.
 
     Args:
         shape: sizes of the model.
@@ -83,7 +83,7 @@ def _plan_engine(
     limit: int,
     holders: _HolderSets,
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
-    """Yield the pieces of one engine without their source, and the number of the set that holds each."""
+    """Yield pieces of one engine without their source, and the set that holds each."""
     entries = build_weight_map(shape)
     indices = {entry: index for index, entry in enumerate(entries)}
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
@@ -104,7 +104,7 @@ def _plan_engine(
 
 
 class _Route(NamedTuple):
-    """A box that one engine rank must receive of one weight-map row; every layer and expert has the same."""
+    """A box that one engine rank receives of one weight-map row, in every layer."""
 
     tensor: int
     """Index of the Hugging Face tensor in the row."""
@@ -117,7 +117,7 @@ class _Route(NamedTuple):
 def _find_routes(
     entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
 ) -> Iterator[_Route]:
-    """Yield all boxes that one engine rank must receive of an entry, each of at most `limit` bytes."""
+    """Find all boxes of at most `limit` bytes that an engine rank receives."""
     # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.slices` for Megatron-Core's ranks, and
     # `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so what must travel between
     # two ranks is the intersection of their two boxes, whatever the two layouts are. So no pair of layouts needs code
@@ -131,14 +131,14 @@ def _find_routes(
     for tensor, destination in enumerate(kept):
         kept_box = find_box(destination.part)
         for part, boxes in enumerate(sent_boxes):
-            common = boxes[tensor].intersect(kept_box)
+            common = boxes[tensor].find_overlap(kept_box)
             if common.rows > 0 and common.columns > 0:
                 for strip, nbytes in _cut_strips(common, dtype, limit):
                     yield _Route(tensor, part, strip, nbytes)
 
 
 def _cut_strips(box: Box, dtype: str, limit: int) -> Iterator[tuple[Box, int]]:
-    """Cut a box into strips of rows with at most `limit` bytes; yield each with its bytes."""
+    """Cut a box into strips of rows; yield each with its bytes."""
     element_bytes = getattr(torch, dtype).itemsize
     rows = limit // (box.columns * element_bytes)
     # At least one row; in FP8 at least the rows of one block.
@@ -161,7 +161,7 @@ class _HolderSets:
         self._experts = max(shards[0].experts[1] - shards[0].experts[0], 1)
 
     def find_numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the number of the set that holds a part of each expert's matrices: [experts]."""
+        """Find the set that holds a part of each expert's matrices: [experts]."""
         firsts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
         return np.array([self._find_number(entry, layer, part, int(first)) for first in firsts])[inverse]
 
@@ -180,7 +180,7 @@ class _HolderSets:
         return self._numbers[key]
 
     def assign_senders(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
-        """Choose the rank that sends each piece; ranks of a set send about equally many bytes.
+        """Choose each piece's sender; ranks of a set send about equally many bytes.
 
         Args:
             numbers: [pieces], number of the set that holds each piece of an engine.

@@ -159,11 +159,11 @@ class WeightTransport:
         )
 
     def require_checks(self) -> None:
-        """Let the canary and the comparison of all weights follow the next refit, since something is off."""
+        """Make all checks due at the next refit."""
         self._checks.require_next()
 
     def restore(self, lost: Mapping[int, str]) -> None:
-        """Replace engines that were lost between refits, and publish the last version to the new ones only.
+        """Replace engines that were lost between refits, and publish to them only.
 
         Args:
             lost: why each engine is lost, by its number.
@@ -188,7 +188,6 @@ class WeightTransport:
         return tuple(range(self._calls.generation.config.parallel.data))
 
     def _publish_to(self, engines: tuple[int, ...], version: int) -> TransferReport:
-        """Bring a version into engines, with retries."""
         self._retries, self._failures = self._config.retries, []
         return self._attempt_until_committed(engines, version)
 
@@ -211,7 +210,7 @@ class WeightTransport:
                 )
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
-        """Let engines serve the version that all of them have verified, or if the canary is due, only hold it."""
+        """Commit the verified version; without a canary that is due, engines serve it."""
         awaits_canary = self._checks.awaits_canary
         commits = self._calls.call_engines(engines, Engine.commit_weights, version, awaits_canary)
         self._calls.wait([], commits, deadline, f"commit of version {version}")
@@ -236,11 +235,7 @@ class WeightTransport:
         return replace(report, seconds=report.seconds + time.monotonic() - began, replaced=replaced)
 
     def _recover(self, error: AttemptError) -> None:
-        """Prepare another attempt: replace lost engines, or else use up a retry.
-
-        Raises:
-            RefitError: no retry is left, or an engine cannot be replaced.
-        """
+        """Replace lost engines or use up a retry; RefitError if neither is possible."""
         self._state = RefitState.BROKEN
         logger.warning("attempt %d: %s", len(self._failures) + 1, error)
         self._failures.append(str(error))

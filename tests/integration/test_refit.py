@@ -160,7 +160,7 @@ def _corrupt_next_refit(rank: Any) -> None:
     begin = links.begin
 
     def flip_once(number: int) -> Any:
-        links.buffer(number)[100] ^= 1
+        links.view_buffer(number)[100] ^= 1
         links.begin = begin
         return begin(number)
 

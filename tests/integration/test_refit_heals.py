@@ -157,7 +157,7 @@ def _flip_a_bit(rank: Any) -> None:
 
     def flipped(number: int) -> Any:
         if number == 1:
-            links.buffer(number)[3] ^= 1
+            links.view_buffer(number)[3] ^= 1
             links.begin = begin
         return begin(number)
 

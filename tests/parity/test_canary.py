@@ -18,7 +18,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.models.families import build_model_map
-from megatron_grpo.models.weight_layouts import RankShard, shard_engine
+from megatron_grpo.models.weight_layouts import RankShard, split_engine
 from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
@@ -63,7 +63,7 @@ def test_ranks_compute_what_the_folder_says(
     name: str, layout: Layout, generation: GenerationParallelConfig, tmp_path: Path
 ) -> None:
     tiny = make_tiny_model(name, tmp_path)
-    engine = shard_engine(generation, tiny.shape)
+    engine = split_engine(generation, tiny.shape)
     sequences = draw_canary(1, tiny.shape.vocab, 32)
     by_rank = run_on_ranks(layout, checks_of_rank, tiny, engine, sequences)
     for number, shard in enumerate(engine):

@@ -22,7 +22,7 @@ from megatron_grpo.config.schema import OptimizerConfig
 from megatron_grpo.export import main
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.run.checkpoint_files import finalize
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
@@ -54,7 +54,7 @@ class RecordedLinks:
     def __post_init__(self) -> None:
         shape, config = self.rank.shape, self.rank.config
         dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
-        sources, engine = shard_policy(config.parallel, shape), shard_engine(GenerationParallelConfig(), shape)
+        sources, engine = split_policy(config.parallel, shape), split_engine(GenerationParallelConfig(), shape)
         pieces = schedule_messages(plan_pieces(shape, sources, engine, 1, dtypes, BUCKET_BYTES // 2), BUCKET_BYTES)
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
         laid = [lay_out_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
@@ -92,7 +92,7 @@ def publish_on_rank(
     tensors = iter_hf_tensors(rank.gather_chunks(), rank.shape, partial(expected_weight, layers))
     links: Any = RecordedLinks(rank)
     with torch.no_grad():
-        ShardSender(rank, shard_policy(layout.parallel, rank.shape)[dist.get_rank()], links).send(1)
+        ShardSender(rank, split_policy(layout.parallel, rank.shape)[dist.get_rank()], links).send(1)
     refit = folder / "refit"
     refit.mkdir(exist_ok=True)
     connect_folder(rank, refit, BUCKET_BYTES)

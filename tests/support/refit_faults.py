@@ -80,7 +80,7 @@ def inject(links: Links, moment: str, target: tuple[int, int] | None, what: str 
 
     def faulty(number: int) -> Any:
         if number == due:
-            fault(links.buffer(number))
+            fault(links.view_buffer(number))
         return [_Done()] if what == DROP and number >= due else begin(number)
 
     links.begin = faulty  # type: ignore[method-assign]

@@ -127,14 +127,14 @@ class Member:
 
     def end(self, moment: str, number: int) -> None:
         """Send this process a signal when it connects the next time."""
-        real = Links._greet_peers
+        real = Links._open_links
 
         def greet(*arguments: Any) -> None:
             os.kill(os.getpid(), number)
             real(*arguments)
 
         if moment == GREETING:
-            Links._greet_peers = greet  # type: ignore[method-assign]
+            Links._open_links = greet  # type: ignore[method-assign]
         else:
             self._connect = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
 

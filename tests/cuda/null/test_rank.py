@@ -25,7 +25,7 @@ from megatron_grpo.config.schema import (
     PolicyConfig,
     ReferenceConfig,
 )
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.message_schedule import schedule_messages
@@ -149,7 +149,7 @@ def send_weights(trial: Trial, number: int) -> None:
     """Fill every message of a refit that goes to one engine of one GPU."""
     rank = trial.rank
     config, shape = rank.config, rank.shape
-    shards, engine = shard_policy(config.parallel, shape), shard_engine(GenerationParallelConfig(), shape)
+    shards, engine = split_policy(config.parallel, shape), split_engine(GenerationParallelConfig(), shape)
     dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
     pieces = schedule_messages(plan_pieces(shape, shards, engine, 1, dtypes, 1 << 19, same_devices=False), 1 << 20)
     messages = split_messages(pieces[pieces["source"] == number])

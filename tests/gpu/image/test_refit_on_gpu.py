@@ -89,7 +89,7 @@ def _flip_a_bit(rank: Any) -> None:
     begin = links.begin
 
     def flipped(number: int) -> Any:
-        links.buffer(number)[3] ^= 1
+        links.view_buffer(number)[3] ^= 1
         links.begin = begin  # type: ignore[method-assign]
         return begin(number)
 

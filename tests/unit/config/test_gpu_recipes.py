@@ -10,7 +10,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import build_weight_map, read_model_shape
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, find_destinations, shard_engine
+from megatron_grpo.models.weight_layouts import RankShard, find_destinations, split_engine
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.preflight.load import check_config
 from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
@@ -42,8 +42,8 @@ def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
     config = recipe_config(*command)
     shape, parallel = read_model_shape(config.policy.model.path), config.generation.parallel
     share = config.generation.engine.gpu_memory_utilization * GPU_BYTES - OF_VLLM
-    weights = [weights_of(shard, shape, config.refit.fp8_blocks) for shard in shard_engine(parallel, shape)]
-    most_layers = max(len(shard.layers) for shard in shard_engine(parallel, shape))
+    weights = [weights_of(shard, shape, config.refit.fp8_blocks) for shard in split_engine(parallel, shape)]
+    most_layers = max(len(shard.layers) for shard in split_engine(parallel, shape))
     longest = cache_of_a_token(shape, parallel.tensor) * most_layers * config.policy.max_total_sequence_length
     assert max(weights) + 32 * longest <= share
     exceed = sum(weights) > share * config.cluster.gpus

@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from tests.support.moe_config import QWEN3_MOE
 
 LAYOUTS = {
@@ -29,7 +29,7 @@ LAYERS = 12
 def test_layers_are_those_that_megatron_gives_a_stage(name: str) -> None:
     parallel = LAYOUTS[name]
     shape = parse_model_shape({**QWEN3_MOE, "num_hidden_layers": LAYERS})
-    places = shard_policy(parallel, shape)
+    places = split_policy(parallel, shape)
     expected = [megatron_layers(parallel, stage) for stage in range(parallel.pipeline)]
     assert [place.layers for place in places] == expected
     assert [place.embedding for place in places] == [True] + [False] * (len(places) - 1)
@@ -65,7 +65,7 @@ def test_layers_are_those_that_vllm_gives_a_stage(layers: int, stages: int) -> N
     from vllm.distributed.utils import get_pp_indices
 
     shape = parse_model_shape({**QWEN3_MOE, "num_hidden_layers": layers})
-    places = shard_engine(GenerationParallelConfig(pipeline=stages, tensor=2), shape)
+    places = split_engine(GenerationParallelConfig(pipeline=stages, tensor=2), shape)
     expected = [tuple(range(*get_pp_indices(layers, stage, stages))) for stage in range(stages)]
     assert [place.layers for place in places[::2]] == expected
     assert [place.tensor.index for place in places] == [0, 1] * stages
@@ -76,7 +76,7 @@ def test_experts_are_those_that_vllm_gives_a_rank(experts: int, ranks: int) -> N
     from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
     shape = parse_model_shape({**QWEN3_MOE, "num_experts": experts})
-    for place in shard_engine(GenerationParallelConfig(tensor=ranks, expert=ranks), shape):
+    for place in split_engine(GenerationParallelConfig(tensor=ranks, expert=ranks), shape):
         count, numbers, _ = determine_expert_map(ranks, place.tensor.index, experts)
         assert numbers is not None
         mine = [expert for expert, number in enumerate(numbers.tolist()) if number >= 0]

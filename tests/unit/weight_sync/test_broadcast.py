@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_model_map, build_weight_map, parse_model_shape
-from megatron_grpo.models.weight_layouts import shard_policy
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import shard_receiver
@@ -68,7 +68,7 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
-    shards, whole = shard_policy(ParallelConfig(tensor=2), SHAPE), shard_policy(ParallelConfig(), SHAPE)
+    shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), split_policy(ParallelConfig(), SHAPE)
     pieces = plan_pieces(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES // 2)
     write_plan(store, schedule_messages(pieces, BUCKET_BYTES), SOURCES, RECEIVERS, dtypes, shared_memory=False)
 

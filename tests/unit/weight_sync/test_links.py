@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links
 from megatron_grpo.weight_sync.groups import Rendezvous
@@ -51,7 +51,7 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Any]]:
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
     dtypes = ["float32"] * len(build_weight_map(SHAPE))
-    places = shard_policy(training, SHAPE), shard_engine(generation, SHAPE)
+    places = split_policy(training, SHAPE), split_engine(generation, SHAPE)
     scheduled = schedule_messages(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)

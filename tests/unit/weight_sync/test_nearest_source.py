@@ -8,7 +8,7 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
-from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.weight_sync.pieces import find_box
 from megatron_grpo.weight_sync.transfer_plan import plan_pieces
 from tests.support.refit_models import DENSE
@@ -22,8 +22,8 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
 ) -> None:
     """Rank n of the policy and rank n of the engines share a device: what it has is not sent by another."""
     shape = parse_model_shape(DENSE)
-    sources = shard_policy(ParallelConfig(**training), shape)
-    engine = shard_engine(GenerationParallelConfig(**generation), shape)
+    sources = split_policy(ParallelConfig(**training), shape)
+    engine = split_engine(GenerationParallelConfig(**generation), shape)
     dtypes = ["float32"] * len(build_weight_map(shape))
     engines = generation["data"]
     plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, same_devices=same) for same in (True, False)]

@@ -21,8 +21,8 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import (
     RankShard,
     find_destinations,
-    shard_engine,
-    shard_policy,
+    split_engine,
+    split_policy,
 )
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
 from megatron_grpo.weight_sync.message_schedule import schedule_messages
@@ -57,8 +57,8 @@ def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
     dtypes = ["float32"] * len(build_weight_map(shape))
-    engine = shard_engine(generation, shape)
-    return plan_pieces(shape, shard_policy(training, shape), engine, generation.data, dtypes, bucket // 2)
+    engine = split_engine(generation, shape)
+    return plan_pieces(shape, split_policy(training, shape), engine, generation.data, dtypes, bucket // 2)
 
 
 @st.composite
@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 @settings(deadline=None, max_examples=25)
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
-    sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
+    sources, engine = split_policy(training, shape), split_engine(generation, shape)
     scheduled = schedule_messages(plan(shape, training, generation, bucket), bucket)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
@@ -203,7 +203,7 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
     """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""
     raw, training, generation = LARGE[name]
     shape = parse_model_shape(raw)
-    engine, bucket = shard_engine(generation, shape), 256 * 2**20
+    engine, bucket = split_engine(generation, shape), 256 * 2**20
     pieces = plan(shape, training, generation, bucket)
     for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
         place = engine[target % len(engine)]
@@ -260,7 +260,7 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place] = shard_engine(layouts[1], shape)
+    [place] = split_engine(layouts[1], shape)
     model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
@@ -275,7 +275,7 @@ def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
         (ParallelConfig(), GenerationParallelConfig(pipeline=2)),
     )
     pieces = plan(shape, *layouts, 2**20)
-    for target, place in enumerate(shard_engine(layouts[1], shape)):
+    for target, place in enumerate(split_engine(layouts[1], shape)):
         model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
         record_metadata_for_reloading(model)
         ModelWriter(model, torch.float32, build_model_map(shape), place, [pieces[pieces["target"] == target]])
@@ -308,7 +308,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 ) -> None:
     """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
     shape, (training, generation) = parse_model_shape({**BLOCKED[family], "num_hidden_layers": 2}), layouts
-    sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
+    sources, engine = split_policy(training, shape), split_engine(generation, shape)
     assert list(find_cut_blocks(shape, sources, engine)) == []
     dtypes = choose_wire_dtypes(shape, "float32", fp8_blocks=True)
     scheduled = schedule_messages(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
@@ -352,7 +352,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 def test_ranks_that_would_share_a_block_are_named() -> None:
     shape = parse_model_shape({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
     layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
-    cuts = list(find_cut_blocks(shape, shard_policy(layouts[0], shape), shard_engine(layouts[1], shape)))
+    cuts = list(find_cut_blocks(shape, split_policy(layouts[0], shape), split_engine(layouts[1], shape)))
     assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
     assert "model.layers.0.mlp.down_proj.weight on rank 1 of an engine: 96 to 192 of (320, 384)" in cuts
     assert not any("q_proj" in cut for cut in cuts if "engine" in cut)
