@@ -1,4 +1,4 @@
-"""Figures that environments and reward functions report, under names that none of the run's own metrics has."""
+"""Metrics that environments and reward functions report, kept apart from the run's own by name."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE, UNUSUALLY_SHORT
 
 MAX_METRICS = 200
-"""Most names of figures that one response, one step or one run may have; others are left out, with a message."""
+"""Most metrics of environments in one response, step or run; further metrics are left out, with a message."""
 
-_MOST_CHARACTERS = 120
-"""Characters of a figure's name; trackers refuse names of more than 250."""
+_MAX_CHARACTERS = 120  # of a metric's name; trackers refuse names of more than 250
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 logger = logging.getLogger(__name__)
 
 
-def name_reported_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of one response under the names that the run gives them, as Python floats.
+def name_reported_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Name the metrics of a response as the run does.
 
     Args:
-        figures: numbers (of Python, NumPy or torch) by the name that the environment gave them.
+        metrics: numbers (of Python, NumPy or torch) by the name that the environment gave them.
 
     Raises:
-        ValueError: a figure is not a number.
+        ValueError: a metric is not a number.
     """
     renamed: dict[str, float] = {}
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if len(renamed) == MAX_METRICS:
             _warn_once(f"more than {MAX_METRICS} figures of one response: figure {name!r} and others are left out")
             break
@@ -43,24 +42,25 @@ def name_reported_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def make_metric_name(name: str) -> str:
-    """env/NAME, or suspect/NAME for a sign of an undeserved reward, for a figure that an environment calls `name`.
-
-    The parts of a name between slashes are neither empty nor "." or "..", because trackers store names as paths.
-    """
-    parts = _UNPRINTABLE.sub("_", name)[:_MOST_CHARACTERS].split("/")
+    """Make env/NAME, or keep suspect/NAME, for a reported name."""
+    # No part between slashes is empty, "." or "..", because trackers store names as paths.
+    parts = _UNPRINTABLE.sub("_", name)[:_MAX_CHARACTERS].split("/")
     clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
     # suspect/unusually_short is the run's own, in every environment.
     return clean if clean.startswith(SUSPECT_PREFIX) and is_environment_metric(clean) else ENVIRONMENT_FIGURE + clean
 
 
 def make_step_metric_name(name: str) -> str:
-    """Name of a figure of a response among the metrics of a step; recordings of earlier versions have bare names."""
+    """Name a response's metric in a step.
+
+    Recordings of earlier versions have bare names.
+    """
     is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
     return name if is_named else make_metric_name(name)
 
 
 def is_environment_metric(name: str) -> bool:
-    """True for names of a step's metrics that come from environments or reward functions."""
+    """True for metrics from environments or reward functions."""
     return name.startswith((ENVIRONMENT_FIGURE, SUSPECT_PREFIX)) and name != SUSPECT_PREFIX + UNUSUALLY_SHORT
 
 

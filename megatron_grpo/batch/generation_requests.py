@@ -1,4 +1,4 @@
-"""Requests to the engines and their responses: sampling settings, one request, one response, counts of an engine."""
+"""Requests to the engines, their responses, and counts of an engine's work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from megatron_grpo.config.generation_schema import GenerationConfig, StructuredC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """Settings of sampling. Reported log-probabilities are taken after penalties, temperature and filters."""
+    """How tokens are drawn.
+
+    Reported log-probabilities are taken after penalties, temperature and filters.
+
+    Example:
+        SamplingSettings(max_new_tokens=512, temperature=0.8, top_p=0.95, stop_token_ids=(2,))
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -29,24 +35,28 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
     bad_words: tuple[str, ...] = ()
     structured: StructuredConfig = field(default_factory=StructuredConfig)
-    """Form of the responses; any form if none of its fields is set."""
+    """Grammar of the responses; none if no field is set."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
 
 def make_sampling_settings(generation: GenerationConfig, stops: StopConditions) -> SamplingSettings:
-    """The sampling settings of a configuration; `stops`: what ends a response, from `stop_conditions`."""
-    settings = {one.name: getattr(generation, one.name) for one in fields(SamplingSettings)}
+    """Make a run's sampling settings; `stops` from `find_stop_conditions`."""
+    settings = {field.name: getattr(generation, field.name) for field in fields(SamplingSettings)}
     ends = {"stop_token_ids": stops.token_ids, "stop_strings": stops.strings}
     return SamplingSettings(**{**settings, "bad_words": tuple(generation.bad_words), **ends})
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that pickles ten times slower
 class GenerationRequest:
-    """One response to sample."""
+    """One response to sample.
+
+    Example:
+        GenerationRequest(prompt_ids=np.array([5, 6, 7], dtype=np.int32), seed=1234, max_new_tokens=512)
+    """
 
     prompt_ids: NDArray[np.int32]
-    """[prompt tokens], int32: all tokens before the response."""
+    """All tokens before the response: [prompt tokens], int32."""
     seed: int
     """Seed of this request alone, so that its tokens do not depend on other requests in flight."""
     max_new_tokens: int
@@ -55,20 +65,27 @@ class GenerationRequest:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationOutput:
-    """One sampled response."""
+    """One sampled response.
+
+    Example: one token, and the token that ends the response, after a refit between them
+        GenerationOutput(
+            token_ids=np.array([40, 2], dtype=np.int32), logprobs=np.array([-0.7, -0.1], dtype=np.float32),
+            text="42", stop_reason="stop", spans=[Span(0, 1, version=3), Span(1, 2, version=4)],
+        )
+    """
 
     token_ids: NDArray[np.int32]
-    """[response tokens], int32: sampled tokens, the stop token included when one was sampled."""
+    """Sampled tokens, with the stop token if one was sampled: [response tokens], int32."""
     logprobs: NDArray[np.float32]
-    """[response tokens], float32: log-probabilities under the distribution that each token was drawn from."""
+    """Log-probability under the distribution that each token was drawn from: [response tokens], float32."""
     text: str
-    """The text of `special_tokens.response_text`."""
+    """The text of `decode_response`."""
     stop_reason: StopReason
     spans: list[Span]
-    """Spans of tokens, each sampled by one committed weight version; positions count from the first response token."""
+    """Spans of tokens that one committed weight version sampled; positions count from the first response token."""
     routed: NDArray[Any] | None = None
-    """[prompt and response tokens but the last, `RoutedForm.columns`]: the experts that each token went through; None:
-    not recorded."""
+    """Experts that each token went through: [prompt and response tokens but the last, `RoutedForm.columns`]. None: not
+    recorded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,9 +95,9 @@ class EngineCounts:
     running: int = 0
     """Most responses that were decoded together."""
     waiting: int = 0
-    """Most requests that waited for others to end."""
+    """Most requests that waited for a place in the batch."""
     kv_cache_usage: float = 0.0
-    """Largest share of the KV cache that was taken."""
+    """Largest share of the KV cache in use."""
     prefix_tokens: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0
@@ -96,7 +113,7 @@ class EngineCounts:
 
 
 def compute_engine_metrics(counts: Sequence[EngineCounts]) -> dict[str, float]:
-    """Metrics of the engines over a step.
+    """Compute the metrics of the engines over a step.
 
     Args:
         counts: counts of every engine since the previous step.
@@ -106,13 +123,16 @@ def compute_engine_metrics(counts: Sequence[EngineCounts]) -> dict[str, float]:
         over engines that completed something; engine_prefix_hit_rate and, with speculative decoding,
         engine_draft_acceptance_rate: over the tokens of all. A rate without lookups or proposals is left out.
     """
-    looked_up, drafted = sum(one.prefix_tokens for one in counts), sum(one.drafted for one in counts)
-    speeds = [one.tokens / one.busy_s for one in counts if one.busy_s > 0]
-    return {
-        "engine_running": float(max(one.running for one in counts)),
-        "engine_waiting": float(max(one.waiting for one in counts)),
-        "engine_kv_cache_usage": max(one.kv_cache_usage for one in counts),
-        **({"engine_tokens_per_s": fmean(speeds)} if speeds else {}),
-        **({"engine_prefix_hit_rate": sum(one.prefix_hits for one in counts) / looked_up} if looked_up else {}),
-        **({"engine_draft_acceptance_rate": sum(one.accepted for one in counts) / drafted} if drafted else {}),
+    speeds = [engine.tokens / engine.busy_s for engine in counts if engine.busy_s > 0]
+    metrics = {
+        "engine_running": float(max(engine.running for engine in counts)),
+        "engine_waiting": float(max(engine.waiting for engine in counts)),
+        "engine_kv_cache_usage": max(engine.kv_cache_usage for engine in counts),
     }
+    if speeds:
+        metrics["engine_tokens_per_s"] = fmean(speeds)
+    if looked_up := sum(engine.prefix_tokens for engine in counts):
+        metrics["engine_prefix_hit_rate"] = sum(engine.prefix_hits for engine in counts) / looked_up
+    if drafted := sum(engine.drafted for engine in counts):
+        metrics["engine_draft_acceptance_rate"] = sum(engine.accepted for engine in counts) / drafted
+    return metrics

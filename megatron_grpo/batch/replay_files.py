@@ -1,10 +1,11 @@
-"""Files of the figures of recorded steps, for comparison with a replay of the step: run_dir/replay/step_N.parquet."""
+"""Files of the figures of recorded steps, for replays: run_dir/replay/step_N.parquet."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
+# Distributions whose versions are recorded, where they are installed.
 _LIBRARIES = (
     "megatron_grpo",
     "torch",
@@ -25,12 +27,11 @@ _LIBRARIES = (
     "transformers",
     "numpy",
 )
-"""Distributions whose versions are recorded, where they are installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFigure:
-    """The norm of a Hugging Face tensor, and a sketch that tells how far it is from the same tensor of another run."""
+    """The norm and a sketch of a Hugging Face tensor."""
 
     kind: Literal["weight", "gradient", "update"]
     """A weight before the step; the gradient of an optimizer step, before clipping; or the change of a weight over all
@@ -49,27 +50,27 @@ _STATE = "hidden state"
 
 
 def choose_watched_tokens(tokens: int) -> NDArray[np.int64]:
-    """Numbers of the tokens of a step whose hidden states are recorded, drawn at random: [watched], int64, ascending.
+    """Choose the tokens whose hidden states are recorded.
 
-    Drawn by the number of tokens alone, so that every layout records the same ones.
+    The choice depends on the number of tokens alone, so that every layout records the same tokens.
     """
     return np.sort(np.random.default_rng(tokens).choice(tokens, min(tokens, WATCHED_TOKENS), replace=False))
 
 
 @dataclass(frozen=True, slots=True)
 class StateFigure:
-    """A sketch of one token's hidden state at one point of the model, in the pass for log-probabilities."""
+    """A sketch of a token's hidden state at one point."""
 
     point: str
     """Name of the point (`trainer.hidden_states`)."""
     token: int
-    """Number of the token in the step, whose sequences lie end to end."""
+    """Index of the token in the step, whose sequences lie end to end."""
     sketch: list[float]
     """Random projections (`trainer.step_record.sketch_rows`), rounded to float32."""
 
 
 def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
-    """Sketches of hidden states from the parts that the ranks have (`step_record.StateSketches`)."""
+    """Add up the sketches that the ranks have parts of."""
     sums: dict[tuple[str, int], NDArray[np.float64]] = {}
     for point, tokens, sketches in chain.from_iterable(ranks):
         for token, sketch in zip(tokens.tolist(), sketches, strict=True):
@@ -80,7 +81,9 @@ def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Loss, norms, tensors and states that a step computed; its log-probabilities are in the file of its rollouts."""
+    """Loss, norms, tensors and hidden states that a step computed.
+
+    Its log-probabilities are in the file of its rollouts."""
 
     loss: float
     grad_norm: float
@@ -96,23 +99,20 @@ class StepFigures:
 
 
 def find_library_versions() -> dict[str, str]:
-    """Versions of the installed libraries that a step computes with, by distribution."""
-    found = {}
+    """Find the installed versions of the libraries that compute a step."""
+    versions = {}
     for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def locate_figures_file(run_dir: Path, step: int) -> Path:
-    """The file of a step's figures."""
     return run_dir / REPLAY_FOLDER / f"step_{step}.parquet"
 
 
 def write_figures(file: Path, figures: StepFigures) -> None:
-    """Write the figures of a step; the file appears when it is complete."""
+    """Write the figures of a step, completely or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -126,11 +126,13 @@ def write_figures(file: Path, figures: StepFigures) -> None:
             "sketch": pa.list_(pa.float64()),
         }
     )
-    whole = asdict(replace(figures, tensors=[], states=[]))
-    del whole["tensors"], whole["states"]
-    rows = [asdict(one) for one in figures.tensors]
-    rows += [{"kind": _STATE, "name": one.point, "token": one.token, "sketch": one.sketch} for one in figures.states]
-    table = pa.Table.from_pylist(rows, schema.with_metadata({_METADATA_KEY: json.dumps(whole)}))
+    metadata = asdict(replace(figures, tensors=[], states=[]))
+    del metadata["tensors"], metadata["states"]
+    rows = [asdict(tensor) for tensor in figures.tensors]
+    rows += [
+        {"kind": _STATE, "name": state.point, "token": state.token, "sketch": state.sketch} for state in figures.states
+    ]
+    table = pa.Table.from_pylist(rows, schema.with_metadata({_METADATA_KEY: json.dumps(metadata)}))
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}")
     pq.write_table(table, unfinished, compression="zstd")
@@ -138,7 +140,7 @@ def write_figures(file: Path, figures: StepFigures) -> None:
 
 
 def read_figures(file: Path) -> StepFigures | None:
-    """Read a file that `write_figures` wrote; None: there is no such file.
+    """Read a file of `write_figures`; None: no file.
 
     Raises:
         ValueError: the file is damaged, or of another version.
@@ -150,7 +152,7 @@ def read_figures(file: Path) -> StepFigures | None:
         return None
     try:
         table = pq.read_table(file)
-        whole = json.loads((table.schema.metadata or {})[_METADATA_KEY])
+        metadata = json.loads((table.schema.metadata or {})[_METADATA_KEY])
         tensors: list[TensorFigure] = []
         states: list[StateFigure] = []
         for row in table.to_pylist():
@@ -159,6 +161,6 @@ def read_figures(file: Path) -> StepFigures | None:
                 states.append(StateFigure(row["name"], token, row["sketch"]))
             else:
                 tensors.append(TensorFigure(**row))
-        return StepFigures(tensors=tensors, states=states, **whole)
+        return StepFigures(tensors=tensors, states=states, **metadata)
     except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged, or was written by another version: {error}") from None

@@ -1,4 +1,4 @@
-"""Files of the rollouts of each step: written and read as Parquet, with a record of the step for replays."""
+"""Parquet files of the rollouts of each step, with a record of the step for replays."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ if TYPE_CHECKING:
 
 
 ROLLOUTS_FOLDER = "rollouts"
-_ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")
-"""Columns with a value for each token, or for each sampled token."""
+_ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")  # a value for each token or sampled token
 ROW_GROUP_TOKENS = 4 * 2**20
 """Tokens that are gathered in memory before they are written as a row group."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedValues:
-    """Values of a rollout's sampled tokens from the step that trains on it, in the order of the spans."""
+    """Values of a rollout's sampled tokens from training.
+
+    Example: a response of two tokens
+        TrainedValues(advantages=np.array([1.0, 1.0]), prev_logprobs=np.array([-0.71, -0.1]))
+    """
 
     advantages: NDArray[np.float32] | None
-    """[sampled tokens], float32: advantage of each token; None: the step failed before computing them."""
+    """Advantage of each token: [sampled tokens], float32. None: the step failed before computing them."""
     prev_logprobs: NDArray[np.float32] | None = None
-    """[sampled tokens], float32: log-probability under the policy at the start of the step, as the training framework
-    computes it; None: the step did not need them, or failed before."""
+    """Log-probability in training, under the policy at the start of the step: [sampled tokens], float32.
+
+    None: the step did not need them, or failed before."""
 
 
 def locate_rollouts_file(run_dir: Path, step: int) -> Path:
-    """The file of a step's rollouts."""
     return run_dir / ROLLOUTS_FOLDER / f"step_{step}.parquet"
 
 
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
-    """Remove the files of later steps, and unfinished ones."""
+    """Remove the files of later steps, and unfinished files."""
     folder = run_dir / ROLLOUTS_FOLDER
     for step, file in find_recorded_steps(folder).items():
         if step > last_step:
@@ -54,9 +57,10 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rollouts that a run wrote: for each a dict with the step and the fields of `Trajectory` and `TrainedValues`.
+    """Read the rollouts that a run wrote, one dict each.
 
-    Token ids and values of tokens are arrays (int32, float32), spans lists of [start, end, weight version].
+    A dict has the step and the fields of `Trajectory` and `TrainedValues`. Token ids and values of tokens are arrays
+    (int32, float32), spans lists of [start, end, weight version].
 
     Args:
         run_dir: the run's folder, which contains the folder of rollouts.
@@ -72,42 +76,41 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
     return chain.from_iterable(read_rows(number, file) for number, file in files.items())
 
 
-Written = tuple[Trajectory, TrainedValues | None]
-"""A rollout with its values in the step that trains on it; None: no step trains on it."""
-
-
 def write_rollouts(
-    file: Path, groups: Iterable[tuple[int, Sequence[Written]]], metadata: Mapping[bytes, bytes] | None = None
+    file: Path,
+    groups: Iterable[tuple[int, Sequence[tuple[Trajectory, TrainedValues | None]]]],
+    metadata: Mapping[bytes, bytes] | None = None,
 ) -> None:
-    """Write trajectories as Parquet, compressed with zstd; the file appears when it is complete.
+    """Write trajectories as Parquet, completely or not at all.
 
     Args:
-        file: Parquet file to write; an existing one is replaced.
-        groups: groups of rollouts, each after the number that is written as `group`.
+        file: file to write; an existing one is replaced.
+        groups: the number to write as `group`, and the group's rollouts with their values in the step that trains on
+            them (None: no step does).
         metadata: metadata of the file (`StepRecord`).
     """
     import pyarrow.parquet as pq
 
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}")
-    schema = _schema().with_metadata(metadata)
+    schema = _make_schema().with_metadata(metadata)
     with pq.ParquetWriter(unfinished, schema, compression="zstd", compression_level=1) as writer:
-        waiting: list[tuple[int, Trajectory, TrainedValues | None]] = []
+        rows: list[tuple[int, Trajectory, TrainedValues | None]] = []
         tokens = 0
         for number, rollouts in groups:
-            waiting += [(number, one, learnt) for one, learnt in rollouts]
-            tokens += sum(len(one.token_ids) for one, _ in rollouts)
+            rows += [(number, trajectory, values) for trajectory, values in rollouts]
+            tokens += sum(trajectory.tokens for trajectory, _ in rollouts)
             if tokens >= ROW_GROUP_TOKENS:
-                writer.write_table(_table(waiting))
-                waiting, tokens = [], 0
-        if waiting:
-            writer.write_table(_table(waiting))
-    with unfinished.open("rb") as written:  # the step is reported only when its file is on disk
-        os.fsync(written.fileno())
+                writer.write_table(_make_table(rows))
+                rows, tokens = [], 0
+        if rows:
+            writer.write_table(_make_table(rows))
+    with unfinished.open("rb") as handle:  # the step is reported only when its file is on disk
+        os.fsync(handle.fileno())
     unfinished.rename(file)
 
 
-def _schema() -> pa.Schema:
+def _make_schema() -> pa.Schema:
     import pyarrow as pa
 
     return pa.schema(
@@ -135,35 +138,34 @@ def _schema() -> pa.Schema:
     )
 
 
-def _table(rows: Sequence[tuple[int, Trajectory, TrainedValues | None]]) -> pa.Table:
+def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues | None]]) -> pa.Table:
     import pyarrow as pa
 
-    def lists(arrays: list[NDArray[Any]]) -> pa.ListArray:
-        """Arrays [tokens of a rollout] of one dtype as a column of lists, without a Python object for each number."""
-        ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-        return pa.ListArray.from_arrays(ends, np.concatenate(arrays))
+    def make_lists(arrays: Sequence[NDArray[Any] | None]) -> pa.ListArray | list[None]:
+        """Make a column of lists, or of nulls if one is missing."""
+        complete = [array for array in arrays if array is not None]
+        if len(complete) < len(arrays):
+            return [None] * len(arrays)
+        # From flat arrays, so that no Python object is made for each number.
+        return pa.ListArray.from_arrays(np.cumsum([0, *map(len, complete)], dtype=np.int32), np.concatenate(complete))
 
-    def known(arrays: list[NDArray[Any] | None]) -> pa.ListArray | list[None]:
-        """Arrays as a column of lists if all rollouts have one, else a column of nulls."""
-        present = [one for one in arrays if one is not None]
-        return lists(present) if len(present) == len(arrays) else [None] * len(arrays)
-
-    schema = _schema()
-    trajectories, learnt = [one for _, one, _ in rows], [one or TrainedValues(advantages=None) for _, _, one in rows]
+    schema = _make_schema()
+    trajectories = [trajectory for _, trajectory, _ in rows]
+    trained = [values or TrainedValues(advantages=None) for _, _, values in rows]
     columns: dict[str, Any] = {
         "group": [number for number, _, _ in rows],
-        "token_ids": lists([one.token_ids for one in trajectories]),
-        "logprobs": lists([one.logprobs for one in trajectories]),
-        "prev_logprobs": known([one.prev_logprobs for one in learnt]),
-        "advantages": known([one.advantages for one in learnt]),
-        "spans": [[[span.start, span.end, span.version] for span in one.spans] for one in trajectories],
-        "reward_parts": [list(one.reward_parts.items()) for one in trajectories],
-        "reward_metrics": [list(one.reward_metrics.items()) for one in trajectories],
-        "notes": [list(one.notes.items()) for one in trajectories],
+        "token_ids": make_lists([trajectory.token_ids for trajectory in trajectories]),
+        "logprobs": make_lists([trajectory.logprobs for trajectory in trajectories]),
+        "prev_logprobs": make_lists([values.prev_logprobs for values in trained]),
+        "advantages": make_lists([values.advantages for values in trained]),
+        "spans": [[list(span) for span in trajectory.spans] for trajectory in trajectories],
+        "reward_parts": [list(trajectory.reward_parts.items()) for trajectory in trajectories],
+        "reward_metrics": [list(trajectory.reward_metrics.items()) for trajectory in trajectories],
+        "notes": [list(trajectory.notes.items()) for trajectory in trajectories],
     }
     for name in schema.names:
         if name not in columns:
-            columns[name] = [getattr(one, name) for one in trajectories]
+            columns[name] = [getattr(trajectory, name) for trajectory in trajectories]
     return pa.table({name: pa.array(columns[name], type=schema.field(name).type) for name in schema.names})
 
 
@@ -172,19 +174,19 @@ DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of th
 
 
 def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts of one file as `read_rollouts` returns them, read lazily.
+    """Read the rollouts of one file lazily, as `read_rollouts` does.
 
     Raises:
         ValueError: the file is damaged, was not written to its end, or is of another version; the text names it.
         OSError: the file cannot be read.
     """
     with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
-        yield from _rows(step, file)
+        yield from _decode_rows(step, file)
 
 
 @contextmanager
 def _translate_damage(before: str = "", after: str = "") -> Iterator[None]:
-    """Turn the errors of pyarrow, which do not name the file, into a ValueError that says what is wrong with it."""
+    """Turn errors of pyarrow into a ValueError about the file."""
     import pyarrow as pa
 
     try:
@@ -196,19 +198,19 @@ def _translate_damage(before: str = "", after: str = "") -> Iterator[None]:
         raise ValueError(f"{before}is damaged or was not written to its end: {reason}{after}") from None
 
 
-def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
+def _decode_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=256):
             plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
-            of_tokens = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in _ARRAYS}
+            arrays = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in _ARRAYS}
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
-                yield {"step": step, **row, **{name: pieces[index] for name, pieces in of_tokens.items()}}
+                yield {"step": step, **row, **{name: column[index] for name, column in arrays.items()}}
 
 
 def count_rollouts(file: Path) -> int:
-    """Number of rollouts in a file, read from its metadata; errors are those of `read_rows`."""
+    """Count the rollouts of a file; raises as `read_rows`."""
     import pyarrow.parquet as pq
 
     with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
@@ -238,7 +240,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """Facts about the sampling of a step, in addition to the rollouts that it trains on."""
+    """Facts about the sampling of a step."""
 
     position: dict[str, Any]
     """State of the loader of training prompts after the step (JSON)."""
@@ -259,29 +261,28 @@ class StepRecord:
     run: RunFacts
     step: StepFacts
 
-    def metadata(self) -> dict[bytes, bytes]:
-        """The record as metadata of a Parquet file."""
+    def to_metadata(self) -> dict[bytes, bytes]:
+        """Convert to metadata of a Parquet file."""
         return {METADATA_KEY: json.dumps({"run": asdict(self.run), "step": asdict(self.step)}).encode()}
 
     @staticmethod
     def from_metadata(metadata: Mapping[bytes, bytes] | None) -> StepRecord:
-        """The inverse of `metadata`.
+        """Invert `to_metadata`.
 
         Raises:
             ValueError: there is no such metadata, or it is of another version.
         """
         try:
-            found = json.loads((metadata or {})[METADATA_KEY])
-            step = found["step"]
-            dropped = [Outcome(**one) for one in step["dropped"]]
-            return StepRecord(RunFacts(**found["run"]), StepFacts(**{**step, "dropped": dropped}))
+            record = json.loads((metadata or {})[METADATA_KEY])
+            dropped = [Outcome(**outcome) for outcome in record["step"]["dropped"]]
+            return StepRecord(RunFacts(**record["run"]), StepFacts(**{**record["step"], "dropped": dropped}))
         except (LookupError, TypeError, ValueError):
             raise ValueError("was written by another version, which recorded other things") from None
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedFile:
-    """Summary of a file from its metadata, without reading its rollouts."""
+    """Summary of a file without reading its rollouts."""
 
     record: StepRecord
     rollouts: int
@@ -290,7 +291,7 @@ class RecordedFile:
 
 
 def find_recorded_steps(path: str | Path) -> dict[int, Path]:
-    """The files of a run's rollouts by step, in the order of the steps.
+    """Find the files of a run's rollouts, sorted by step.
 
     Args:
         path: folder of a run, or its folder of rollouts.
@@ -300,9 +301,9 @@ def find_recorded_steps(path: str | Path) -> dict[int, Path]:
 
 
 def find_recorded_folder(path: str | Path) -> Path:
-    """The folder of rollouts of a recording, given this folder or the run's."""
-    inside = Path(path) / ROLLOUTS_FOLDER
-    return inside if inside.is_dir() else Path(path)
+    """Find the folder of rollouts in a run's folder."""
+    folder = Path(path) / ROLLOUTS_FOLDER
+    return folder if folder.is_dir() else Path(path)
 
 
 def examine_file(file: Path) -> RecordedFile:
@@ -318,14 +319,14 @@ def examine_file(file: Path) -> RecordedFile:
         metadata = pq.read_metadata(file)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    largest = [one.statistics for one in columns if one.path_in_schema == _TOKEN_IDS]
-    known = bool(largest) and all(one is not None and one.has_min_max for one in largest)
+    statistics = [column.statistics for column in columns if column.path_in_schema == _TOKEN_IDS]
+    has_largest = bool(statistics) and all(chunk is not None and chunk.has_min_max for chunk in statistics)
     record = StepRecord.from_metadata(metadata.metadata)
-    return RecordedFile(record, metadata.num_rows, max(one.max for one in largest) if known else None)
+    return RecordedFile(record, metadata.num_rows, max(chunk.max for chunk in statistics) if has_largest else None)
 
 
 def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
-    """Read a step's file: facts about its sampling, and its rollouts, a list for each prompt.
+    """Read a step's file: facts, and rollouts by prompt.
 
     Raises:
         ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
@@ -333,6 +334,6 @@ def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]
     """
     record = examine_file(file).record
     with _translate_damage():
-        rows = [{name: value for name, value in row.items() if name in ROW_FIELDS} for row in _rows(0, file)]
+        rows = [{name: value for name, value in row.items() if name in ROW_FIELDS} for row in _decode_rows(0, file)]
     trajectories = [Trajectory.from_row(row) for row in rows]
-    return record.step, [list(group) for _, group in groupby(trajectories, key=lambda one: one.group)]
+    return record.step, [list(group) for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group)]

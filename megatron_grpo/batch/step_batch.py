@@ -88,12 +88,12 @@ class StepBatch:
         return int(self.response_tokens[self.in_loss].sum())
 
     def split_minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of each optimizer step's sequences, [sequences], int64; neighbours stay together."""
+        """Yield the indices of each optimizer step's sequences."""
         for start in range(0, len(self), samples):
             yield np.arange(start, min(start + samples, len(self)))
 
     def select_partitions(self, chosen: slice) -> StepBatch:
-        """Select some partitions; their sequences are numbered anew from 0, partition after partition."""
+        """Select some partitions, and number their sequences from 0."""
         indices = np.concatenate(self.partitions[chosen])
         ends = np.cumsum([len(partition) for partition in self.partitions[chosen]])
         return StepBatch(

@@ -16,7 +16,7 @@ from megatron_grpo.batch.step_batch import StepBatch
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """The fields of a batch: tensors with an entry for each token.
+    """Tensors with an entry for each token.
 
     A field that a stage does not need, or that is not computed yet, is None. All tensors share one shape, here called
     [...]: [tokens], sequences laid end to end, or [sequences, length], padded with zeros on the right; only
@@ -95,7 +95,7 @@ other fields are computed on the rank."""
 
 @dataclass(slots=True)
 class TokenBatch:
-    """A replica's sequences on one of its ranks, laid end to end.
+    """A replica's sequences on a rank, laid end to end.
 
     Example: the two sequences of `TokenFields`' example
         batch = TokenBatch([4, 3], fields)
@@ -125,7 +125,7 @@ class TokenBatch:
 
     @staticmethod
     def from_replica(batch: StepBatch, arrays: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
-        """Join a replica's partitions, and repeat the numbers of a response for its tokens.
+        """Join a replica's partitions, and repeat numbers per token.
 
         Args:
             batch: the replica's part of the step (`StepBatch.select_partitions`).
@@ -146,20 +146,28 @@ class TokenBatch:
 
 
 def repeat_per_token(by_sequence: NDArray[Any], lengths: NDArray[np.integer], sampled: Tensor) -> Tensor:
-    """Repeat a sequence's number for its sampled tokens, 0 elsewhere: [tokens], float32."""
+    """Repeat a sequence's number for its sampled tokens, else 0.
+
+    Returns:
+        [sum(lengths)], float32.
+    """
     by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
     return torch.where(sampled, by_token, by_token.new_zeros(()))
 
 
 def scatter_sampled(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Place values of the sampled tokens among all tokens, 0 elsewhere: [tokens], float32."""
+    """Place values of sampled tokens among all tokens, else 0.
+
+    Returns:
+        [tokens], float32.
+    """
     scattered = np.zeros(len(sampled), dtype=np.float32)
     scattered[sampled] = by_token.float().cpu().numpy()
     return scattered
 
 
 def find_token_indices(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Find the tokens of some sequences among the tokens of all, laid end to end.
+    """Find the tokens of some sequences among all tokens.
 
     Args:
         lengths: tokens of every sequence, [sequences].

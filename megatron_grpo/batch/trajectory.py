@@ -18,13 +18,13 @@ REWARD_REMOVED = "suspects_left_out"
 
 
 def list_suspicions(metrics: Mapping[str, float]) -> list[str]:
-    """List the names NAME of a response's metrics suspect/NAME that are above 0."""
+    """List the suspect/NAME metrics above 0, by NAME."""
     suspicious = [name for name, value in metrics.items() if name.startswith(SUSPECT_PREFIX) and value > 0]
     return [name.removeprefix(SUSPECT_PREFIX) for name in suspicious]
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) of a trajectory that one weight version sampled.
+    """Tokens [start, end) that one weight version sampled.
 
     Example: tokens 12 to 19, sampled with the weights of step 3
         Span(start=12, end=20, version=3)
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """One rollout without its tokens and text: identity, score and counts, for the driver.
+    """One rollout without its tokens and text, for the driver.
 
     Example: the third response to the prompt in row 17, 8 tokens after a prompt of 12
         Outcome(
@@ -85,13 +85,15 @@ class Outcome:
 
     @property
     def is_unscored(self) -> bool:
-        """True without a reward, although the rollout neither failed nor lost its reward as suspect."""
+        """True if no reward function scored a sound rollout."""
         return self.reward is None and self.failure is None and not self.reward_metrics.get(REWARD_REMOVED)
 
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory(Outcome):
-    """An outcome with its tokens and text. Token ids are the truth; the text is for people and environments.
+    """An outcome with its tokens and text.
+
+    Token ids are the truth; the text is only for people and environments.
 
     Lives in a rollout worker and in the object store; workers concatenate it into partitions and write it to files. Its
     counts are taken from the arrays when it is made: `replace` it rather than assign other arrays.
@@ -137,7 +139,7 @@ class Trajectory(Outcome):
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
-        """The tokens of the spans, one after the other: [sampled tokens], int32."""
+        """The sampled tokens: [sampled tokens], int32."""
         return np.concatenate([self.token_ids[span.start : span.end] for span in self.spans] or [self.token_ids[:0]])
 
     @property
@@ -146,14 +148,17 @@ class Trajectory(Outcome):
         return Outcome(**{field.name: getattr(self, field.name) for field in fields(Outcome)})
 
     def to_row(self) -> dict[str, Any]:
-        """Convert to types that JSON has, for people: every field except the counts and the routed experts."""
+        """Convert to types of JSON, for people.
+
+        Without the counts and the routed experts.
+        """
         row = {name: getattr(self, name) for name in ROW_FIELDS if name != "routed"}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
         return row
 
     def to_saved_row(self) -> dict[str, Any]:
-        """Convert as `to_row` does, and the routed experts to their bytes in base 85."""
+        """Convert as `to_row`, with routed experts in base 85."""
         if self.routed is None:
             return self.to_row()
         encoded = base64.b85encode(self.routed.tobytes()).decode()
@@ -180,7 +185,7 @@ ROW_FIELDS = tuple(field.name for field in fields(Trajectory) if field.init)
 
 @dataclass(slots=True)
 class SampledGroup:
-    """The samples of one prompt on the driver: outcomes, and a reference to their trajectories.
+    """The samples of one prompt, as the driver has them.
 
     Example: the second group of an object that holds the groups of several prompts
         group = SampledGroup([Outcome(...), Outcome(...)], objects_ref=ref, index_in_ref=1)
@@ -195,7 +200,7 @@ class SampledGroup:
 
 
 def renumber_groups(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
-    """Number groups of several generation batches by their index in the list."""
+    """Number groups of several generation batches from 0."""
     return [
         replace(group, outcomes=[replace(outcome, group=number) for outcome in group.outcomes])
         for number, group in enumerate(groups)

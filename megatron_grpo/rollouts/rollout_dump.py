@@ -15,7 +15,6 @@ from megatron_grpo.batch.rollout_files import (
     StepFacts,
     StepRecord,
     TrainedValues,
-    Written,
     read_recorded_rollouts,
     write_rollouts,
 )
@@ -65,7 +64,7 @@ def dump_rollouts(
     def add_values(trajectory: Trajectory, index: int) -> Written:
         return trajectory, None if values is None else select_trained_values(values, index, trajectory)
 
-    def iterate_groups() -> Iterator[tuple[int, list[Written]]]:
+    def iterate_groups() -> Iterator[tuple[int, list[tuple[Trajectory, TrainedValues | None]]]]:
         samples = record.run.samples_per_prompt
         written = [number for number, indices in enumerate(chosen) if indices]
         # A few groups at a time: a step's trajectories need not fit into the memory of one worker.
@@ -74,7 +73,7 @@ def dump_rollouts(
             for number, trajectories in zip(numbers, groups.select(numbers).fetch(), strict=True):
                 yield number, [add_values(trajectories[index], number * samples + index) for index in chosen[number]]
 
-    write_rollouts(file, iterate_groups(), record.metadata())
+    write_rollouts(file, iterate_groups(), record.to_metadata())
 
 
 def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:

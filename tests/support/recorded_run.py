@@ -65,7 +65,7 @@ def make_recorded_run(
         prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_num_steps=4, vocab=vocab, vocabulary=None
     )
     record = StepRecord(facts, make_facts())
-    write_rollouts(locate_rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.metadata())
+    write_rollouts(locate_rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.to_metadata())
     return run_dir
 
 

@@ -27,7 +27,7 @@ def record(run: Run, folder: Path, step: int = 1) -> None:
     """Write what the run's step has begun to."""
     groups = [group.objects_ref.get() for group in run.run.dumps.groups[step]]
     rows = [(number, [(one, None) for one in group]) for number, group in enumerate(groups)]
-    write_rollouts(locate_rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).metadata())
+    write_rollouts(locate_rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).to_metadata())
 
 
 def reading(folder: Path, recording: Path, *overrides: str) -> Run:

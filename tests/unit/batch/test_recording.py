@@ -34,7 +34,7 @@ DROPPED = [make_outcome(5, reward=1 / 7, reward_metrics={"x": 0.1}), make_outcom
 def write(folder: Path, record: StepRecord, groups: list[list[Trajectory]] | None = None, step: int = 1) -> Path:
     file = locate_rollouts_file(folder, step)
     rows = GROUPS if groups is None else groups
-    write_rollouts(file, [(number, with_learnt(*one)) for number, one in enumerate(rows)], record.metadata())
+    write_rollouts(file, [(number, with_learnt(*one)) for number, one in enumerate(rows)], record.to_metadata())
     return file
 
 
@@ -51,7 +51,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
 
 def test_rollouts_that_nothing_was_learnt_from_are_read_too(tmp_path: Path) -> None:
     file = locate_rollouts_file(tmp_path, 1)
-    write_rollouts(file, [(0, [(one, None) for one in GROUPS[0]])], make_record().metadata())
+    write_rollouts(file, [(0, [(one, None) for one in GROUPS[0]])], make_record().to_metadata())
     assert plain_groups(read_recorded_rollouts(file)[1]) == plain_groups(GROUPS[:1])
 
 
@@ -100,7 +100,7 @@ def test_damage_in_the_middle_is_found_when_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", [{}, {"run": {"prompts": 3}}, {"step": {}}, {"run": None}])
 def test_a_file_of_another_version_is_refused(changed: dict[str, object], tmp_path: Path) -> None:
-    ((key, value),) = make_record().metadata().items()
+    ((key, value),) = make_record().to_metadata().items()
     metadata = {key: json.dumps({**json.loads(value), **changed}).encode()} if changed else {}
     write_rollouts(locate_rollouts_file(tmp_path, 1), [(0, with_learnt(*GROUPS[0]))], metadata)
     with pytest.raises(ValueError, match="was written by another version"):

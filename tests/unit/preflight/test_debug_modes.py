@@ -27,7 +27,7 @@ def write_step(folder: Path, step: int, record: StepRecord | None = None, *, gro
         (number, with_learnt(*(make_trajectory(token_ids=[1, 2, token], group=number, sample=i) for i in (0, 1))))
         for number in range(groups)
     ]
-    write_rollouts(file, rows, record.metadata())
+    write_rollouts(file, rows, record.to_metadata())
     return file
 
 
