@@ -1,4 +1,4 @@
-"""The dataset of prompts, each made from its row on demand, and the check of what a user's own processor returns."""
+"""The dataset of prompts, and the check of what a user's processor returns."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from megatron_grpo.data.rows import is_conversation
 from megatron_grpo.data.sources import Source
 from megatron_grpo.data.specs import find_rendering
 
-_REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")
-"""Keys of a DatumSpec that a processor must return."""
+_REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")  # keys that a processor must return
 
 
 def convert_datum(
-    given: Any, row: dict[str, Any], spec: TaskDataSpec, *, task: str, tasks: Container[str], idx: int
+    datum: Any, row: dict[str, Any], spec: TaskDataSpec, *, task: str, tasks: Container[str], idx: int
 ) -> DatumSpec:
-    """The prompt that a processor returned: this project's DatumSpec, or NeMo RL's, which has no `prompt`.
+    """Convert a processor's prompt, perhaps in NeMo RL's form, which has no `prompt`.
 
     Args:
-        given: return value of the processor; tokens may be tensors or arrays.
+        datum: return value of the processor; tokens may be tensors or arrays.
         row: the row of the prompt.
         spec: names of the row's columns.
         task: the row's task, for a prompt that names none.
@@ -38,72 +37,72 @@ def convert_datum(
     Raises:
         ValueError: a key is missing or has a wrong value; the text continues a message that begins with the processor.
     """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"returned {type(given).__name__}, not a DatumSpec")
+    if not isinstance(datum, Mapping):
+        raise ValueError(f"returned {type(datum).__name__}, not a DatumSpec")
     for key in _REQUIRED:
-        if key not in given:
-            raise ValueError(f"returned no {key}, only {', '.join(map(str, given)) or 'an empty DatumSpec'}")
-    messages = _messages(given["message_log"])
-    length, counts = sum(len(message["token_ids"]) for message in messages), _multiplier(given["loss_multiplier"])
-    if counts and not length:
+        if key not in datum:
+            raise ValueError(f"returned no {key}, only {', '.join(map(str, datum)) or 'an empty DatumSpec'}")
+    messages = _convert_messages(datum["message_log"])
+    length, multiplier = sum(len(message["token_ids"]) for message in messages), _convert_multiplier(datum)
+    if multiplier and not length:
         raise ValueError("returned a message_log without tokens")
-    name = task if given.get("task_name") is None else given["task_name"]
+    name = task if datum.get("task_name") is None else datum["task_name"]
     if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"returned task_name={name!r}, which is not an environment")
     return DatumSpec(
         message_log=messages,
         length=length,
-        extra_env_info={**_further(given), **_for_environment(given["extra_env_info"], row, spec)},
-        loss_multiplier=counts,
+        extra_env_info={**_collect_extra_fields(datum), **_add_reference(datum["extra_env_info"], row, spec)},
+        loss_multiplier=multiplier,
         idx=idx,
         task_name=name,
-        prompt=_prompt(given.get("prompt"), row.get(spec.prompt_key), messages),
+        prompt=_choose_prompt(datum.get("prompt"), row.get(spec.prompt_key), messages),
     )
 
 
-def _further(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a processor's own, which environments and reward functions get as columns."""
-    extra = given.get("__extra__") or {}
+def _collect_extra_fields(datum: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect a processor's further fields, which environments get as columns."""
+    extra = datum.get("__extra__") or {}
     if not isinstance(extra, Mapping):
         raise ValueError(f"returned {type(extra).__name__} as __extra__, not a dict")
-    own = {key: value for key, value in given.items() if key not in (*DatumSpec.__annotations__, "__extra__")}
-    return {**own, **extra}
+    further = {key: value for key, value in datum.items() if key not in (*DatumSpec.__annotations__, "__extra__")}
+    return {**further, **extra}
 
 
-def _multiplier(given: Any) -> float:
-    """The loss_multiplier as a number; ValueError unless it is between 0 and 1."""
+def _convert_multiplier(datum: Mapping[str, Any]) -> float:
+    """Convert the loss_multiplier; ValueError unless it is between 0 and 1."""
+    value = datum["loss_multiplier"]
     try:
-        multiplier = float(given)
+        multiplier = float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
         multiplier = -1.0
     if not 0.0 <= multiplier <= 1.0:
-        raise ValueError(f"returned loss_multiplier={given!r}: give a weight from 0 (left out) to 1 (counts fully)")
+        raise ValueError(f"returned loss_multiplier={value!r}: give a weight from 0 (left out) to 1 (counts fully)")
     return multiplier
 
 
-def _messages(log: Any) -> list[Message]:
-    """The messages of a log, with tokens as lists."""
+def _convert_messages(log: Any) -> list[Message]:
     if not isinstance(log, list | tuple):
         raise ValueError(f"returned {type(log).__name__} as message_log, not a list of messages")
     messages: list[Message] = []
     for number, message in enumerate(log):
-        place = f"message_log[{number}]"
+        name = f"message_log[{number}]"
         if not isinstance(message, Mapping) or "token_ids" not in message:
-            raise ValueError(f"returned no token_ids in {place}")
+            raise ValueError(f"returned no token_ids in {name}")
         tokens = message["token_ids"]
         tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
         if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
-            raise ValueError(f"returned {place}.token_ids that are not a flat list of token numbers")
+            raise ValueError(f"returned {name}.token_ids that are not a flat list of token numbers")
         role, content = str(message.get("role", "user")), str(message.get("content", ""))
         messages.append(Message(role=role, content=content, token_ids=list(tokens)))
     return messages
 
 
-def _for_environment(given: Any, row: dict[str, Any], spec: TaskDataSpec) -> dict[str, Any]:
-    """extra_env_info, with the reference answer if there is one."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"returned {type(given).__name__} as extra_env_info, not a dict")
-    extra = dict(given or {})
+def _add_reference(env_info: Any, row: dict[str, Any], spec: TaskDataSpec) -> dict[str, Any]:
+    """Add the reference answer, if there is one, to extra_env_info."""
+    if env_info is not None and not isinstance(env_info, Mapping):
+        raise ValueError(f"returned {type(env_info).__name__} as extra_env_info, not a dict")
+    extra = dict(env_info or {})
     column = None if spec.answer_key is None else row.get(spec.answer_key)
     answer = extra["ground_truth"] if extra.get("ground_truth") is not None else column
     if REFERENCE in extra or spec.answer_key is None or answer is None:
@@ -111,14 +110,16 @@ def _for_environment(given: Any, row: dict[str, Any], spec: TaskDataSpec) -> dic
     return {"answer": answer, **extra, REFERENCE: str(answer)}
 
 
-def _prompt(given: Any, column: Any, messages: list[Message]) -> str | list[dict[str, str]]:
-    """The prompt for logs and reward functions."""
-    if given is not None and not isinstance(given, str) and not is_conversation(given):
-        raise ValueError(f"returned {type(given).__name__} as prompt, neither a text nor a list of {{role, content}}")
-    for one in (given, column):
-        if one is not None and (isinstance(one, str) or is_conversation(one)):
-            found: str | list[dict[str, str]] = one
-            return found
+def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str | list[dict[str, str]]:
+    """Choose the prompt for logs and reward functions."""
+    if returned is not None and not isinstance(returned, str) and not is_conversation(returned):
+        raise ValueError(
+            f"returned {type(returned).__name__} as prompt, neither a text nor a list of {{role, content}}"
+        )
+    for candidate in (returned, column):
+        if candidate is not None and (isinstance(candidate, str) or is_conversation(candidate)):
+            prompt: str | list[dict[str, str]] = candidate
+            return prompt
     return "".join(message["content"] for message in messages)
 
 
@@ -137,7 +138,7 @@ class UsableRows:
         """
         Args:
             source: all rows.
-            usable: [usable rows], int64: their numbers in the source.
+            usable: indices of the usable rows in the source, [usable rows], int64.
         """
         self._source, self._usable = source, usable
 
@@ -147,9 +148,9 @@ class UsableRows:
     def __getitem__(self, idx: int, /) -> dict[str, Any]:
         return self._source[int(self._usable[idx])]
 
-    def place(self, idx: int) -> str:
-        """Place of a row for messages."""
-        return self._source.place(int(self._usable[idx]))
+    def locate(self, idx: int) -> str:
+        """Locate a row for messages."""
+        return self._source.locate(int(self._usable[idx]))
 
 
 class AllTaskProcessedDataset:
@@ -190,17 +191,17 @@ class AllTaskProcessedDataset:
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        """The prompt of a row; with skip_refused, an empty one with loss_multiplier 0 for a refused row.
+        """Make the prompt of a row; with skip_refused, a refused row has loss_multiplier 0.
 
         Raises:
             ValueError: no prompt can be made of the row, and skip_refused is false.
             IndexError: there is no such row.
         """
         try:
-            return self.prompt(self.dataset[idx], idx)
+            return self.make_prompt(self.dataset[idx], idx)
         except ValueError as error:
-            place = self.dataset.place(idx) if isinstance(self.dataset, UsableRows) else None
-            reason = str(error) if place is None else f"{place}: {error}"
+            location = f"{self.dataset.locate(idx)}: " if isinstance(self.dataset, UsableRows) else ""
+            reason = f"{location}{error}"
             if not self.skip_refused:
                 raise ValueError(reason) from error
             self.refused[idx] = reason
@@ -209,8 +210,8 @@ class AllTaskProcessedDataset:
                 message_log=[], length=0, extra_env_info={}, loss_multiplier=0.0, idx=idx, task_name=task, prompt=""
             )
 
-    def prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
-        """The prompt of a row that need not be in the dataset.
+    def make_prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
+        """Make the prompt of a row that need not be in the dataset.
 
         Args:
             row: the row.
@@ -223,28 +224,28 @@ class AllTaskProcessedDataset:
         try:
             spec, process = self.task_data_processors[task]
         except (KeyError, TypeError):
-            known = ", ".join(sorted(self.task_data_processors)) or "none"
-            raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {known}') from None
-        name = f"row {idx}: its processor {_name_of(process)}"
-        ours = find_rendering(process) is not None
+            tasks = ", ".join(sorted(self.task_data_processors)) or "none"
+            raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {tasks}') from None
+        name = f"row {idx}: its processor {_format_name(process)}"
+        is_builtin = find_rendering(process) is not None
         try:
-            given = process(row, spec, self.tokenizer, self.max_seq_length, idx)
+            prompt = process(row, spec, self.tokenizer, self.max_seq_length, idx)
         except Exception as error:  # a user's own processor may raise anything
-            if ours and isinstance(error, ValueError):
+            if is_builtin and isinstance(error, ValueError):
                 raise
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise ValueError(f"{name} raised {reason}") from error
-        if not ours:
+        if not is_builtin:
             try:
-                given = convert_datum(given, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
+                prompt = convert_datum(prompt, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
-        for message in given["message_log"]:
+        for message in prompt["message_log"]:
             self._require_in_vocabulary(message["token_ids"], idx)
-        return given
+        return prompt
 
     def _require_in_vocabulary(self, token_ids: list[int], idx: int) -> None:
-        """Raise ValueError for a token that the model has no embedding for, over which an engine would fail."""
+        """Raise ValueError for a token without an embedding, over which an engine would fail."""
         number = max(token_ids, default=0)
         if self.vocab is not None and number >= self.vocab:
             token = self.tokenizer.decode([number])
@@ -252,7 +253,7 @@ class AllTaskProcessedDataset:
             raise ValueError(f"row {idx}: {text} (vocab_size in config.json)")
 
 
-def _name_of(process: DataProcessor) -> str:
-    """Import path of a processor, for messages."""
-    named = process if hasattr(process, "__qualname__") else type(process)
-    return f"{named.__module__}.{named.__qualname__}"
+def _format_name(process: DataProcessor) -> str:
+    """Format the import path of a processor, for messages."""
+    function = process if hasattr(process, "__qualname__") else type(process)
+    return f"{function.__module__}.{function.__qualname__}"

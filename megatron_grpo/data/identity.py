@@ -32,7 +32,7 @@ class SetIdentity:
     """Digest of the numbers of the usable rows."""
     weight: float = 1.0
 
-    def rows_in_words(self) -> str:
+    def describe_rows(self) -> str:
         """Number of rows and beginning of the digest, for messages."""
         return f"{format_count('row', self.rows or 0)}, digest {(self.digest or '')[:12]}"
 
@@ -112,7 +112,7 @@ def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | N
                 return f"its {old_key} is {old.path}, this one's is {new.path}"
         elif old.digest != new.digest:
             was = "" if _same_path(old.path, new.path) else f" in {old.path}"
-            return f"{subject} has other rows: {new.rows_in_words()}, and the run began with {old.rows_in_words()}{was}"
+            return f"{subject} has other rows: {new.describe_rows()}, and the run began with {old.describe_rows()}{was}"
         elif old.usable != new.usable:
             return (
                 f"of {subject} other rows can be used than when it began (data.bad_rows, data.processor, the columns)"
@@ -130,7 +130,7 @@ def find_validation_differences(before: DataIdentity, now: DataIdentity) -> list
     """Remarks on validation sets whose rows changed since an earlier start."""
     text = "; figures of validation before and after, and the ranking of checkpoints by them, cannot be compared"
     return [
-        f"{key}={new.path} has other rows: {new.rows_in_words()}, before {old.rows_in_words()}{text}"
+        f"{key}={new.path} has other rows: {new.describe_rows()}, before {old.describe_rows()}{text}"
         for key, new in now.validation.items()
         if (old := before.validation.get(key)) is not None
         and None not in (old.digest, new.digest)

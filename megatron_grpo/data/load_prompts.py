@@ -1,4 +1,4 @@
-"""Reads the sets of a run: loaders of training prompts, and the prompts of validation and evaluation."""
+"""Reads the sets of a run: loaders of training prompts, and held-out prompts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ from megatron_grpo.data.tokenizer import (
 )
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_vocabulary
 
-BATCH_ROWS = 1000
-"""Rows that are tokenised together, on all cores."""
+BATCH_ROWS = 1000  # tokenised together, on all cores
 
 
 def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
-    """Number of rows, among the first ones, that get a loss_multiplier of 0.
+    """Count the first rows that get a loss_multiplier of 0.
 
     Args:
         dataset: the prompts.
@@ -57,17 +56,21 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
         ValueError: no prompt can be made of a row that is not to be left out; the message is the dataset's.
     """
     parts = [range(begin, min(begin + BATCH_ROWS, rows)) for begin in range(0, rows, BATCH_ROWS)]
-    fast = getattr(dataset.tokenizer, "is_fast", False)
-    counts = [_too_long(dataset, part) if fast else None for part in parts]
+    is_fast = getattr(dataset.tokenizer, "is_fast", False)
+    counts = [_count_too_long(dataset, part) if is_fast else None for part in parts]
     return sum(
         sum(dataset[idx]["loss_multiplier"] == 0 for idx in part) if count is None else count
         for part, count in zip(parts, counts, strict=True)
     )
 
 
-def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
-    """Number of rows of a part that are left out as too long, by tokenising their prompts together; None: the rows have
-    to be processed one by one, because a user's own processor makes prompts of some, or some may be refused."""
+def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
+    """Count rows that are too long by tokenising their prompts together.
+
+    Returns:
+        None: the rows have to be processed one by one, because a user's processor makes some prompts, or a row may be
+            refused.
+    """
     by_task: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]
@@ -83,10 +86,10 @@ def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
     left_out = 0
     for task, texts in by_task.items():
         spec, _ = dataset.task_data_processors[task]
-        found = PromptRenderer(dataset.tokenizer, spec).encode_prompts(texts)
-        too_long = sum(len(one) > dataset.max_seq_length for one in found)
-        beyond = dataset.vocab is not None and max(map(max, filter(None, found)), default=0) >= dataset.vocab
-        if not all(found) or beyond or (too_long and spec.long_prompts == "error"):
+        prompts = PromptRenderer(dataset.tokenizer, spec).encode_prompts(texts)
+        too_long = sum(len(token_ids) > dataset.max_seq_length for token_ids in prompts)
+        is_beyond = dataset.vocab is not None and max(map(max, filter(None, prompts)), default=0) >= dataset.vocab
+        if not all(prompts) or is_beyond or (too_long and spec.long_prompts == "error"):
             return None
         left_out += too_long if spec.long_prompts == "filter" else 0
     return left_out
@@ -94,13 +97,12 @@ def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PromptData:
-    """Prompts of a run: the loader of training prompts, and the validation prompts."""
+    """Prompts of a run: training prompts by a loader, and validation prompts."""
 
     loader: Batches
     """Batches of training prompts, resumable."""
     val_prompts: list[DatumSpec]
     stops: StopConditions
-    """What ends a response."""
     notes: list[str]
     """Remarks about the files for the user."""
     tokenizer: Any = None
@@ -113,29 +115,28 @@ class HeldOutPrompts:
 
     prompts: list[DatumSpec]
     stops: StopConditions
-    """What ends a response."""
     notes: list[str]
     """Remarks about the set for the user."""
 
 
-def load_held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
-    """Read, render and tokenize all rows of one set, as for validation.
+def load_held_out_prompts(config: Config, model: Path, key: str, dataset: DatasetConfig) -> HeldOutPrompts:
+    """Read, render and tokenize all rows of a set, as for validation.
 
     Args:
         config: how rows become prompts.
         model: folder with the tokenizer.
         key: key of the configuration that names the set's path, for messages.
-        one: the set.
+        dataset: the set.
 
     Raises:
         ConfigError: the set or a row in it cannot be used, or no row is short enough.
     """
     reader = _Reader(config, model)
-    return HeldOutPrompts(reader.held_out(key, one), reader.stops, reader.notes)
+    return HeldOutPrompts(reader.read_held_out(key, dataset), reader.stops, reader.notes)
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
-    """Read, render and tokenize the rows of the training and validation sets.
+    """Read, render and tokenize the training and validation sets.
 
     Args:
         config: the sets, and how their rows become prompts.
@@ -146,20 +147,20 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
     reader = _Reader(config, model, tokenizer)
-    loader = reader.stream() if config.data.streaming else reader.loader()
-    val_prompts = list(chain.from_iterable(reader.validation()))
+    loader = reader.make_stream() if config.data.streaming else reader.make_loader()
+    val_prompts = list(chain.from_iterable(reader.read_validation()))
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
-def _script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
-    """The tokenizer of a script, which may differ from the model's in templates and roles, but not in tokens.
+def _check_script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
+    """Check that a script's tokenizer differs from the model's only in templates and roles.
 
     Raises:
         ConfigError: it reads a text otherwise than the model's, whose tokens the engines and environments use.
     """
     if (model / TOKENIZER_FILE).is_file():
-        own = load_tokenizer(model)
-        difference = find_difference(tokenizer, own, make_sample_texts(list_added_tokens(own)))
+        of_model = load_tokenizer(model)
+        difference = find_difference(tokenizer, of_model, make_sample_texts(list_added_tokens(of_model)))
         if difference is not None:
             text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
             raise ConfigError([Problem("tokenizer", text)])
@@ -170,15 +171,15 @@ class _Reader:
     """Reads the sets of a run with one tokenizer, and collects notes for the user."""
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
-        loaded = read_tokenizer(model) if tokenizer is None else _script_tokenizer(tokenizer, model)
+        loaded = read_tokenizer(model) if tokenizer is None else _check_script_tokenizer(tokenizer, model)
         self.config, self.tokenizer = config, loaded.tokenizer
         self._vocab = declared_vocabulary(model)
         self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
-        self.notes: list[str] = [*loaded.remarks, *self._unstopped_turns()]
+        self.notes: list[str] = [*loaded.remarks, *self._find_unstopped_turns()]
         self._environments = {name: env.type for name, env in config.env.items()}
 
-    def _unstopped_turns(self) -> Iterator[str]:
-        """Remarks on chat templates that end the model's message by a token that ends no response."""
+    def _find_unstopped_turns(self) -> Iterator[str]:
+        """Find chat templates whose messages end with a token that ends no response."""
         data, ends = self.config.data, set()
         for task in dict.fromkeys([data.task_name, *self.config.env]):
             spec = make_task_spec(data, task)
@@ -192,61 +193,62 @@ class _Reader:
                 f"go on to generation.max_new_tokens; give generation.stop_token_ids=[{number}]"
             )
 
-    def loader(self) -> PromptLoader:
-        """Batches of the training sets, mixed by their weights."""
-        config = self.config
-        parts, usable = [], 0
-        for key, one in config.data.training_sets.items():
-            part, found = self._read(key, one)
-            parts.append(part)
-            usable += min(found, one.count_visits(found))
-        wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training_sets)
-        if usable < wanted:
-            text = (
-                f"has {format_count('usable row', usable)}, fewer than the {wanted} prompts that are sampled together"
-            )
-            (first, *others) = [f"{key}={one.path}" for key, one in config.data.training_sets.items()]
-            raise ConfigError([Problem(first if not others else subjects, text)])
-        weights = [one.weight for one in config.data.training_sets.values()]
-        visits = PromptSampler(
-            [len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.training_loop.seed
+    def make_loader(self) -> PromptLoader:
+        """Make the loader of the training sets, mixed by their weights."""
+        config, sets = self.config, self.config.data.training_sets
+        datasets, usable = [], 0
+        for key, training_set in sets.items():
+            dataset, usable_rows = self._read(key, training_set)
+            datasets.append(dataset)
+            usable += min(usable_rows, training_set.count_visits(usable_rows))
+        per_batch = config.prompts_per_generation_batch
+        if usable < per_batch:
+            count = format_count("usable row", usable)
+            text = f"has {count}, fewer than the {per_batch} prompts that are sampled together"
+            subjects = [f"{key}={training_set.path}" for key, training_set in sets.items()]
+            raise ConfigError([Problem(subjects[0] if len(sets) == 1 else ", ".join(sets), text)])
+        order = PromptSampler(
+            [len(dataset) for dataset in datasets],
+            [training_set.weight for training_set in sets.values()],
+            shuffle=config.data.shuffle,
+            seed=config.training_loop.seed,
         )
-        whole = parts[0] if len(parts) == 1 else JoinedPrompts(cast(Any, parts))
-        return PromptLoader(whole, prompts_per_batch=wanted, order=visits)
+        prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(cast(Any, datasets))
+        return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
-    def stream(self) -> StreamLoader:
-        """Batches of the training set, streamed from the hub."""
+    def make_stream(self) -> StreamLoader:
+        """Make the loader of the training set that is streamed from the hub."""
         config = self.config
-        ((key, one),) = config.data.training_sets.items()
+        ((key, training_set),) = config.data.training_sets.items()
         try:
-            stream = open_stream(one)
+            stream = open_stream(training_set)
         except ValueError as error:
-            raise ConfigError([Problem(f"{key}={one.path}", str(error))]) from None
+            raise ConfigError([Problem(f"{key}={training_set.path}", str(error))]) from None
         return StreamLoader(
             stream,
-            config=one,
+            config=training_set,
             data=config.data,
             environments=self._environments,
-            process=self._prompts(one, []),
+            process=self._make_prompts(training_set, []),
             prompts_per_batch=config.prompts_per_generation_batch,
             seed=config.training_loop.seed,
         )
 
-    def validation(self) -> Iterator[list[DatumSpec]]:
-        """The validation prompts of each set, at most max_val_samples of each."""
-        for key, one in self.config.data.validation_sets.items():
-            prompts = self.held_out(key, one)[: self.config.training_loop.max_val_samples]
+    def read_validation(self) -> Iterator[list[DatumSpec]]:
+        """Read at most max_val_samples validation prompts of each set."""
+        for key, validation_set in self.config.data.validation_sets.items():
+            prompts = self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]
             name = key.split(".")[2] if key != "data.val_path" else None
             yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
 
-    def held_out(self, key: str, one: DatasetConfig) -> list[DatumSpec]:
-        """All prompts of a set that are not left out.
+    def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
+        """Read all prompts of a set that are not left out.
 
         Raises:
             ConfigError: the set has no usable row, or no prompt can be made of a row.
         """
-        dataset, usable = self._read(key, one)
-        subject = f"{key}={one.path}"
+        dataset, usable = self._read(key, config)
+        subject = f"{key}={config.path}"
         if not usable:
             raise ConfigError([Problem(subject, "has no usable row")])
         try:
@@ -255,17 +257,18 @@ class _Reader:
             raise ConfigError([Problem(subject, str(error))]) from error
         return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
-    def _read(self, key: str, one: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
-        """The prompts of a set, and the number of them that are not known to be left out; adds notes on the others."""
-        data, subject = self.config.data, f"{key}={one.path}"
-        looked = examine_set(one, data, self._environments)
-        if looked.problems:
-            raise ConfigError(looked.problems)
-        self.notes += [f"{remark.subject} {remark.text}" for remark in looked.remarks]
-        if not looked.rows:
+    def _read(self, key: str, config: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
+        """Read a set and count its usable prompts; notes tell of the rest."""
+        data, subject = self.config.data, f"{key}={config.path}"
+        report = examine_set(config, data, self._environments)
+        if report.problems:
+            raise ConfigError(report.problems)
+        self.notes += [f"{remark.subject} {remark.text}" for remark in report.remarks]
+        if not report.rows:
             raise ConfigError([Problem(subject, "has no rows")])
-        assert looked.source is not None, "a source without problems was read"
-        dataset = self._prompts(one, UsableRows(looked.source, looked.usable), skip_refused=data.bad_rows == "skip")
+        assert report.source is not None, "a source without problems was read"
+        rows = UsableRows(report.source, report.usable)
+        dataset = self._make_prompts(config, rows, skip_refused=data.bad_rows == "skip")
         try:
             rendered = min(len(dataset), data.rows_rendered_at_start)
             left_out = count_left_out(dataset, rendered)
@@ -285,8 +288,10 @@ class _Reader:
             )
         return dataset, len(dataset) - left_out - len(refused)
 
-    def _prompts(self, one: DatasetConfig, rows: Rows, *, skip_refused: bool = False) -> AllTaskProcessedDataset:
-        """Rows of a set as prompts.
+    def _make_prompts(
+        self, config: DatasetConfig, rows: Rows, *, skip_refused: bool = False
+    ) -> AllTaskProcessedDataset:
+        """Make the dataset of prompts from the rows of a set.
 
         Raises:
             ConfigError: a processor cannot be imported.
@@ -298,7 +303,7 @@ class _Reader:
             task: (make_task_spec(data, task), find_processor(find_processor_name(data, task)))
             for task in self.config.env
         }
-        default = make_task_spec(data, one.task_name or data.task_name)
+        default = make_task_spec(data, config.task_name or data.task_name)
         return AllTaskProcessedDataset(
             rows,
             self.tokenizer,

@@ -21,10 +21,10 @@ from megatron_grpo.data.table_values import StreamedRows
 
 
 class PromptSampler(Sampler[int]):
-    """Row numbers of one epoch: in the order of the file, or in an order drawn from (seed, epoch) alone.
+    """Row numbers of one epoch: in the file's order, or drawn from (seed, epoch).
 
     The rows of several sets are numbered consecutively, and each is visited `weight` times an epoch. The fraction of a
-    weight is a part of the set, a different one in each epoch: after 1 / fraction epochs all rows were visited.
+    weight is a part of the set that changes with the epoch: after 1 / fraction epochs all rows were visited.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, shuffle: bool, seed: int) -> None:
@@ -40,34 +40,34 @@ class PromptSampler(Sampler[int]):
         self.epoch = 0
 
     def __len__(self) -> int:
-        whole = sum(int(weight) * size for size, weight in zip(self.sizes, self.weights, strict=True))
-        return whole + sum(map(self._part, range(len(self.sizes))))
+        full_visits = sum(int(weight) * size for size, weight in zip(self.sizes, self.weights, strict=True))
+        return full_visits + sum(map(self._count_extra_rows, range(len(self.sizes))))
 
     def __iter__(self) -> Iterator[int]:
         begin, visits = 0, list[int]()
         for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
             visits += [*range(begin, begin + size)] * int(weight)
-            visits += [begin + row for row in self._part_of_epoch(number)]
+            visits += [begin + row for row in self._choose_extra_rows(number)]
             begin += size
         if not self.shuffle:
             return iter(visits)
         # Two rounds of seeding keep (seed, epoch) and (seed + 1, epoch - 1) apart.
         epoch_seed = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(self.seed))) ^ self.epoch
         order = torch.randperm(len(visits), generator=torch.Generator().manual_seed(epoch_seed)).tolist()
-        return iter(order if visits == [*range(len(visits))] else [visits[place] for place in order])
+        return iter(order if visits == [*range(len(visits))] else [visits[index] for index in order])
 
-    def _part(self, number: int) -> int:
-        """Number of rows of a set that are visited once more than the others."""
+    def _count_extra_rows(self, number: int) -> int:
+        """Count a set's rows that get one more visit than the rest."""
         return round((self.weights[number] % 1) * self.sizes[number])
 
-    def _part_of_epoch(self, number: int) -> list[int]:
-        """Rows of a set, numbered from 0, that are visited once more than the others in this epoch."""
-        part, size = self._part(number), self.sizes[number]
-        if part == 0:
+    def _choose_extra_rows(self, number: int) -> list[int]:
+        """Choose the rows of a set that get one more visit in this epoch."""
+        count, size = self._count_extra_rows(number), self.sizes[number]
+        if count == 0:
             return []
         generator = torch.Generator().manual_seed(self.seed ^ ((number + 1) << 40))
         order = torch.randperm(size, generator=generator).tolist()
-        return [order[(self.epoch * part + place) % size] for place in range(part)]
+        return [order[(self.epoch * count + index) % size] for index in range(count)]
 
 
 class Prompts(Protocol):
@@ -82,19 +82,19 @@ class Batches(Protocol):
     """A loader of training prompts: `PromptLoader`, `StreamLoader`, or the steps of a recording."""
 
     epoch: int = 0
-    """Epochs completed."""
+    """Completed epochs."""
     left_out: int = 0
-    """Rows of the current epoch (after its end: of the last one) left out so far, for example as too long."""
+    """Rows of the current epoch, or of the last after its end, that were left out, for example as too long."""
     prompts_per_batch: int
 
     def __iter__(self) -> Iterator[list[DatumSpec]]: ...
 
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Whole batches of the rows before the position that are to be loaded again; only a `PromptLoader` has some."""
+    def load_waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """Yield full batches of rows before the position that have to be loaded again."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded; JSON-serialisable."""
+        """The position after the last yielded batch; JSON-serialisable."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,28 +103,27 @@ class Batches(Protocol):
 
 
 class PromptLoader(Batches):
-    """Batches of prompts, epoch after epoch; prompts with loss_multiplier 0 (too long, refused) are left out.
+    """Batches of prompts, epoch after epoch, without prompts of loss_multiplier 0.
 
-    Each `iter()` yields the rest of the current epoch and then moves on to the next one::
+    Each `iter()` yields the rest of the current epoch and then moves on to the next::
 
         while loader.epoch < max_epochs:
             for prompts in loader:
                 ...
 
-    A resumed run continues with the prompt that would have been next, without reading those before it. The order of
-    an epoch follows from (seed, epoch) alone, so the position is a number of rows in that order, which the stateful
-    loader of torchdata keeps. It is exact only because rows are loaded one by one: were they loaded in batches, a row
-    that is left out would be replaced from the next batch, and the position would lie within a batch. Prompts may
-    also be drawn ahead of training: rows whose samples were not trained on before a checkpoint are kept in the position
-    as `waiting` and come first (`waiting_batches`; a remainder that fills no batch comes with the next `iter()`).
+    A resumed run continues with the next prompt, without reading the earlier ones. The order of an epoch follows from
+    (seed, epoch) alone, so the position is a number of rows in that order, which the stateful loader of torchdata
+    keeps. It is exact only because rows are loaded one by one: were they loaded in batches, a row that is left out
+    would be replaced from the next batch, and the position would lie within a batch. Prompts may also be drawn ahead of
+    training: rows whose samples were not trained on before a checkpoint are kept in the position as `waiting` and come
+    first (`load_waiting_batches`; a remainder that fills no batch comes with the next `iter()`).
     """
 
     def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: PromptSampler) -> None:
         """
         Args:
             dataset: the prompts.
-            prompts_per_batch: prompts of each batch, without left-out ones; prompts at the end of an epoch that do not
-                fill a batch are dropped.
+            prompts_per_batch: usable prompts of each batch; a remainder at the end of an epoch is dropped.
             order: numbers of the prompts that an epoch visits; the loader sets its `epoch`.
         """
         self.prompts_per_batch = prompts_per_batch
@@ -132,7 +131,7 @@ class PromptLoader(Batches):
         self._rows = len(order)
         self._batches = 0
         self._waiting: list[int] = []
-        """Rows before the position that are still to be loaded again."""
+        """Rows before the position that have to be loaded again."""
         self._order = order
         # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
         self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
@@ -144,7 +143,7 @@ class PromptLoader(Batches):
         )
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """Yield the batches of the rest of the current epoch, then move on to the next epoch.
+        """Yield the batches of the rest of the epoch, then begin the next.
 
         Raises:
             RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
@@ -153,7 +152,7 @@ class PromptLoader(Batches):
         rows = iter(self._loader)
         if self._batches == 0:
             self.left_out = 0
-        batch = self._first_waiting(len(self._waiting))
+        batch = self._load_waiting(len(self._waiting))
         try:
             for datum in rows:
                 if datum["loss_multiplier"] == 0:
@@ -174,16 +173,16 @@ class PromptLoader(Batches):
         self.epoch += 1
         self._batches = 0
 
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+    def load_waiting_batches(self) -> Iterator[list[DatumSpec]]:
         while len(self._waiting) >= self.prompts_per_batch:
-            yield self._first_waiting(self.prompts_per_batch)
+            yield self._load_waiting(self.prompts_per_batch)
 
-    def _first_waiting(self, number: int) -> list[DatumSpec]:
+    def _load_waiting(self, number: int) -> list[DatumSpec]:
         rows, self._waiting = self._waiting[:number], self._waiting[number:]
-        return self.prompts(rows)
+        return self.load_prompts(rows)
 
-    def prompts(self, rows: Sequence[int]) -> list[DatumSpec]:
-        """The prompts of some rows, without a change of the position.
+    def load_prompts(self, rows: Sequence[int]) -> list[DatumSpec]:
+        """Load the prompts of some rows without moving the position.
 
         Raises:
             ValueError: no prompt can be made of a row.
@@ -214,15 +213,15 @@ class PromptLoader(Batches):
 
 
 def add_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The position of a loader that loads these rows again before it goes on."""
+    """Add rows to a loader's position that it loads again first."""
     return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
 
 
 def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
-    """The rows of a set on the hub, streamed without being stored.
+    """Open a hub set as a stream that is not stored.
 
     Raises:
-        ValueError: it cannot be opened; says why.
+        ValueError: it cannot be opened; the text says why.
     """
     from datasets import load_dataset
 
@@ -235,14 +234,14 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
 
 
 COMPARED_ROWS = 100
-"""First rows of a stream whose digest a checkpoint keeps: they are read anyway, and all rows may be too many."""
+"""First rows of a stream, whose digest a checkpoint keeps; all rows may be too many."""
 
 
 class StreamLoader(Batches):
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
-    Rows are shuffled within a buffer: each time one is drawn from it, the next of the stream takes its place. The
-    draws follow from seed and epoch, so a resumed run reads the stream again from its beginning to its position.
+    Rows are shuffled within a buffer: the next row of the stream replaces each row that is drawn. The draws follow from
+    seed and epoch, so a resumed run reads the stream again from its beginning to its position.
     `datasets` shuffles streams too, but the position that it resumes from does not include the rows in its buffer.
     """
 
@@ -264,7 +263,7 @@ class StreamLoader(Batches):
             data: shuffling, and whether bad rows fail or are left out.
             environments: type of each environment, by task name.
             process: dataset whose processors turn rows into prompts.
-            prompts_per_batch: prompts of each batch; prompts at the end of an epoch that do not fill one are dropped.
+            prompts_per_batch: prompts of each batch; a remainder at the end of an epoch is dropped.
             seed: decides which row is drawn from the buffer.
         """
         self._rows, self._config, self._data = rows, config, data
@@ -272,28 +271,28 @@ class StreamLoader(Batches):
         self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
         self._drawn = 0
         self._beginning: str | None = None
-        """Digest of the first rows; None: not read yet."""
+        """Digest of the first rows; None before they are read."""
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """Yield the batches of the rest of the current epoch, then move on to the next epoch.
+        """Yield the batches of the rest of the epoch, then begin the next.
 
         Raises:
             RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
         """
         if self._drawn == 0:
             self.left_out = 0
-        first, batch = self._drawn == 0, list[DatumSpec]()
-        for drawn, (number, row) in enumerate(self._order(), start=1):
+        is_empty, batch = self._drawn == 0, list[DatumSpec]()
+        for drawn, (number, row) in enumerate(self._draw_rows(), start=1):
             if drawn <= self._drawn:
                 continue
-            prompt = self._prompt(number, row)
+            prompt = self._make_prompt(number, row)
             if prompt is not None:
                 batch.append(prompt)
             if len(batch) == self.prompts_per_batch:
-                self._drawn, first = drawn, False
+                self._drawn, is_empty = drawn, False
                 yield batch
                 batch = []
-        if first:
+        if is_empty:
             raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left "
                 "out"
@@ -303,50 +302,50 @@ class StreamLoader(Batches):
 
     def state_dict(self) -> dict[str, Any]:
         position = {"epoch": self.epoch, "left_out": self.left_out, "drawn": self._drawn}
-        return {**position, "stream": self._config.path, **self._identity()}
+        return {**position, "stream": self._config.path, **self._identify()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         text = "the checkpoint was written by a run with other data"
         if state.get("stream") != self._config.path:
             raise ConfigError([Problem("data.streaming=True", text)])
-        for name, value in self._identity().items():
+        for name, value in self._identify().items():
             if state.get(name, value) != value:  # checkpoints of earlier versions have no such names
                 reason = "its first rows differ" if name == "beginning" else f"its {name} was {state[name]}"
                 raise ConfigError([Problem(f"data.train_path={self._config.path}", f"{text}: {reason}")])
         self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
 
-    def _identity(self) -> dict[str, Any]:
-        """Subset, split and a digest of the first rows, by which another stream, or one that changed, is told."""
+    def _identify(self) -> dict[str, Any]:
+        """Identify the stream by subset, split and a digest of its first rows."""
         if self._beginning is None:
             self._beginning = digest_rows(islice(self._rows, COMPARED_ROWS))
         return {"subset": self._config.subset, "split": self._config.split, "beginning": self._beginning}
 
-    def _order(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Number and content of the rows of this epoch, in the order in which they are drawn."""
+    def _draw_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield number and content of this epoch's rows, in drawn order."""
         numbered = enumerate(iter(self._rows))
         if not self._data.shuffle:
             yield from numbered
             return
         draw = random.Random(f"{self._seed} {self.epoch}")
         buffer: list[tuple[int, dict[str, Any]]] = []
-        for one in numbered:
+        for numbered_row in numbered:
             if len(buffer) < self._data.shuffle_buffer:
-                buffer.append(one)
+                buffer.append(numbered_row)
                 continue
-            place = draw.randrange(len(buffer))
-            yield buffer[place]
-            buffer[place] = one
+            index = draw.randrange(len(buffer))
+            yield buffer[index]
+            buffer[index] = numbered_row
         draw.shuffle(buffer)
         yield from buffer
 
-    def _prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
-        """The prompt of a row; None: it is left out, and counted."""
-        formed, prompt, reason = self._check.in_form(row), None, ""
-        if isinstance(formed, str):
-            reason = f"row {number}: the row {formed}"
+    def _make_prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
+        """Make the prompt of a row; None: it is left out, and counted."""
+        converted, prompt, reason = self._check.convert(row), None, ""
+        if isinstance(converted, str):
+            reason = f"row {number}: the row {converted}"
         else:
             try:
-                prompt = self._process.prompt(row, number)
+                prompt = self._process.make_prompt(row, number)
             except ValueError as error:
                 reason = str(error)
         if reason and self._data.bad_rows == "fail":
@@ -358,7 +357,7 @@ class StreamLoader(Batches):
 
 
 def iterate_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
-    """Batches of prompts from the loader's position to the end of the last epoch."""
-    yield from loader.waiting_batches()
+    """Yield batches of prompts from the loader's position to the last epoch's end."""
+    yield from loader.load_waiting_batches()
     while loader.epoch < max_num_epochs:
         yield from loader

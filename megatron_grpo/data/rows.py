@@ -1,4 +1,4 @@
-"""The report on a set of rows: every row is read once, to find rows that cannot be used and to summarise the others."""
+"""The report on a set of rows: rows that cannot be used, and a summary of the rest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
 
+# Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
-"""Beginning of a list of messages as JSON and Python write it."""
-_SHOWN = 5
-"""Bad rows of one set that are reported one by one."""
+_MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class SetReport:
     source: Source | None = None
     """The rows; None: they cannot be read."""
     usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """[usable rows], int64: their numbers in the source."""
+    """Indices of the usable rows in the source: [usable rows], int64."""
     digest: str = ""
     """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
     rows: int = 0
@@ -45,66 +44,63 @@ class SetReport:
     tasks: set[str] = field(default_factory=set)
     """Names of the environments that the rows are for."""
     duplicates: int = 0
-    """Rows whose prompt an earlier row has too."""
+    """Rows that repeat the prompt of an earlier row."""
     doubtful: int = 0
     """Rows with Python tests that a program could pass undeservedly, or could not pass at all."""
     doubt: str = ""
-    """Place of the first row with doubtful tests, and the reason."""
+    """File and line of the first row with doubtful tests, and the reason."""
     unread: int = 0
     """Rows with a mathematical answer that cannot be read, so that only the same text equals it."""
     first_unread: str = ""
-    """Place of the first of these rows, and its answer."""
+    """File and line of the first of these rows, and its answer."""
     begun: int = 0
     """Rows whose prompt ends with a message of the assistant, so that responses go on from it."""
     columns: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the columns of each task's rows, after the conversion by data.processor."""
+    """Columns of each task's rows, after the conversion by data.processor."""
     common_columns: dict[str, set[str]] = field(default_factory=dict)
-    """Of these, the columns that all rows of the task have."""
+    """Columns that all rows of a task have."""
     bad: int = 0
     """Rows that cannot be used."""
     problems: list[Problem] = field(default_factory=list)
     """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
     remarks: list[Problem] = field(default_factory=list)
-    """Remarks for the user, which list the bad rows that are skipped."""
+    """Remarks for the user, with the skipped rows."""
 
 
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
-    """A set of rows and its summary; read once in a process for as long as the file does not change.
-
-    Every row is checked before training, although training may need few of them: a bad row that is found only when it
-    is used ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the
-    schedules of the learning rate and the order of prompts, which must not change while the run goes on. Only row
-    numbers and digests of prompts stay in memory.
+    """Read and check every row of a set, once per process and file version.
 
     Args:
         config: the set.
         data: how rows become prompts.
         environments: type of each environment, by task name.
     """
-    said = json.dumps([asdict(config), asdict(data), dict(environments), _versions(config.path)], default=str)
-    if said not in _known:
-        _known[said] = _examine(config, data, environments)
-    return _known[said]
+    # All rows are checked before training, although training may need few of them: a bad row that shows only when it is
+    # used ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the
+    # schedules of the learning rate and the order of prompts, which must not change while the run goes on.
+    identity = json.dumps([asdict(config), asdict(data), dict(environments), _stat_files(config.path)], default=str)
+    if identity not in _reports:
+        _reports[identity] = _examine(config, data, environments)
+    return _reports[identity]
 
 
-_known: dict[str, SetReport] = {}
-"""Sets that this process has read: the checks before a run and the run itself both need them."""
+_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
 
 
-def _versions(path: str) -> list[tuple[str, int, int, int]]:
-    """Path, time, size and inode of a file, or of each file in a folder; empty for a hub set."""
+def _stat_files(path: str) -> list[tuple[str, int, int, int]]:
+    """List path, time, size and inode of each file; empty for a hub set."""
     if not os.path.isdir(path):
         files = [path]
     else:
         files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-    versions = []
+    stats = []
     for file in sorted(files):
         try:
             status = os.stat(file)
         except (OSError, ValueError):  # a hub set; ValueError: the path has a NUL character
             continue
-        versions.append((file, status.st_mtime_ns, status.st_size, status.st_ino))
-    return versions
+        stats.append((file, status.st_mtime_ns, status.st_size, status.st_ino))
+    return stats
 
 
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
@@ -115,68 +111,72 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
         report.problems.append(Problem(config.path, str(error)))
         return report
     check = RowCheck(config, data, environments)
-    report.problems += [Problem(config.path, text) for text in check.media_problems(source.media)]
+    report.problems += [Problem(config.path, text) for text in check.find_media_problems(source.media)]
     if report.problems:
         return report
-    _look(source, check, report, data)
+    _check_rows(source, check, report, data)
     if os.path.isfile(config.path):
         report.digest = digest_file(config.path)
     bad = report.remarks if data.bad_rows == "skip" else report.problems
-    if report.bad > _SHOWN:
-        bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
+    if report.bad > _MAX_REPORTED:
+        bad.append(Problem(config.path, f"{report.bad - _MAX_REPORTED} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad:
         bad.append(Problem(config.path, f"{report.bad} of {len(source)} rows are left out (data.bad_rows=skip)"))
-    if report.rows > 1 and report.duplicates == report.rows - 1:
-        report.remarks.append(Problem(config.path, f"has the same prompt in all of its {report.rows} rows"))
-    elif report.duplicates:
-        text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
-        report.remarks.append(Problem(config.path, text))
-    if report.begun:
-        text = (
-            f"has {report.begun} rows, of {report.rows}, whose prompt ends with a message of the assistant: responses "
-        )
-        report.remarks.append(
-            Problem(config.path, f"{text}go on from it; leave it out if it is an answer to learn from")
-        )
-    if report.doubtful:
-        text = f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): "
-        report.remarks.append(Problem(config.path, f"{text}the first is {report.doubt}"))
-    if report.unread:
-        text = f"has {report.unread} rows, of {report.rows}, whose answer cannot be read as mathematics, so that only "
-        report.remarks.append(
-            Problem(config.path, f"{text}the same text equals it: the first is {report.first_unread}")
-        )
+    report.remarks += [Problem(config.path, text) for text in _describe_oddities(report)]
     return report
 
 
-def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
+def _describe_oddities(report: SetReport) -> Iterator[str]:
+    """Describe repeated prompts, open answers, doubtful tests and unread answers."""
+    if report.rows > 1 and report.duplicates == report.rows - 1:
+        yield f"has the same prompt in all of its {report.rows} rows"
+    elif report.duplicates:
+        yield f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
+    if report.begun:
+        yield (
+            f"has {report.begun} rows, of {report.rows}, whose prompt ends with a message of the assistant: responses "
+            "go on from it; leave it out if it is an answer to learn from"
+        )
+    if report.doubtful:
+        yield (
+            f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): the "
+            f"first is {report.doubt}"
+        )
+    if report.unread:
+        yield (
+            f"has {report.unread} rows, of {report.rows}, whose answer cannot be read as mathematics, so that only the "
+            f"same text equals it: the first is {report.first_unread}"
+        )
+
+
+def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
     """Check every row, and fill the report with the results."""
     usable, digests = array("q"), array("Q")
     content = None if os.path.isfile(source.name) else xxh3_128()
     bad = report.remarks if data.bad_rows == "skip" else report.problems
-    for number, row in enumerate(source.each()):
+    for number, row in enumerate(source.read_all()):
         if content is not None:
-            content.update(_bytes_of(row))
-        formed = row if isinstance(row, str) else check.in_form(row)
-        if isinstance(formed, str):
+            content.update(_serialize(row))
+        converted = row if isinstance(row, str) else check.convert(row)
+        if isinstance(converted, str):
             report.bad += 1
-            if report.bad <= _SHOWN:
-                bad.append(Problem(source.place(number), formed))
+            if report.bad <= _MAX_REPORTED:
+                bad.append(Problem(source.locate(number), converted))
             continue
         usable.append(number)
-        columns = report.columns.setdefault(check.task(formed), set())
-        if not columns >= formed.keys():
-            columns.update(map(str, formed))
-        report.common_columns.setdefault(check.task(formed), {*columns}).intersection_update(formed)
-        doubts = check.doubts(formed)
+        columns = report.columns.setdefault(check.read_task(converted), set())
+        if not columns >= converted.keys():
+            columns.update(map(str, converted))
+        report.common_columns.setdefault(check.read_task(converted), {*columns}).intersection_update(converted)
+        doubts = check.find_doubts(converted)
         if doubts:
-            report.doubt = report.doubt or f"{source.place(number)}, whose tests {doubts[0]}"
+            report.doubt = report.doubt or f"{source.locate(number)}, whose tests {doubts[0]}"
             report.doubtful += 1
-        unread = check.unread_answer(formed)
+        unread = check.find_unread_answer(converted)
         if unread is not None:
-            report.first_unread = report.first_unread or f"{source.place(number)}, {to_text(unread)}"
+            report.first_unread = report.first_unread or f"{source.locate(number)}, {to_text(unread)}"
             report.unread += 1
-        prompt = check.prompt(formed)
+        prompt = check.read_prompt(converted)
         report.begun += is_conversation(prompt) and prompt[-1]["role"] == "assistant"
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
@@ -187,7 +187,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
 
 
 def digest_file(path: str) -> str:
-    """Digest of the bytes of a file (XXH3, 128 bits), which takes a second for a few gigabytes."""
+    """Digest the bytes of a file (XXH3, 128 bits): a second for gigabytes."""
     digest, buffer = xxh3_128(), memoryview(bytearray(2**23))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -196,24 +196,24 @@ def digest_file(path: str) -> str:
 
 
 def digest_rows(rows: Iterable[Row]) -> str:
-    """Digest of the content of rows (XXH3, 128 bits)."""
+    """Digest the content of rows (XXH3, 128 bits)."""
     digest = xxh3_128()
     for row in rows:
-        digest.update(_bytes_of(row))
+        digest.update(_serialize(row))
     return digest.hexdigest()
 
 
-def _bytes_of(row: Row | str) -> bytes:
-    return json.dumps(row, sort_keys=True, default=_digestible).encode()
+def _serialize(row: Row | str) -> bytes:
+    return json.dumps(row, sort_keys=True, default=_convert_to_text).encode()
 
 
-def _digestible(value: Any) -> str:
-    """A value that JSON does not have, as text: times as they are written, media by their digest."""
+def _convert_to_text(value: Any) -> str:
+    """Convert a value that JSON lacks: times as written, media to their digest."""
     return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 class RowCheck:
-    """Checks rows one by one: whether each has a prompt, an answer that can be compared, and an environment."""
+    """Checks that a row has a prompt, a comparable answer and an environment."""
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
         """
@@ -227,75 +227,79 @@ class RowCheck:
         self._data, self._environments = data, environments
         names = {task: find_processor_name(data, task) for task in {*environments, self.default_task}}
         self._forms = {task: ROW_FORMS[name] for task, name in names.items() if name in ROW_FORMS}
-        self._own = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
-        """Tasks whose rows only a user's own processor understands."""
+        self._opaque = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
+        """Tasks whose rows only a user's processor understands."""
         self._specs: dict[str, TaskDataSpec] = {}
 
-    def task(self, row: Row) -> Any:
-        """Task name of a row, unchecked: it need not be a text."""
+    def read_task(self, row: Row) -> Any:
+        """Read the task name of a row, which need not be a text."""
         return find_task(row, self.default_task)
 
-    def media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
-        """Problems of a set whose prompts or answers are audio, images or video.
+    def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
+        """Find prompts or answers that are audio, images or video.
 
         Args:
             media: kind of each column of media, by its name.
         """
-        if self.default_task in self._own or self.default_task in self._forms:
+        if self.default_task in self._opaque or self.default_task in self._forms:
             return  # their rows' columns have other names
-        spec = self._spec(self.default_task)
+        spec = self._load_spec(self.default_task)
         for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
             if column is not None and column in media:
                 yield f"column {column!r} (data.{setting}) holds {media[column]} data; name a column of texts"
 
-    def in_form(self, row: Row) -> Row | str:
-        """The row in the form of its task, or the reason as text when it cannot be used."""
-        task = self.task(row)
+    def convert(self, row: Row) -> Row | str:
+        """Convert a row to the form of its task, or say why it is unusable."""
+        task = self.read_task(row)
         if not isinstance(task, str) or task not in self._environments:
             # Columns are checked first: after a mistyped path they tell more about the file than the task does.
-            own = self.default_task in self._own
-            missing = None if own else _missing_column(row, self._spec(self.default_task))
-            known = ", ".join(sorted(self._environments))
-            return missing or f"task_name {task!r} is not an environment; env has {known}"
-        if task in self._own:
+            is_opaque = self.default_task in self._opaque
+            missing = None if is_opaque else _find_missing_column(row, self._load_spec(self.default_task))
+            names = ", ".join(sorted(self._environments))
+            return missing or f"task_name {task!r} is not an environment; env has {names}"
+        if task in self._opaque:
             return row
         if task in self._forms:
             try:
                 row = self._forms[task](row)
             except ValueError as error:
                 return f"is not of the form of data.processor: {error}"
-        return _row_problem(row, self._spec(task), self._environments[task]) or row
+        return _find_row_problem(row, self._load_spec(task), self._environments[task]) or row
 
-    def prompt(self, row: Row) -> Any:
-        """The prompt of a row that `in_form` returned; the whole row if only a user's processor knows its prompt."""
-        task = self.task(row)
-        return row if task in self._own else row[self._spec(task).prompt_key]
+    def read_prompt(self, row: Row) -> Any:
+        """Read the prompt of a converted row.
 
-    def doubts(self, row: Row) -> tuple[str, ...]:
-        """Reasons why the Python tests of a row that `in_form` returned cannot be trusted; empty: there are none."""
-        task = self.task(row)
-        if self._environments[task] != "code" or task in self._own:
+        Returns:
+            The prompt; the row itself if only a user's processor knows its prompt.
+        """
+        task = self.read_task(row)
+        return row if task in self._opaque else row[self._load_spec(task).prompt_key]
+
+    def find_doubts(self, row: Row) -> tuple[str, ...]:
+        """Find reasons not to trust the Python tests of a converted row."""
+        task = self.read_task(row)
+        if self._environments[task] != "code" or task in self._opaque:
             return ()
-        answer = self._spec(task).answer_key
+        answer = self._load_spec(task).answer_key
         tests = [] if answer is None else parse_code_tests(row[answer])
-        return prepare_tests(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
+        return prepare_tests(tuple(test for test in tests if isinstance(test, str))).doubts if tests else ()
 
-    def unread_answer(self, row: Row) -> str | None:
-        """The answer of a row that `in_form` returned, if it is compared as mathematics and cannot be read as such."""
-        task = self.task(row)
-        answer = None if task in self._own else self._spec(task).answer_key
+    def find_unread_answer(self, row: Row) -> str | None:
+        """Find a converted row's answer that cannot be read as mathematics."""
+        task = self.read_task(row)
+        answer = None if task in self._opaque else self._load_spec(task).answer_key
         if answer is None or self._environments[task] != "math" or not is_unreadable(str(row[answer])):
             return None
         return str(row[answer])
 
-    def _spec(self, task: str) -> TaskDataSpec:
+    def _load_spec(self, task: str) -> TaskDataSpec:
         if task not in self._specs:
             self._specs[task] = make_task_spec(self._data, task)
         return self._specs[task]
 
 
-def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
-    missing = _missing_column(row, spec)
+def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
+    missing = _find_missing_column(row, spec)
     if missing is not None:
         return missing
     prompt = row[spec.prompt_key]
@@ -304,7 +308,8 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
         for number, turn in enumerate(prompt if _are_turns(prompt) else [], start=1):
             if not _has_text(turn):
-                text = f"has a message (number {number}) whose content is {_kind(turn['content'])}; it must be text"
+                content = _describe_content(turn["content"])
+                text = f"has a message (number {number}) whose content is {content}; it must be text"
                 return f"column {spec.prompt_key!r} {text}"
         return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
     if isinstance(prompt, str) and spec.apply_chat_template and _WRITTEN_MESSAGES.match(prompt):
@@ -319,16 +324,16 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
             return str(error)
     if spec.answer_key is None:
         return None
-    unusable = find_answer_problem(kind, row[spec.answer_key])
-    given = to_text(json.dumps(row[spec.answer_key], default=str))
-    return f"column {spec.answer_key!r} (data.answer_key) {unusable}: {given}" if unusable else None
+    problem = find_answer_problem(kind, row[spec.answer_key])
+    answer = to_text(json.dumps(row[spec.answer_key], default=str))
+    return f"column {spec.answer_key!r} (data.answer_key) {problem}: {answer}" if problem else None
 
 
-def _kind(content: Any) -> str:
+def _describe_content(content: Any) -> str:
     return "null" if content is None else "a list of parts" if isinstance(content, list) else type(content).__name__
 
 
-def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
+def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:
     for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
         if column is not None and column not in row:
             return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
@@ -338,12 +343,15 @@ def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of {role, content} messages, and not empty. Tool calls may stand in for a content."""
+    """True for a non-empty list of {role, content} messages.
+
+    Tool calls may stand in for a content.
+    """
     return _are_turns(value) and all(isinstance(turn["role"], str) and _has_text(turn) for turn in value)
 
 
 def _are_turns(value: Any) -> bool:
-    """Whether a value is a list, not empty, of objects with a role, and a content of any kind or tool calls."""
+    """True for a non-empty list of objects with a role, and content or tool calls."""
     turns = value if isinstance(value, list) else []
     return bool(turns) and all(
         isinstance(turn, dict) and "role" in turn and ("content" in turn or bool(turn.get("tool_calls")))
@@ -352,13 +360,13 @@ def _are_turns(value: Any) -> bool:
 
 
 def _has_text(turn: Mapping[str, Any]) -> bool:
-    """Whether the content of a message is text, or text parts; beside tool calls it may be null or missing."""
+    """True for text, text parts, or nothing beside tool calls."""
     content = turn.get("content")
     return isinstance(content, str) or are_text_parts(content) or (content is None and bool(turn.get("tool_calls")))
 
 
 def find_answer_problem(kind: str, answer: Any) -> str | None:
-    """The reason why no response can equal an answer; None: one can.
+    """Find the reason why no response can equal an answer.
 
     Args:
         kind: type of the environment ("math", "addition", "code"); others do not compare.
@@ -368,9 +376,9 @@ def find_answer_problem(kind: str, answer: Any) -> str | None:
     return None if check is None else check(answer)
 
 
-def _math(answer: Any) -> str | None:
+def _check_math(answer: Any) -> str | None:
     if isinstance(answer, bool | list | dict):
-        return f"is a JSON {_KINDS[type(answer)]}, and a response is text; write the answer as text"
+        return f"is a JSON {_JSON_TYPES[type(answer)]}, and a response is text; write the answer as text"
     if isinstance(answer, float) and not math.isfinite(answer):
         return "is not a number that can be compared; write the answer as text"
     if isinstance(answer, float) and "e" in rewrite_numbers(repr(answer)):
@@ -380,16 +388,16 @@ def _math(answer: Any) -> str | None:
     return None
 
 
-def _addition(answer: Any) -> str | None:
+def _check_addition(answer: Any) -> str | None:
     is_digits = isinstance(answer, str) and answer.isascii() and answer.isdigit()
     is_sum = isinstance(answer, int) and not isinstance(answer, bool) and answer >= 0
     return None if is_digits or is_sum else "is not the digits of a sum, and a response has to be exactly that"
 
 
-def _code(answer: Any) -> str | None:
+def _check_code(answer: Any) -> str | None:
     try:
         tests = parse_code_tests(answer)
-        python = prepare_tests(tuple(one for one in tests if isinstance(one, str)))
+        python = prepare_tests(tuple(test for test in tests if isinstance(test, str)))
     except ValueError as error:
         return str(error)
     if not tests:
@@ -399,5 +407,9 @@ def _code(answer: Any) -> str | None:
     return None
 
 
-_CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition, "code": _code}
-_KINDS = {bool: "boolean", list: "array", dict: "object"}
+_CHECKS: dict[str, Callable[[Any], str | None]] = {
+    "math": _check_math,
+    "addition": _check_addition,
+    "code": _check_code,
+}
+_JSON_TYPES = {bool: "boolean", list: "array", dict: "object"}

@@ -1,4 +1,4 @@
-"""Sources of rows: a file, a folder or a set on the hub, read by row number, with file and line for messages."""
+"""Sources of rows: a file, a folder or a hub set, read by row number."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ _MAGIC = {
 
 
 def detect_binary_format(head: bytes) -> str | None:
-    """Name of the binary format of a file with this beginning, and advice about it; None: the file may be text."""
+    """Describe the binary format of a file's beginning, with advice; None: it may be text."""
     return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def detect_wrong_format(head: bytes) -> str | None:
-    """Name of a format that is not JSONL, and advice about it, from the first HEAD_BYTES bytes of a file; None: the
-    first line is an object, or a broken one."""
+    """Describe a format other than JSONL, with advice.
+
+    Args:
+        head: the first HEAD_BYTES bytes of a file.
+
+    Returns:
+        None: the first line is an object, or a broken one.
+    """
     binary = detect_binary_format(head)
     if binary is not None:
         return binary
@@ -67,40 +73,40 @@ def detect_wrong_format(head: bytes) -> str | None:
 BATCH_ROWS = 1000
 """Rows of a table that are converted to Python objects at a time."""
 MEDIA_BATCH_ROWS = 20
-"""The same for a table with audio, images or video, of which a row may have megabytes."""
+"""The same for a table with audio, images or video, whose rows may have megabytes."""
 
-_NO_OBJECT = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
-"""Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1."""
+# Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1.
+_UNREADABLE_VALUE = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
 
 
 Row = dict[str, Any]
 
 
 class SourceError(ValueError):
-    """A set of rows cannot be read at all; the text says why, and does not name the set."""
+    """A set of rows cannot be read; the text says why, without the set's name."""
 
 
 def parse_line(line: bytes) -> Row | str:
-    """The object on a line of JSONL, with or without the line's end, or the reason as text when there is none."""
+    """Parse a line of JSONL: the object, or the reason why there is none."""
     try:
         text = line.decode().removeprefix("\ufeff")
         row = json.loads(text)
     except UnicodeDecodeError:
         return "is not UTF-8 text"
     except json.JSONDecodeError as error:
-        return f"is not valid JSON: {error.msg} at column {error.colno}{_advice(error)}"
+        return f"is not valid JSON: {error.msg} at column {error.colno}{_advise(error)}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return f"is not JSON that can be read: {error}"
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
     row = strip_messages(row)
     if "\\ud" in text or "\\uD" in text:
-        return _broken_text(row) or row
+        return _find_broken_text(row) or row
     return row
 
 
-def _advice(error: json.JSONDecodeError) -> str:
-    """Advice about a line that is not JSON, if the cause can be guessed."""
+def _advise(error: json.JSONDecodeError) -> str:
+    """Advise about a line that is not JSON, if the cause can be guessed."""
     text = error.doc.rstrip()
     if text[error.pos : error.pos + 1] == "'":
         return "; texts stand in double quotes"
@@ -108,8 +114,8 @@ def _advice(error: json.JSONDecodeError) -> str:
     return "; is the file truncated?" if cut_off else ""
 
 
-def _broken_text(row: Row) -> str | None:
-    """A message about a column with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+def _find_broken_text(row: Row) -> str | None:
+    """Find half of a surrogate pair, which JSON can write and UTF-8 cannot."""
     for name, value in row.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -121,14 +127,14 @@ def _broken_text(row: Row) -> str | None:
 
 
 class JsonLines:
-    """A JSONL file of any size: only the positions of its lines are held in memory. Blank lines are not rows.
+    """A JSONL file of any size: only the offsets of its lines stay in memory.
 
-    `datasets` is not used here: its JSON reader stops at the first bad line without its number, and gives every row
-    the columns and types of all others.
+    Blank lines are not rows. `datasets` is not used: its JSON reader stops at the first bad line without its number,
+    and gives every row the columns and types of all rows.
     """
 
     media: Mapping[str, str] = {}
-    """A file of JSON has no columns of audio, images or video."""
+    """Kind of each column of audio, images or video, by name; JSON has none."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -157,31 +163,31 @@ class JsonLines:
         return len(self._begins)
 
     def __getitem__(self, number: int, /) -> Row:
-        """A row, counted from 0; RunError when it cannot be read any more."""
-        row = parse_line(self._line(number))
+        """Read a row, counted from 0; RunError: the file has changed."""
+        row = parse_line(self._read_line(number))
         if isinstance(row, str):
-            raise RunError(f"{self.place(number)} has changed since the run began: the row {row}")
+            raise RunError(f"{self.locate(number)} has changed since the run began: the row {row}")
         return row
 
-    def each(self) -> Iterator[Row | str]:
-        """All rows in order; a row that cannot be read is replaced by the reason, a text."""
-        return (parse_line(self._line(number)) for number in range(len(self)))
+    def read_all(self) -> Iterator[Row | str]:
+        """Read all rows in order; an unreadable row is replaced by the reason, a text."""
+        return (parse_line(self._read_line(number)) for number in range(len(self)))
 
-    def place(self, number: int) -> str:
-        """Place of a row for messages, as file:line."""
+    def locate(self, number: int) -> str:
+        """Locate a row for messages, as file:line."""
         return f"{self._path}:{self._numbers[number]}"
 
-    def _line(self, number: int) -> bytes:
+    def _read_line(self, number: int) -> bytes:
         begin = self._begins[number]
-        following = self._begins[number + 1] if number + 1 < len(self._begins) else self._end
-        return self._content[begin:following]
+        end = self._begins[number + 1] if number + 1 < len(self._begins) else self._end
+        return self._content[begin:end]
 
 
 class Table:
-    """Rows of a Hugging Face dataset, which is in memory or mapped from a file.
+    """Rows of a Hugging Face dataset, in memory or mapped from a file.
 
-    Objects within the columns have no keys whose value is null: Arrow fills in the keys of all other rows' objects. A
-    column itself may be null. Audio, images and video are not decoded: their value is {bytes, path}.
+    Objects within the columns have no keys whose value is null, because Arrow fills in the keys of all other rows'
+    objects; a column itself may be null. Audio, images and video are not decoded: their value is {bytes, path}.
     """
 
     def __init__(self, dataset: Any, name: str, lines: Sequence[int] = (), bad: Sequence[tuple[int, str]] = ()) -> None:
@@ -190,31 +196,31 @@ class Table:
             dataset: a `datasets.Dataset`.
             name: name of the set in messages.
             lines: line of each row in a text file; empty: the set is not a text file.
-            bad: numbers of lines that are not rows, with the reasons; they count as rows after all others.
+            bad: numbers of lines that are not rows, with the reasons; they count as the last rows.
         """
         self._dataset, self.name, self._lines, self._bad = view_undecoded(dataset), name, lines, bad
         self._nested = find_nested_columns(dataset.features)
         self.media = find_media_columns(dataset.features)
-        """Columns of audio, images or video: the kind, by name."""
+        """Kind of each column of audio, images or video, by name."""
 
     def __len__(self) -> int:
         return len(self._dataset) + len(self._bad)
 
     def __getitem__(self, number: int, /) -> Row:
-        """A row, counted from 0; RunError when it cannot be read."""
-        row = self._row(number)
+        """Read a row, counted from 0; RunError: it cannot be read."""
+        row = self._read_row(number)
         if isinstance(row, str):
-            raise RunError(f"{self.place(number)}: the row {row}")
+            raise RunError(f"{self.locate(number)}: the row {row}")
         return row
 
-    def each(self) -> Iterator[Row | str]:
-        """All rows in order; a row that cannot be read is replaced by the reason, a text."""
+    def read_all(self) -> Iterator[Row | str]:
+        """Read all rows in order; an unreadable row is replaced by the reason, a text."""
         batch = MEDIA_BATCH_ROWS if self.media else BATCH_ROWS
         for begin in range(0, len(self._dataset), batch):
             try:
                 columns = self._dataset[begin : begin + batch]
-            except _NO_OBJECT:
-                yield from map(self._row, range(begin, min(begin + batch, len(self._dataset))))
+            except _UNREADABLE_VALUE:
+                yield from map(self._read_row, range(begin, min(begin + batch, len(self._dataset))))
                 continue
             for name in self._nested:
                 columns[name] = [strip_nulls(value) for value in columns[name]]
@@ -224,34 +230,32 @@ class Table:
         for _, reason in self._bad:
             yield reason
 
-    def _row(self, number: int) -> Row | str:
-        """A row, or the reason as text when a value of it cannot be read."""
+    def _read_row(self, number: int) -> Row | str:
         try:
             row = dict(self._dataset[number])
-        except _NO_OBJECT as error:
-            return f"has a value that cannot be read: {_first_line(error)}"
+        except _UNREADABLE_VALUE as error:
+            return f"has a value that cannot be read: {_shorten(error)}"
         return {**row, **{name: strip_nulls(row[name]) for name in self._nested}}
 
-    def place(self, number: int) -> str:
-        """Place of a row for messages: its line in a text file, else its number."""
+    def locate(self, number: int) -> str:
+        """Locate a row for messages: its line in a text file, else its number."""
         if number >= len(self._dataset):
             return f"{self.name}:{self._bad[number - len(self._dataset)][0]}"
         return f"{self.name}:{self._lines[number]}" if self._lines else f"{self.name}, row {number}"
 
 
 Source = JsonLines | Table
-"""A set of rows."""
 
 
 def open_source(config: DatasetConfig) -> Source:
-    """The rows of a set; a hub set is downloaded into the cache of `datasets` first, or taken from there.
+    """Open the rows of a set; a hub set is downloaded into the cache of `datasets`.
 
     Raises:
         SourceError: it cannot be read.
     """
     path = Path(config.path)
     if os.path.isdir(path) or is_remote(config.path):
-        return _dataset(config)
+        return _load_dataset(config)
     if is_lfs_pointer(path):
         raise SourceError(LFS_POINTER)
     if not os.path.exists(path) or path.suffix not in _READERS:
@@ -261,50 +265,49 @@ def open_source(config: DatasetConfig) -> Source:
     except SourceError:
         raise
     except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror or _first_line(error)}") from None
+        raise SourceError(f"cannot be read: {error.strerror or _shorten(error)}") from None
     except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
         raise SourceError(
-            f"is not a {path.suffix} file that can be read: {_first_line(error.__cause__ or error)}"
+            f"is not a {path.suffix} file that can be read: {_shorten(error.__cause__ or error)}"
         ) from error
 
 
 def is_remote(path: str) -> bool:
-    """Whether a set is on the hub rather than in a file."""
-    known = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
-    return is_hub_name(path) and Path(path).suffix not in known
+    """True for a set on the hub rather than in a file."""
+    file_suffixes = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
+    return is_hub_name(path) and Path(path).suffix not in file_suffixes
 
 
-def _dataset(config: DatasetConfig) -> Source:
+def _load_dataset(config: DatasetConfig) -> Source:
     from datasets import load_dataset, load_from_disk  # here: it takes a second to import
 
     folder = os.path.isdir(config.path)
     try:
         if folder and os.path.exists(os.path.join(config.path, "state.json")):
-            found = load_from_disk(config.path)
+            dataset = load_from_disk(config.path)
         elif folder and os.path.exists(os.path.join(config.path, "dataset_dict.json")):
-            found = load_from_disk(config.path)[config.split]
+            dataset = load_from_disk(config.path)[config.split]
         else:
-            found = load_dataset(config.path, config.subset, split=config.split)
+            dataset = load_dataset(config.path, config.subset, split=config.split)
     except KeyError as error:
         raise SourceError(f"has no split {config.split!r}") from error
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        text = f"cannot be loaded (split {config.split}): {kind}{_first_line(error.__cause__ or error)}"
+        text = f"cannot be loaded (split {config.split}): {kind}{_shorten(error.__cause__ or error)}"
         raise SourceError(text) from error
-    return Table(found, config.path)
+    return Table(dataset, config.path)
 
 
-def _parquet(path: Path) -> Source:
-    """The rows of a Parquet file, mapped into memory from the cache of `datasets`."""
+def _open_parquet(path: Path) -> Source:
     import pyarrow.parquet as pq
     from datasets import Dataset
 
     pq.ParquetFile(path).close()  # fails at once when the file is cut off
-    return _validated(Dataset.from_parquet(str(path)), path)
+    return _validate(Dataset.from_parquet(str(path)), path)
 
 
-def _arrow(path: Path) -> Source:
-    """The rows of an Arrow file (IPC file or stream), mapped into memory."""
+def _open_arrow(path: Path) -> Source:
+    """Open an Arrow file, an IPC file or stream."""
     import pyarrow as pa
     from datasets import Dataset
 
@@ -314,23 +317,21 @@ def _arrow(path: Path) -> Source:
         except pa.ArrowInvalid:
             file.seek(0)
             table = pa.ipc.open_stream(file).read_all()
-    return _validated(Dataset(table), path)
+    return _validate(Dataset(table), path)
 
 
-def _validated(dataset: Any, path: Path) -> Source:
-    """Rows of a table whose offsets and texts were validated: pyarrow reads past the end of damaged ones."""
+def _validate(dataset: Any, path: Path) -> Source:
+    # Offsets and texts are checked, because pyarrow reads past the end of damaged texts.
     dataset.data.table.validate(full=True)
     return Table(dataset, str(path))
 
 
-def _csv(path: Path) -> Source:
-    """The rows of a table with a header line; every value is taken as text, so that 007 stays 007.
-
-    The csv module reads it rather than pyarrow or `datasets`, which do not say in which line a bad row is.
-    """
+def _open_csv(path: Path) -> Source:
+    """Open a table with a header line; values are texts, so that 007 stays 007."""
     import pyarrow as pa
     from datasets import Dataset
 
+    # The csv module reads it rather than pyarrow or `datasets`, which do not say in which line a bad row is.
     lines, bad = array("q"), list[tuple[int, str]]()
     batches: list[pa.RecordBatch] = []
     csv.field_size_limit(2**31 - 1)
@@ -345,7 +346,7 @@ def _csv(path: Path) -> Source:
             if not names or not all(names) or len(set(names)) < len(names):
                 raise SourceError("is not CSV with a header: its first line has to name every column, each once")
             schema = pa.schema([(name, pa.string()) for name in names])
-            good = _good_rows(reader, len(names), lines, bad)
+            good = _read_good_rows(reader, len(names), lines, bad)
             while rows := list(islice(good, 10 * BATCH_ROWS)):
                 columns = [pa.array(column, type=pa.string()) for column in zip(*rows, strict=True)]
                 batches.append(pa.record_batch(columns, schema=schema))
@@ -356,8 +357,8 @@ def _csv(path: Path) -> Source:
     return Table(Dataset(pa.Table.from_batches(batches, schema=schema)), str(path), lines, bad)
 
 
-def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Rows with as many values as the header; adds the number of their last line to `lines`, other rows to `bad`."""
+def _read_good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """Yield rows with a value for each column, their last line to `lines`; bad rows go to `bad`."""
     while True:
         try:
             row = next(reader)
@@ -373,8 +374,8 @@ def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int
             bad.append((reader.line_num, f"has {len(row)} values, and the header names {columns} columns"))
 
 
-_READERS = {".parquet": _parquet, ".arrow": _arrow, ".csv": _csv, ".tsv": _csv}
+_READERS = {".parquet": _open_parquet, ".arrow": _open_arrow, ".csv": _open_csv, ".tsv": _open_csv}
 
 
-def _first_line(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

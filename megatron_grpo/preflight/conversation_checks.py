@@ -69,7 +69,7 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
     kinds = set[str]()
     for row in range(_ROWS_DECODED):
         try:
-            (prompt,) = data.loader.prompts([row])
+            (prompt,) = data.loader.load_prompts([row])
         except (ValueError, IndexError):  # the row is to be left out, or there are no more
             continue
         if find_rendering(find_processor(find_processor_name(config.data, prompt["task_name"]))) is None:

@@ -165,6 +165,6 @@ def _has_equal_rows(earlier: Path, file: Path) -> bool:
     try:
         sources = [open_source(DatasetConfig(path=str(path))) for path in (earlier, file)]
         same_length = len(sources[0]) == len(sources[1])
-        return same_length and all(a == b for a, b in zip_longest(*(source.each() for source in sources)))
+        return same_length and all(a == b for a, b in zip_longest(*(source.read_all() for source in sources)))
     except SourceError:
         return False

@@ -100,7 +100,7 @@ class RecordedRun:
     def prompts(self, config: Config | None = None) -> list[list[int]]:
         """Token ids of the first prompts of the data, under the run's configuration or another one."""
         loader: Any = load_prompt_data(config or self.config, self.versions[0]).loader
-        return [one["message_log"][0]["token_ids"] for one in loader.prompts(range(PROMPTS))]
+        return [one["message_log"][0]["token_ids"] for one in loader.load_prompts(range(PROMPTS))]
 
     def add_version(self, folder: Path | None = None) -> Path:
         """The next version, and its checkpoint; without a folder of weights, every number changes a little.

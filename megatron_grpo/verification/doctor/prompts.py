@@ -87,7 +87,7 @@ def _prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list
     ).loader
     assert isinstance(loader, PromptLoader)
     try:
-        found = loader.prompts(rows)
+        found = loader.load_prompts(rows)
     except IndexError:
         raise ValueError(f"the data has no row {max(rows)}") from None
     return {

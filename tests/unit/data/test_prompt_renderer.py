@@ -316,8 +316,8 @@ def test_a_row_of_text_parts_is_a_prompt(tmp_path: Path) -> None:
     data = DataConfig(train_path=str(tmp_path / "rows.jsonl"))
     check = RowCheck(DatasetConfig(path=data.train_path), data, {"math": "math"})
     row = {"prompt": [user(parts)], "answer": "46"}
-    assert check.in_form(row) == row
-    refused = check.in_form({"prompt": [user(image)], "answer": "46"})
+    assert check.convert(row) == row
+    refused = check.convert({"prompt": [user(image)], "answer": "46"})
     assert refused == "column 'prompt' has a message (number 1) whose content is a list of parts; it must be text"
     spec = TaskDataSpec(task_name="math", prompt="Sum: {}")
     datum = math_data_processor(row, spec, byte_level(LLAMA), 200, 0)

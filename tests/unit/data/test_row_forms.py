@@ -74,7 +74,7 @@ def test_a_recipe_reads_rows_of_its_dataset(given: list[str], recipe: str) -> No
     data, task = config.data, config.data.task_name
     (one,) = data.training_sets.values()
     environments = {name: env.type for name, env in config.env.items()}
-    formed = RowCheck(one, data, environments).in_form(row)
+    formed = RowCheck(one, data, environments).convert(row)
     assert isinstance(formed, dict), formed
     prompt = find_processor(data.processor)(row, make_task_spec(data, task), Characters(), 10_000, 0)
     assert words in prompt["message_log"][0]["content"]

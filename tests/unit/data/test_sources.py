@@ -59,23 +59,23 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
     source = open_source(DatasetConfig(path=str(path)))
     assert len(source) == 12
     assert [source[number] for number in (7, 0, 11)] == [ROWS[7], ROWS[0], ROWS[11]]
-    assert list(source.each()) == ROWS
+    assert list(source.read_all()) == ROWS
     report = looked(path)
     assert (report.rows, report.bad, report.problems, report.duplicates) == (12, 0, [], 0)
     assert report.columns == {"math": {"prompt", "answer", "level"}}
-    assert str(path) in source.place(4)
+    assert str(path) in source.locate(4)
 
 
 def test_a_split_of_a_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "splits")
-    assert list(open_source(DatasetConfig(path=str(path), split="other")).each()) == ROWS[3:5]
+    assert list(open_source(DatasetConfig(path=str(path), split="other")).read_all()) == ROWS[3:5]
     (problem,) = looked(path, split="train[").problems
     assert "has no split 'train['" in problem.text
 
 
 def test_a_quoted_line_break_is_part_of_a_value(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [{"prompt": "a\nb", "answer": "007"}, {"prompt": 'say "x"', "answer": ""}])
-    assert next(iter(open_source(DatasetConfig(path=str(path))).each())) == {"prompt": "a\nb", "answer": "007"}
+    assert next(iter(open_source(DatasetConfig(path=str(path))).read_all())) == {"prompt": "a\nb", "answer": "007"}
     (problem,) = looked(path).problems
     assert (problem.subject, problem.text[:22]) == (f"{path}:4", "column 'answer' (data.")
 
@@ -152,8 +152,8 @@ def test_a_row_of_jsonl_ends_at_a_newline_alone(tmp_path: Path, mark: str) -> No
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text.encode())
     source = open_source(DatasetConfig(path=str(path)))
-    assert list(source.each()) == rows
-    assert source.place(2) == f"{path}:3"
+    assert list(source.read_all()) == rows
+    assert source.locate(2) == f"{path}:3"
     documents = tmp_path / "documents.jsonl"
     documents.write_bytes("".join(json.dumps(f"{mark}cat {n}", ensure_ascii=False) + "\n" for n in range(3)).encode())
     if mark >= " ":

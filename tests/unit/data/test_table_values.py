@@ -134,7 +134,7 @@ def test_the_check_before_a_start_sees_the_same_rows(tmp_path: Path, name: str) 
     report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert (report.problems, report.rows) == ([], 3)
     assert report.source is not None
-    assert list(report.source.each()) == ROWS == [report.source[number] for number in range(3)]
+    assert list(report.source.read_all()) == ROWS == [report.source[number] for number in range(3)]
 
 
 def test_a_content_that_is_null_needs_tool_calls(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_lists_keep_their_nulls_and_json_columns_their_types(tmp_path: Path) -> 
     rows = [{"prompt": "a", "numbers": [1, None], "any": {"x": [None, "2"]}}, {"prompt": "b", "numbers": [], "any": 3}]
     Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "a.parquet"))
     source = open_source(DatasetConfig(path=str(tmp_path / "a.parquet")))
-    assert list(source.each()) == rows
+    assert list(source.read_all()) == rows
 
 
 def test_streamed_rows_are_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

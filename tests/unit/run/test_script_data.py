@@ -185,7 +185,7 @@ def test_null_filled_messages_of_a_script_are_those_that_were_written(
         given = [f"policy.model.path={model}", f"run_dir={tmp_path / form}"]
         megatron_grpo.train(given, train_dataset=FORMS[form](rows))
         source = open_source(DatasetConfig(path=started[-1].data.train_path))
-        assert list(source.each()) == rows
+        assert list(source.read_all()) == rows
 
 
 def test_an_interrupted_or_failing_script_leaves_no_folder(started: list[Config], tmp_path: Path) -> None:
