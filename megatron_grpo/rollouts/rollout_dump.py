@@ -61,7 +61,7 @@ def dump_rollouts(
     """
     values = None if batch is None else fetch_trained_values(batch)
 
-    def add_values(trajectory: Trajectory, index: int) -> Written:
+    def add_values(trajectory: Trajectory, index: int) -> tuple[Trajectory, TrainedValues | None]:
         return trajectory, None if values is None else select_trained_values(values, index, trajectory)
 
     def iterate_groups() -> Iterator[tuple[int, list[tuple[Trajectory, TrainedValues | None]]]]:
