@@ -286,7 +286,7 @@ class VllmEngine(Engine):
             (request.prompt_ids.tolist(), make_sampling_params(request, settings, max_length)) for request in requests
         ]
         try:
-            async with self._gate.entry(len(requests)):
+            async with self._gate.admission(len(requests)):
                 queues = [
                     await self._llm.add_request(
                         f"{call}.{index}", tokens_input(prompt_ids, cache_salt=self._cache_salt), parameters

@@ -2,7 +2,7 @@
 
 The scheduler is paused while no request is in flight, and while weights change under requests in flight.
 
-Why every token has exactly one weight version: `close` first shuts the entry, then pauses vLLM with mode="keep". The
+Why every token has exactly one weight version: `close` first keeps new requests out, then pauses vLLM with mode="keep". The
 scheduler stops between two forward passes, so no pass computes with a mixture of weights, and requests in flight keep
 the tokens that they have. The workers then load the new weights, vLLM is told the new version, and `open` resumes the
 scheduler: each request continues where it stopped, and vLLM labels tokens from then on with the new version.
@@ -51,7 +51,7 @@ class Gate:
         self._updates_in_flight = updates_in_flight
         self._in_flight = 0
         self._reasons: dict[Cause, str] = {}
-        self._entry = asyncio.Lock()  # held while requests are added, and by `_hold` while weights change
+        self._admission_lock = asyncio.Lock()  # held while requests are added, and by `_hold` while weights change
         self._is_holding = False
         # The task that pauses the scheduler, which is paused when it is done; None: responses are in flight.
         self._parking: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class Gate:
                 await self._resume()
             if self._is_holding:
                 self._is_holding = False
-                self._entry.release()
+                self._admission_lock.release()
 
     def pause(self) -> None:
         """Begin a pause; `wait_paused` waits until the scheduler has stopped."""
@@ -100,12 +100,12 @@ class Gate:
         return self._llm
 
     @asynccontextmanager
-    async def entry(self, requests: int) -> AsyncIterator[None]:
+    async def admission(self, requests: int) -> AsyncIterator[None]:
         """Context in which requests are added; weights do not change meanwhile.
 
         A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
         """
-        async with self._entry:
+        async with self._admission_lock:
             self._count(requests)  # from here on no pause begins
             try:
                 if self._parking is not None:
@@ -140,7 +140,7 @@ class Gate:
 
     async def _hold(self) -> None:
         if not self._is_holding:
-            await self._entry.acquire()  # wait until requests that are being added are in flight
+            await self._admission_lock.acquire()  # wait until requests that are being added are in flight
             self._is_holding = True
         if self._parking is None:
             self.pause()

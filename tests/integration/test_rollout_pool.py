@@ -88,7 +88,7 @@ def test_requests_leave_in_one_call_per_engine_with_groups_whole_and_in_order(qu
 
 def _calls(rollouts: RolloutPool) -> list[list[list[int]]]:
     """The seeds of each call that each engine has got."""
-    return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts._engines])]
+    return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts.engines])]
 
 
 def test_fewer_prompts_than_workers() -> None:
@@ -289,7 +289,7 @@ def test_a_request_that_is_never_answered_is_aborted_and_asked_again() -> None:
     with pool(engines=[{"stuck": [once, twice, twice]}], timeout_s=1.0) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
         failures = [(one.prompt_idx, one.sample, one.failure) for group in groups for one in group.outcomes]
-        _, aborted = ray.get(rollouts._engines[0].history.remote())
+        _, aborted = ray.get(rollouts.engines[0].history.remote())
     reason = "generation engine 0 did not finish it within rollouts.timeout_s=1 s"
     assert [one for one in failures if one[2]] == [(1, 2, reason)]
     assert len(aborted) == 3
@@ -322,7 +322,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         groups = collect(rollouts, prompts)
         trajectories = rollouts.fetch(groups)
         seeds = [compute_sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
-        histories = ray.get([engine.history.remote() for engine in rollouts._engines])
+        histories = ray.get([engine.history.remote() for engine in rollouts.engines])
         again = collect(rollouts, prompts)
     expected = [
         [expected_trajectory(datum, group, sample).to_row() for sample in range(SAMPLES)]
@@ -353,7 +353,7 @@ def test_a_late_engine_is_replaced_until_none_is_left() -> None:
 
 def test_a_stopped_environment_process_is_replaced() -> None:
     with pool(failing("raises_on_bad", timeout_s=2.0)) as rollouts:
-        handles = rollouts._workers._environments["task"]._processes  # type: ignore[attr-defined]
+        handles = rollouts._environments["task"]._processes  # type: ignore[attr-defined]
         pid = ray.get(handles[0].ready.remote())["pid"]
         os.kill(pid, signal.SIGSTOP)
         groups = collect(rollouts, [prompt(idx) for idx in range(2)])

@@ -39,7 +39,7 @@ class Scene:
     async def enter(self, requests: int) -> None:
         """Add so many requests."""
         alone = not self.told or not self.told[-1]
-        async with self.gate.entry(requests):
+        async with self.gate.admission(requests):
             assert self.llm.runs != alone, "a scheduler that is idle sees all of them before it takes the first"
 
 
@@ -113,7 +113,7 @@ def test_requests_that_could_not_be_added_are_not_in_flight(others: int) -> None
         if others:
             await one.enter(others)
         with pytest.raises(ValueError, match="no such token"):
-            async with one.gate.entry(3):
+            async with one.gate.admission(3):
                 raise ValueError("no such token")
         assert one.told[-1] == others
         one.gate.leave(others)

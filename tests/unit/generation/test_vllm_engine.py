@@ -104,7 +104,7 @@ def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, mon
 
     async def scene() -> None:
         started(engine)
-        async with engine._gate.entry(1):
+        async with engine._gate.admission(1):
             pass
         with pytest.raises(RuntimeError, match="1 responses are in flight"):
             await engine.sleep()
