@@ -4,8 +4,8 @@ The scheduler is paused while no request is in flight, and while weights change 
 
 Why every token has exactly one weight version: `close` first keeps new requests out, then pauses vLLM with mode="keep".
 The scheduler stops between two forward passes, so no pass computes with a mixture of weights, and requests in flight
-keep the tokens that they have. The workers then load the new weights, vLLM is told the new version, and `open` resumes the
-scheduler: each request continues where it stopped, and vLLM labels tokens from then on with the new version.
+keep the tokens that they have. The workers then load the new weights, vLLM is told the new version, and `open` resumes
+the scheduler: each request continues where it stopped, and vLLM labels tokens from then on with the new version.
 A response may therefore span versions (`GenerationOutput.spans`), a token cannot. Requests that arrive meanwhile wait
 outside, because prompts are cached under the salt of a version, which is known only once the version is committed.
 Keys and values of tokens before the pause are those of the old weights if the cache outlasts pauses; otherwise the
