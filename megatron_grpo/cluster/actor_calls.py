@@ -12,8 +12,7 @@ import ray
 
 Arguments = ParamSpec("Arguments")
 
-Method = Callable[Concatenate[Any, Arguments], Any]
-"""A method of the actor's class or of a protocol of the class."""
+Method = Callable[Concatenate[Any, Arguments], Any]  # a method of the actor's class or of a protocol of the class
 
 
 def call_actor(

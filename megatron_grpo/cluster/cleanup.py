@@ -23,14 +23,12 @@ from typing import Any
 
 import psutil
 
-REFRESH_S = 2.0
-"""Seconds between two look-ups of the driver's processes while it lives."""
+REFRESH_S = 2.0  # seconds between two look-ups of the driver's processes while it lives
 
 # Line that the driver writes to the pipe once it has ended its processes; any other line is the path of a folder.
 CLEANED_UP = b"\0"
 
-GRACE_S = 4.0
-"""Seconds in which processes may end by themselves and release shared resources."""
+GRACE_S = 4.0  # seconds in which processes may end by themselves and release shared resources
 
 COMMAND_S = 30.0  # deadline of the command that runs after the driver was killed
 
@@ -60,8 +58,7 @@ def remove_segments(segments: Iterable[Path]) -> None:
         segment.unlink(missing_ok=True)
 
 
-FolderRemover = Callable[[str], None]
-"""Names a folder to remove if the driver is killed."""
+FolderRemover = Callable[[str], None]  # names a folder to remove if the driver is killed
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import CanaryError, EngineLostError, RunError
 
 FETCH_S = 300.0  # deadline for values that are already in the object store
-MAX_NAMES = 8
-"""Most workers that a message lists by name."""
+MAX_NAMES = 8  # most workers that a message lists by name
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +141,7 @@ def find_lost_calls(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
     return indices
 
 
-IN_BAND_BYTES = 4096
-"""Largest array that is copied into the pickle; larger ones travel beside it without a copy."""
+IN_BAND_BYTES = 4096  # largest array that is copied into the pickle; larger ones travel beside it without a copy
 
 
 def wrap_for_pickling(value: Any) -> Any:

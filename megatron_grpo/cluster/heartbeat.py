@@ -20,13 +20,10 @@ from typing import TextIO
 
 from megatron_grpo.cluster.phases import THIS_PROCESS, Phase
 
-HEARTBEATS_FOLDER = "heartbeats"
-"""Folder of the heartbeat files, inside the folder of the logs."""
+HEARTBEATS_FOLDER = "heartbeats"  # folder of the heartbeat files, inside the folder of the logs
 
-BEAT_S = 1.0
-"""Seconds between two beats of a process that stays in its phase, on one machine."""
-SHARED_BEAT_S = 5.0
-"""The same on several machines, whose thousands of processes write to one file server."""
+BEAT_S = 1.0  # seconds between two beats of a process that stays in its phase, on one machine
+SHARED_BEAT_S = 5.0  # the same on several machines, whose thousands of processes write to one file server
 BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"
 """Environment variable with the seconds between two beats, for the driver's processes."""
 
@@ -39,11 +36,9 @@ def read_beat_s() -> float:
 # Rate limit of the writes when phases are entered (a token bucket); further phases wait for the next beat.
 BURST, WRITES_PER_S = 20, 10.0
 RECORD_BYTES = 1024
-SHOWN_PHASES = 4
-"""Most phases in a record, oldest first."""
+SHOWN_PHASES = 4  # most phases in a record, oldest first
 
-FROZEN_S = 10.0
-"""Seconds without a beat after which a process logs its stacks: C code is holding the interpreter."""
+FROZEN_S = 10.0  # seconds without a beat after which a process logs its stacks: C code is holding the interpreter
 
 logger = logging.getLogger(__name__)
 

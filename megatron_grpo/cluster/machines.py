@@ -25,8 +25,7 @@ def count_visible_gpus() -> int:
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it."""
-LOCAL = "local"
-"""Value of ADDRESS_VARIABLE with which the driver starts its own Ray."""
+LOCAL = "local"  # value of ADDRESS_VARIABLE with which the driver starts its own Ray
 
 
 def read_environment_address() -> str | None:
@@ -67,8 +66,7 @@ def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -
 
 
 AUTO = "auto"  # address of the cluster that Ray finds on this machine
-PROBE_S = 5.0
-"""Deadline in seconds for the connection, and again for the answer."""
+PROBE_S = 5.0  # deadline in seconds for the connection, and again for the answer
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})")
 # An HTTP/2 client, like gRPC, opens a connection with a line of text and a SETTINGS frame (RFC 9113, 3.4).
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

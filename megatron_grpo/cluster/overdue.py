@@ -34,25 +34,20 @@ from megatron_grpo.cluster.heartbeat import (
 from megatron_grpo.cluster.process_log import ProcessLog, build_log_path, find_current_log
 from megatron_grpo.config.errors import to_text
 
-SILENT_BEATS = 5.0
-"""Age of the last heartbeat, in beats, from which a process of this machine counts as hanging."""
+SILENT_BEATS = 5.0  # age of the last heartbeat, in beats, from which a process of this machine counts as hanging
 FAR_SILENT_S = 30.0
 """Age from which a process of another machine counts as hanging: clocks may differ, and files may arrive late."""
 
-MAX_DESCRIBED = 4
-"""Most processes in a message; the driver's log lists all."""
+MAX_DESCRIBED = 4  # most processes in a message; the driver's log lists all
 
-SIGNAL_WAIT_S = 5.0
-"""Most seconds for processes of this machine to write their stacks before the failed run ends them."""
-QUIET_S = 0.2
-"""Seconds without a new line after which the stacks in a log are complete."""
+SIGNAL_WAIT_S = 5.0  # most seconds for processes of this machine to write their stacks before the failed run ends them
+QUIET_S = 0.2  # seconds without a new line after which the stacks in a log are complete
 REQUEST_BEATS = 2.5
 """Beats in which processes of other machines, which look for requests at every heartbeat, write their stacks."""
 
 # Deadline of py-spy in seconds, and most stopped processes that it reads.
 PY_SPY_S, PY_SPIES = 10.0, 8
-LOG_END_BYTES = 2**18
-"""Bytes at the end of a log that are searched for its last error."""
+LOG_END_BYTES = 2**18  # bytes at the end of a log that are searched for its last error
 # The line of a traceback that names the exception, perhaps after the prefix of a logger.
 _ERROR = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt): .*\S")
 
@@ -152,7 +147,6 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
 
 
 def _find_last_error(file: Path) -> str | None:
-    """Find the last error in a log, for a message."""
     with file.open("rb") as opened:
         opened.seek(-min(LOG_END_BYTES, file.stat().st_size), os.SEEK_END)
         lines = opened.read().decode(errors="replace").splitlines()
@@ -260,7 +254,6 @@ def _read_stacks_from_outside(pid: int) -> str:
 
 
 def _append(log: ProcessLog, name: str, text: str) -> None:
-    """Write a line into the log of another process."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     with build_log_path(log.folder, name).open("a", encoding="utf-8") as file:
         file.write(f"{stamp} [{log.name}] {text}\n")

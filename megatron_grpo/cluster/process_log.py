@@ -30,10 +30,8 @@ from megatron_grpo.cluster.heartbeat import (
 )
 from megatron_grpo.cluster.phases import THIS_PROCESS
 
-LOGS_FOLDER = "logs"
-"""Folder of the logs, inside the folder of the run."""
-DRIVER = "driver"
-"""Name of the driver's process."""
+LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
+DRIVER = "driver"  # name of the driver's process
 
 # Environment variables with the folder of logs and the log level, for the driver's processes.
 FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"

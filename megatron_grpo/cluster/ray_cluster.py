@@ -27,8 +27,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-JOIN_S = 1.0
-"""Seconds between two checks for machines that have not joined yet."""
+JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
 """Environment variable of processes that use GPUs of policy ranks: Ray's names of these GPUs, separated by commas."""
 OBJECT_STORE_BYTES = 512 * 2**20
@@ -210,7 +209,6 @@ class RayCluster:
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _schedule_in(group, 0)}
 
     def _build_guest_options(self, devices: list[str]) -> dict[str, Any]:
-        """Build the Ray options of a process on the policy's GPUs."""
         assert self._policy_group is not None, "reserve_shared() comes first"
         return {
             "num_cpus": 1,

@@ -269,7 +269,6 @@ def _remove_unresolved(composed: DictConfig) -> list[Problem]:
 
 
 def _find_interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield dotted name and text of every value with a ${...}."""
     if isinstance(node, str) and "${" in node:
         yield name, node
     for part, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():

@@ -97,7 +97,6 @@ def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
 
 
 def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
-    """Delete a wrong value, or the list with a wrong element."""
     node: Any = values
     for part in loc[:-1]:
         if not isinstance(node.get(part), dict):

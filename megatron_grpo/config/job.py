@@ -17,8 +17,7 @@ from megatron_grpo.config.loop_schema import LOOPS, translate_key
 from megatron_grpo.config.overrides import DEEPEST
 from megatron_grpo.config.suggestions import describe_counterpart
 
-MOST_BYTES = 2**20
-"""Most bytes of a job file."""
+MOST_BYTES = 2**20  # most bytes of a job file
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:

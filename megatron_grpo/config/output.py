@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-NOBODY_READS = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe whose reader has ended, and of a terminal that was closed."""
+NOBODY_READS = (errno.EPIPE, errno.EIO)  # errors of a pipe whose reader has ended, and of a terminal that was closed
 
 
 class TolerantStream:

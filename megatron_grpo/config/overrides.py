@@ -23,18 +23,13 @@ from megatron_grpo.config.keys import FREE_TYPE, find_key, flatten, is_match, is
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.suggestions import list_unknown_keys
 
-CONF_MODULE = "megatron_grpo.conf"
-"""The package of YAML files."""
+CONF_MODULE = "megatron_grpo.conf"  # the package of YAML files
 OPTION = "--config-dir"  # --config-dir=FOLDER adds a folder of recipes and options
 SEARCH_KEY = "hydra.searchpath"  # hydra.searchpath=[FOLDER,...] adds several
-RECIPES = "exp"
-"""The config group whose options are whole recipes."""
-VARIANTS = "variant"
-"""The config group of published variants of an algorithm; Hydra reads it after all others."""
-ALIASES = {"cluster.nodes": "cluster.num_nodes"}
-"""Second names of keys on the command line."""
-DEEPEST = 20
-"""Deepest nesting of brackets; Hydra's parser takes seconds for thousands."""
+RECIPES = "exp"  # the config group whose options are whole recipes
+VARIANTS = "variant"  # the config group of published variants of an algorithm; Hydra reads it after all others
+ALIASES = {"cluster.nodes": "cluster.num_nodes"}  # second names of keys on the command line
+DEEPEST = 20  # deepest nesting of brackets; Hydra's parser takes seconds for thousands
 _FILE = "file://"
 _TEXT = ("text", "text or null")  # types of keys whose values are taken literally, whatever characters they contain
 
@@ -42,7 +37,6 @@ _added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
 
 
 def _list_folders() -> list[Traversable]:
-    """List the folders that hold config groups, conf/ first."""
     return [resources.files(CONF_MODULE), *_added.get()]
 
 
@@ -95,7 +89,6 @@ def _parse_list(value: str) -> list[str]:
 
 
 def _check_folder(folder: Path) -> str | None:
-    """Return the reason why a folder cannot be added, or None."""
     if not folder.is_dir():
         return "no such folder"
     conf = resources.files(CONF_MODULE)
@@ -161,7 +154,6 @@ def read_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _check_form(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    """Return the problem of an argument that is not KEY=VALUE."""
     name, equals, value = text.lstrip("+").partition("=")
     if not equals and (advice := _advise_on_path(name)) is not None:
         return Problem(text, f"not understood; {advice}")

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-MISSING = "???"
-"""Value of a required key, in OmegaConf's notation."""
+MISSING = "???"  # value of a required key, in OmegaConf's notation
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]

@@ -11,8 +11,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import flatten, load_tables, read_keys
 from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, switch_algorithm, translate_key
 
-NONE = "none"
-"""Section of foreign_names.yaml with names that have no counterpart, each with the reason."""
+NONE = "none"  # section of foreign_names.yaml with names that have no counterpart, each with the reason
 
 
 @functools.cache
@@ -25,8 +24,7 @@ def load_foreign_names() -> dict[str, Mapping[str, str]]:
 # named. Less similar keys are not suggested, because a far-fetched name misleads.
 _MISSPELT, _ALIKE = 0.9, 0.82
 _MOST_SUGGESTED = 2
-NOTHING_ALIKE = "unknown key; --cfg job shows all keys"
-"""Text for a key without a suggestion."""
+NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
 
 
 def describe_unknown_key(name: str, algorithm: str) -> Problem:
@@ -93,7 +91,6 @@ def _find_row(name: str) -> tuple[str, str, str] | None:
 
 
 def _to_value_key(word: str) -> str:
-    """Turn the policy's key into the value model's, if that has it."""
     value_key = _VALUE + word.removeprefix(_POLICY)
     return value_key if word.startswith(_POLICY) and value_key in read_keys() else word
 
@@ -120,7 +117,7 @@ def find_similar_keys(name: str, algorithm: str) -> list[str]:
 
 
 def _list_candidates(algorithm: str, name: str) -> list[str]:
-    """List the keys that may be suggested for a name.
+    """List keys that may be suggested for a name.
 
     A key of an environment carries the name of the environment that the user wrote. The value model's keys, whose names
     are the policy's too, are suggested only for a name that begins with `value`.

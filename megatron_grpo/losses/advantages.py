@@ -20,14 +20,11 @@ def has_signal(rewards: Tensor) -> Tensor:
     return (has_reward & (rewards != lowest)).any(dim=1)
 
 
-STD_EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it."""
+STD_EPSILON = 1e-6  # added to a standard deviation before dividing by it
 
-CANCELLED = 1e-4
-"""GDPO's scores below this share of their terms are taken for rounding errors of a sum that is 0."""
+CANCELLED = 1e-4  # GDPO's scores below this share of their terms are taken for rounding errors of a sum that is 0
 
-VARIANCE_FLOOR = 1e-8
-"""Lower limit of the variance that REINFORCE++ divides by."""
+VARIANCE_FLOOR = 1e-8  # lower limit of the variance that REINFORCE++ divides by
 
 
 def group_mean(rewards: Tensor) -> Tensor:

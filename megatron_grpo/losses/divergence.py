@@ -116,8 +116,7 @@ def find_inconsistent_sequences(
     return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
 
 
-CANCELLATION = 1e-4
-"""Share of a mean in float32 below which a difference from it is rounding."""
+CANCELLATION = 1e-4  # share of a mean in float32 below which a difference from it is rounding
 
 
 def error_without_worst(error: float, worst: float, tokens: float) -> float:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from megatron_grpo.losses.loss import GlobalCounts, Segments
 
 
-VARIANCE_EPSILON = 1e-8
-"""Added to the variance before advantages are divided by its root."""
+VARIANCE_EPSILON = 1e-8  # added to the variance before advantages are divided by its root
 
 
 class Estimate(NamedTuple):

@@ -120,6 +120,5 @@ def find_untried_versions() -> Iterator[tuple[str, str, str]]:
 
 
 def _has_file(roots: Iterable[str], module: str) -> bool:
-    """True if a package's folders have the file of a module."""
     paths = [Path(root, *module.strip(".").split(".")) for root in roots]
     return any(path.is_dir() or any(path.parent.glob(f"{path.name}.*")) for path in paths)
