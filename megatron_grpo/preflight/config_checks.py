@@ -52,7 +52,7 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
 
 @evaluate_rules
 def find_config_problems(config: Config) -> Iterator[Rule]:
-    """Check that options do not exclude each other, and have what they need."""
+    """Check settings against each other."""
     yield from rewards.check_prompts(config)
     yield from sampling.check_requests(config.generation)
     yield from sampling.check_filters(config)

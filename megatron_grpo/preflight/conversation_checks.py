@@ -1,4 +1,4 @@
-"""Checks of chat templates: a sample conversation of each task, from the first prompt to the results of tools."""
+"""Checks of chat templates with a sample conversation of each task."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _RESULTS = [
     {"role": "tool", "name": "sample_tool", "tool_call_id": f"call0000{number}", "content": f"sampleresult{number}"}
     for number in (1, 2)
 ]
+# First rows whose prompts are compared with the text of their tokens.
 _ROWS_DECODED = 8
-"""First rows whose prompts are compared with the text of their tokens."""
+# Forms in which released templates write today's date.
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
-"""Forms in which released templates write today's date."""
+# A tag at the end of a prompt that opens the model's thoughts: <think>, [THINK]; not <|assistant|>, nor </think>.
 _OPENING_TAG = re.compile(
     r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
 )
-"""A tag at the end of a prompt that opens the model's thoughts: <think>, [THINK]; not <|assistant|>, nor </think>."""
+# Types of environments that look for an answer wherever it stands, and for no tag.
 _READ_BY_VALUE = frozenset(BUILT_IN) - {"format"}
-"""Types of environments that look for an answer wherever it stands, and for no tag."""
 
 
 def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
-    """The prompts of a run, whose conversations pass the checks of this module; arguments as `load_prompt_data`.
+    """Load the prompts of a run (`load_prompt_data`), and check its conversations.
 
     Raises:
         ConfigError: a file, a row, or the chat template cannot be used.
@@ -58,12 +58,12 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) ->
     problems, remarks = examine_conversations(config, data.tokenizer)
     if problems:
         raise ConfigError(problems)
-    remarks += _changed_prompts(config, data)
+    remarks += _find_changed_prompts(config, data)
     return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
 
 
-def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
-    """Remarks that a row's prompt lacks a message, or that its tokens are other text, blanks aside."""
+def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
+    """Remark on rows whose prompt lacks a message, or has other tokens."""
     if not isinstance(data.loader, PromptLoader):
         return
     kinds = set[str]()
@@ -76,8 +76,10 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
             continue
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
-        decoded, expected = ("".join(one.split()) for one in (data.tokenizer.decode(ids), text))
-        remarks = {"lacks": _lacking(prompt["prompt"], text) if config.data.long_prompts != "cut_left" else None}
+        decoded, expected = ("".join(version.split()) for version in (data.tokenizer.decode(ids), text))  # no blanks
+        remarks: dict[str, str | None] = {}
+        if config.data.long_prompts != "cut_left":
+            remarks["lacks"] = _describe_missing_part(prompt["prompt"], text)
         if decoded != expected:
             difference = quote_difference(decoded, expected)
             remarks["changed"] = f"is other text for the model, whose tokenizer changes it: {difference}"
@@ -87,18 +89,16 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
                 yield Problem(f"data: row {row}", remark)
 
 
-def _lacking(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
-    """The remark that a message of a row, or a tool call in it, is not in the rendered prompt; None: all are.
-
-    The last word of a message has to be there: templates leave out the thoughts that a message begins with, and write
-    line ends and quotes in ways of their own.
-    """
+def _describe_missing_part(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
+    """Describe the first message or tool call that a prompt lacks."""
+    # The last word of a message has to be in the prompt: templates leave out the thoughts that a message begins with,
+    # and write line ends and quotes in ways of their own.
     advice = "give a template that shows it in data.chat_template"
     for number, message in enumerate([] if isinstance(prompt, str) else prompt, start=1):
         words = re.findall(r"\w+", join_content(message.get("content")))
         if words and words[-1] not in text:
-            described = f"its message {number}, of the role {message.get('role')}"
-            return f"lacks {described}: the chat template leaves it out; {advice}"
+            role = message.get("role")
+            return f"lacks its message {number}, of the role {role}: the chat template leaves it out; {advice}"
         for call in message.get("tool_calls") or []:
             function = call.get("function", call) if isinstance(call, Mapping) else {}
             name = function.get("name") if isinstance(function, Mapping) else None
@@ -109,17 +109,14 @@ def _lacking(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
-    """Render sample conversations of every task by its chat template, as a run would; takes milliseconds.
+    """Render a sample conversation of every task; returns problems and remarks.
 
-    The rows themselves are rendered by `load_prompt_data`; this is about what rows do not show:
-    settings that the template does not read, and later turns.
+    This finds what rows do not show: settings that the template does not read, and later turns. A problem is one with
+    which rollouts would fail, or the model would not see the environment's answers.
 
     Args:
         config: the tasks, their environments and how prompts are rendered.
         tokenizer: the tokenizer of the run, from transformers.
-
-    Returns:
-        Problems, with which rollouts would fail or the model would not see what it is answered; and remarks.
     """
     problems: list[Problem] = []
     remarks: list[Problem] = []
@@ -132,33 +129,32 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             prompt = renderer.render_first_turn([_QUESTION])
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
-        remarks += _unread_settings(partial(_key, config, task), renderer, spec, prompt)
-        remarks += _begun_responses(task, environment, prompt)
-        answers = _later_messages(environment)
-        text = _refusal(renderer, answers)
+        remarks += _find_unread_settings(partial(_name_key, config, task), renderer, spec, prompt)
+        remarks += _find_begun_responses(task, environment, prompt)
+        answers = _make_later_messages(environment)
+        text = _explain_refusal(renderer, answers)
         if text is not None:
             # The environment of a user may write tokens of its own instead of messages.
             (problems if environment.type in BUILT_IN else remarks).append(
                 Problem(f"env.{task}.type={environment.type}", text)
             )
         if answers or environment.agent_func is not None:
-            remarks += _changed_turns(f"env.{task}", renderer, prompt)
+            remarks += _find_changed_turns(f"env.{task}", renderer, prompt)
     if len({*find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
     return problems, list(dict.fromkeys(remarks))
 
 
-def _key(config: Config, task: str, name: str) -> str:
-    """Key of a setting of a task's prompts: of the task itself if it is set there, or else of all tasks."""
-    own: Any = config.data.tasks.get(task)
+def _name_key(config: Config, task: str, name: str) -> str:
+    setting: Any = config.data.tasks.get(task)
     for part in name.split("."):
-        own = own.get(part) if isinstance(own, Mapping) else getattr(own, part, None)
-    return f"data.{name}" if own is None else f"data.tasks.{task}.{name}"
+        setting = setting.get(part) if isinstance(setting, Mapping) else getattr(setting, part, None)
+    return f"data.{name}" if setting is None else f"data.tasks.{task}.{name}"
 
 
-def _later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage]:
-    """Sample answers of an environment to the model; none: it never answers, or an agent does."""
+def _make_later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage]:
+    """Make sample answers of an environment; empty if it never answers."""
     if environment.type == REWARD_FUNCTIONS:
         return []
     try:
@@ -170,9 +166,9 @@ def _later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage]:
     return _RESULTS if kind.answer_role == "tool" else [_FOLLOW_UP]
 
 
-def _refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) -> str | None:
-    """The reason why an environment's answers would not reach the model; None: they would, or it cannot be told."""
-    if not all(_has_tokens(renderer.tokenizer, str(message["content"])) for message in messages):
+def _explain_refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) -> str | None:
+    """Explain why an environment's answers would not reach the model."""
+    if not all(_can_write(renderer.tokenizer, str(message["content"])) for message in messages):
         return None  # the vocabulary of a model that was made for one task
     advice = "give a template that shows them in data.chat_template"
     for count in range(1, len(messages) + 1):
@@ -180,26 +176,25 @@ def _refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) -> str |
         described = f"messages of the role {answers[0]['role']}, by which this environment answers"
         described = described if count == 1 else f"several {described}"
         try:
-            written = renderer.tokenizer.decode(renderer.encode_later_turn(answers, last_token=-1))
+            text = renderer.tokenizer.decode(renderer.encode_later_turn(answers, last_token=-1))
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             return f"the chat template refuses {described}: {error}; {advice}"
-        if any(str(message["content"]) not in written for message in answers):
+        if any(str(message["content"]) not in text for message in answers):
             return f"the chat template leaves out {described}; {advice}"
     return None
 
 
-def _has_tokens(tokenizer: Any, text: str) -> bool:
-    """Whether a tokenizer can write a text."""
+def _can_write(tokenizer: Any, text: str) -> bool:
     try:
         return text in tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
         return False
 
 
-def _unread_settings(
+def _find_unread_settings(
     key: Callable[[str], str], renderer: PromptRenderer, spec: TaskDataSpec, prompt: str
 ) -> Iterator[Problem]:
-    """Remarks on settings that the chat template does not read, and on prompts that change by the day."""
+    """Remark on settings without effect, and on dates in prompts."""
 
     def render_with(**changes: Any) -> str:
         return PromptRenderer(renderer.tokenizer, replace(spec, **changes)).render_first_turn([_QUESTION])
@@ -208,10 +203,10 @@ def _unread_settings(
         yield Problem(key("tools"), "changes no prompt: the chat template does not show definitions of tools")
     if spec.system_prompt and spec.system_prompt.strip() not in prompt:
         yield Problem(key("system_prompt"), "is not in the prompts: the chat template leaves it out")
-    source = _source(renderer)
+    source = _read_template(renderer)
     for name, value in spec.chat_template_kwargs.items():
-        others = {other: value for other, value in spec.chat_template_kwargs.items() if other != name}
-        if name not in source and render_with(chat_template_kwargs=others) == prompt:
+        without_setting = {key: value for key, value in spec.chat_template_kwargs.items() if key != name}
+        if name not in source and render_with(chat_template_kwargs=without_setting) == prompt:
             text = "changes no prompt: the chat template does not read it"
             yield Problem(f"{key(f'chat_template_kwargs.{name}')}={to_text(value)}", text)
     if "strftime_now" in source and any(time.strftime(form) in prompt for form in _DATE_FORMS):
@@ -220,8 +215,8 @@ def _unread_settings(
         yield Problem(key(name), text)
 
 
-def _begun_responses(task: str, environment: EnvironmentConfig, prompt: str) -> Iterator[Problem]:
-    """The remark that responses lack a tag that rewards may look for, because every prompt ends with it."""
+def _find_begun_responses(task: str, environment: EnvironmentConfig, prompt: str) -> Iterator[Problem]:
+    """Remark on a tag for rewards with which every prompt ends."""
     tag = _OPENING_TAG.search(prompt)
     if tag is None or environment.type in _READ_BY_VALUE:
         return
@@ -235,14 +230,13 @@ def _begun_responses(task: str, environment: EnvironmentConfig, prompt: str) -> 
     yield Problem(section, f"{text} find it in them; match what follows it (docs/rewards.md)")
 
 
-def _source(renderer: PromptRenderer) -> str:
-    """Text of the chat template."""
+def _read_template(renderer: PromptRenderer) -> str:
     template = renderer.format.chat_template or renderer.tokenizer.chat_template
     return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
 
-def _changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Iterator[Problem]:
-    """The remark that a conversation rendered anew differs from the tokens of a rollout."""
+def _find_changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Iterator[Problem]:
+    """Remark on conversations that change when they are rendered anew."""
     changes = []
     try:
         if not renderer.render([_QUESTION, _ANSWER, _FOLLOW_UP]).startswith(prompt):
@@ -250,7 +244,7 @@ def _changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Itera
         reasoned = renderer.render([_QUESTION, _REASONED, _FOLLOW_UP])
         if _ANSWER["content"] in reasoned and _THOUGHT not in reasoned:
             changes.append("leaves out what the model thought before its answers")
-    except Exception:  # noqa: BLE001 - `_refusal` reports what the environment's own answers meet
+    except Exception:  # noqa: BLE001 - `_explain_refusal` reports what the environment's own answers meet
         return
     if changes:
         text = f"goes on for several turns, and the chat template then {' and '.join(changes)}; a rollout keeps its"

@@ -1,4 +1,4 @@
-"""Checks of engines: their devices, sequence lengths, shared GPUs (colocated), and refits in FP8 and over NCCL."""
+"""Checks of engines: devices, sequence lengths, shared GPUs and refits."""
 
 from __future__ import annotations
 
@@ -11,55 +11,52 @@ from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
+# Most bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, as seen with NCCL 2.28
+# and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that.
 NCCL_POOL = 512 * 2**20
-"""Bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, at most: seen with NCCL
-2.28 and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that."""
+# Bytes that NCCL takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB
+# or of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685).
 NCCL_SENDING, NCCL_RECEIVING = 32 * 2 * 2**20, 32 * 10 * 2**20
-"""Bytes that NCCL takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB
-or of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685)."""
+# Memory of the GPU that remarks assume.
 GPU_BYTES = 80e9
-"""Memory of the GPU that remarks assume."""
+# Sizes of attention heads that vLLM's CPU build has kernels for.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
-    """Most bytes of a rank's GPU that the communicator of a refit takes; 0: the refit does not use NCCL.
-
-    The bytes do not grow with the number of machines: only peers on the same machine have buffers of their own.
+    """Estimate the memory of a refit's communicator on a rank's GPU, in bytes.
 
     Args:
-        config: the run's configuration.
+        config: the run's configuration; without NCCL in its refits the result is 0.
         peers: number of ranks that the rank exchanges messages with.
         per_peer: NCCL_SENDING or NCCL_RECEIVING.
     """
     if config.cluster.gpus_per_node == 0 or config.generation.is_colocated or config.refit.mode == "files":
         return 0
-    beside = (config.cluster.gpus or 8) - 1
-    return NCCL_POOL + min(peers, beside) * per_peer
+    # Only peers on the same machine have buffers of their own, so the bytes do not grow with the number of machines.
+    peers_on_machine = min(peers, (config.cluster.gpus or 8) - 1)
+    return NCCL_POOL + peers_on_machine * per_peer
 
 
 @evaluate_rules
 def find_refit_remarks(config: Config) -> Iterator[Rule]:
-    """Too little memory for the refit's communicator, which is made after vLLM has taken its share of a GPU."""
+    """Check that a refit's communicator fits beside vLLM's share of a GPU."""
     share = config.generation.engine.gpu_memory_utilization
     needed = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
-    left = (1 - share) * GPU_BYTES
+    free = (1 - share) * GPU_BYTES
     text = (
-        f"leaves {left / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f} "
+        f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f} "
         f"GB of that when engines are linked to the policy; use at most {int((1 - needed / GPU_BYTES) * 100) / 100:g}"
     )
-    yield config.needs_generation and left < needed, "generation.engine.gpu_memory_utilization=", text
-
-
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM's CPU build has kernels for."""
+    yield config.needs_generation and free < needed, "generation.engine.gpu_memory_utilization=", text
 
 
 @evaluate_rules
 def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Settings of engines that devices or model (None: unknown) do not support, or that vLLM would refuse."""
-    generation, engine, on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
-    tokens, speculates = engine.max_num_batched_tokens, engine.speculative.num_speculative_tokens > 0
-    if on_cpu:
+    """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
+    generation, engine, is_on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
+    tokens, is_speculative = engine.max_num_batched_tokens, engine.speculative.num_speculative_tokens > 0
+    if is_on_cpu:
         text = (
             "vLLM's batch-invariant kernels are for GPUs, and this is a run on CPU; a response repeats "
             "to the bit there when the same requests come together, as they do in each step"
@@ -68,25 +65,27 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         text = "a CPU engine cannot repeat a response whose prompt is cut into pieces; leave it out"
         yield engine.enable_chunked_prefill, "generation.engine.enable_chunked_prefill=", text
         text = "on a CPU the installed vLLM reports other log-probabilities than tokens are then drawn with; use 0"
-        yield speculates, "generation.engine.speculative.num_speculative_tokens=", text
+        yield is_speculative, "generation.engine.speculative.num_speculative_tokens=", text
         size = None if shape is None or shape.latent is not None else shape.head_dim
-        has = f"it has {', '.join(map(str, CPU_HEAD_SIZES))}"
-        unknown = config.needs_generation and not generation.server.urls and size not in (None, *CPU_HEAD_SIZES)
-        yield unknown, "policy.model.path=", f"has heads of {size}, for which vLLM has no attention on a CPU; {has}"
+        text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has "
+        text += ", ".join(map(str, CPU_HEAD_SIZES))
+        is_unsupported = size not in (None, *CPU_HEAD_SIZES)
+        has_engines = config.needs_generation and not generation.server.urls
+        yield is_unsupported and has_engines, "policy.model.path=", text
     subject, longest = "generation.engine.max_num_batched_tokens=", config.policy.max_total_sequence_length
-    chunked = not on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
+    is_chunked = not is_on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
     text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
-    yield tokens is not None and tokens < longest and not chunked, subject, text
-    together = generation.sequences_per_engine
-    text = f"is less than a token for each of the {together} responses decoded together"
-    yield tokens is not None and tokens < together, subject, text
+    yield tokens is not None and tokens < longest and not is_chunked, subject, text
+    sequences = generation.sequences_per_engine
+    text = f"is less than a token for each of the {sequences} responses decoded together"
+    yield tokens is not None and tokens < sequences, subject, text
     text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
-    yield speculates and generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
+    yield is_speculative and generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
 
 
 @evaluate_rules
 def find_length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Lengths that do not fit each other or the model; with shape None, checks that need the model are left out."""
+    """Check that lengths fit each other and the model (None: unknown)."""
     yield from check_sequences(config, shape)
     policy, longest = config.policy, config.policy.max_total_sequence_length
     text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
@@ -99,7 +98,7 @@ def find_length_problems(config: Config, shape: ModelShape | None) -> Iterator[R
 
 
 def check_sequences(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Lengths of prompts and responses, and stop tokens, that do not fit the model; None leaves the model out."""
+    """Check lengths of prompts and responses, and stop tokens; shape None: unknown."""
     longest, subject = config.policy.max_total_sequence_length, "policy.max_total_sequence_length="
     prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
     total = f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response}"
@@ -115,17 +114,22 @@ def check_sequences(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
 
 @evaluate_rules
 def find_placement_problems(config: Config) -> Iterator[Rule]:
-    """Settings that cannot be combined with generation.placement=colocated."""
+    """Check settings beside generation.placement=colocated."""
     if not config.generation.is_colocated:
         return
-    text = "engines that sleep while models train cannot sample ahead of them; use separate, or "
-    text += "LOOP.async_grpo.enabled=false"
+    text = (
+        "engines that sleep while models train cannot sample ahead of them; use separate, or "
+        "LOOP.async_grpo.enabled=false"
+    )
     yield config.training_loop.async_grpo.enabled, "generation.placement=", text
     if not config.cluster.gpus:
         return
-    have = f"cluster.num_nodes={config.cluster.num_nodes}"
-    text = f"weights reach engines in the memory of one node, and the run has {have}; use separate, or one node"
-    yield config.cluster.num_nodes > 1, "generation.placement=", text
+    nodes = config.cluster.num_nodes
+    text = (
+        f"weights reach engines in the memory of one node, and the run has cluster.num_nodes={nodes}; use separate, or "
+        "one node"
+    )
+    yield nodes > 1, "generation.placement=", text
     text = (
         "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two; use reshard"
     )
@@ -138,10 +142,11 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     ranks = engines.ranks_per_engine * engines.data
     size = f"tensor={engines.tensor} x pipeline={engines.pipeline} x data={engines.data}"
-    have, left = ("more", "") if ranks > policy else ("fewer", ", some of which no engine would use")
-    fix = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
+    comparison, idle = ("more", "") if ranks > policy else ("fewer", ", some of which no engine would use")
+    advice = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
     text = (
-        f"has {ranks} ranks ({size}), {have} than the {policy} GPUs of the policy that engines share{left}; use {fix}"
+        f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle}; "
+        f"use {advice}"
     )
     yield ranks != policy, "generation.parallel", text
     ranks = 0 if config.value_model is None else config.value_model.parallel.world_size
@@ -151,7 +156,7 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
 
 @evaluate_rules
 def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Settings that exclude refit.fp8_blocks; with shape None, checks that need the model are left out."""
+    """Check settings beside refit.fp8_blocks; shape None: unknown."""
     if not config.refit.fp8_blocks:
         return
     subject, engine = "refit.fp8_blocks=", "fp8_per_block"
@@ -162,10 +167,8 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
     yield config.engine_dtype != "bfloat16", subject, text
     if shape is not None and not any(find_layout_problems(config, shape)):
-        places = split_policy(config.policy.parallel, shape), split_engine(config.generation.parallel, shape)
-        cuts = list(find_cut_blocks(shape, *places))
-        more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
-        text = (
-            f"ranks would share a block of 128 x 128: {next(iter(cuts), '')}{more}; use fewer tensor-parallel ranks, "
-        )
-        yield cuts, subject, f"{text}or false"
+        shards = split_policy(config.policy.parallel, shape), split_engine(config.generation.parallel, shape)
+        cuts = list(find_cut_blocks(shape, *shards))
+        first_cut = next(iter(cuts), "") + (f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else "")
+        text = f"ranks would share a block of 128 x 128: {first_cut}; use fewer tensor-parallel ranks, or false"
+        yield cuts, subject, text

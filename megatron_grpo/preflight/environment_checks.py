@@ -1,10 +1,10 @@
-"""Checks of environments, processors and reward functions before processes start, which would fail one by one."""
+"""Checks of the code that scores: environments, processors, reward functions, agents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, EnvironmentConfig, is_model_folder
+from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import examine_set
@@ -33,7 +33,7 @@ def check_scoring(
     sets: Sequence[DatasetConfig] | None = None,
     rewards: Mapping[str, RewardFunction] | None = None,
 ) -> None:
-    """Import every environment, processor, reward function and agent, and check options, parameters and data columns.
+    """Import all code that scores, and check its options, parameters and columns.
 
     Args:
         config: environments, processors and data.
@@ -46,16 +46,20 @@ def check_scoring(
     """
     make_importable(list_import_folders())
     problems = list(find_processor_problems(config.data))
-    problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
+    for task in config.env:
+        problems += _find_class_problems(config, task)
     if not problems:  # reward functions may need the modules that these checks import
-        problems = [problem for name in config.env for problem in _column_problems(config, name, sets)]
-        problems += [problem for name in config.env for problem in _reward_problems(config, name, sets, rewards or {})]
+        for task in config.env:
+            problems += _find_column_problems(config, task, sets)
+        for task in config.env:
+            problems += _find_reward_problems(config, task, sets, rewards or {})
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(section: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
-    if environment.type == REWARD_FUNCTIONS:  # `_reward_problems` checks these
+def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
+    section, environment = f"env.{task}", config.env[task]
+    if environment.type == REWARD_FUNCTIONS:  # has no class
         return
     try:
         kind = import_environment_class(environment.type)
@@ -72,36 +76,35 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
 
 
-def _column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
-    """Columns that the environment's class needs and some rows lack, as far as rows are read before the run."""
+def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
     kind = config.env[task].type
     needed = () if kind == REWARD_FUNCTIONS else import_environment_class(kind).needs_columns
-    is_own = find_processor_name(config.data, task) not in {None, *ROW_FORMS}  # it may add columns
-    if not needed or is_own or (config.data.streaming and sets is None):
+    may_add_columns = find_processor_name(config.data, task) not in {None, *ROW_FORMS}
+    if not needed or may_add_columns or (config.data.streaming and sets is None):
         return
-    for one in _sets(config, sets):
-        if is_made_before_run(config, one.path):
+    for dataset in _list_sets(config, sets):
+        if is_made_before_run(config, dataset.path):
             continue
-        columns = examine_set(one, config.data, _types(config)).common_columns.get(task)
+        columns = examine_set(dataset, config.data, _map_types(config)).common_columns.get(task)
         missing = [] if columns is None else [name for name in needed if name not in columns]
         if missing:
-            text = f"needs the column {', '.join(missing)}, which rows of {one.path} lack; all have"
+            text = f"needs the column {', '.join(missing)}, which rows of {dataset.path} lack; all have"
             yield Problem(f"env.{task}.type={kind}", f"{text} {', '.join(sorted(columns or ())) or 'none'}")
 
 
-def _sets(config: Config, sets: Sequence[DatasetConfig] | None) -> Sequence[DatasetConfig]:
+def _list_sets(config: Config, sets: Sequence[DatasetConfig] | None) -> Sequence[DatasetConfig]:
     return [*config.data.training_sets.values(), *config.data.validation_sets.values()] if sets is None else sets
 
 
-def _types(config: Config) -> dict[str, str]:
+def _map_types(config: Config) -> dict[str, str]:
     return {name: environment.type for name, environment in config.env.items()}
 
 
-def _reward_problems(
+def _find_reward_problems(
     config: Config, task: str, sets: Sequence[DatasetConfig] | None, rewards: Mapping[str, RewardFunction]
 ) -> Iterator[Problem]:
     environment = config.env[task]
-    columns = _columns(config, sets, task) if environment.reward_funcs else None
+    columns = _find_columns(config, sets, task) if environment.reward_funcs else None
     if columns is not None and environment.agent_func is not None:
         columns.add(AGENT_RESULT)
     for entry in environment.reward_funcs:
@@ -122,25 +125,25 @@ def _reward_problems(
             yield Problem(f"env.{task}.agent_func={environment.agent_func}", str(error))
 
 
-def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) -> set[str] | None:
-    """Columns of a task's rows in these sets, or in the training and validation sets of the run.
+def _find_columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) -> set[str] | None:
+    """Find the columns of a task's rows; None: they are unknown.
 
-    "answer" is among them if rows have a reference answer. None: the columns are unknown, because data is streamed (no
-    row is read before training), a set cannot be read (the check of the data reports that), or the task has no rows.
+    "answer" is among them if rows have a reference answer. They are unknown if data is streamed (no row is read before
+    training), a set cannot be read (the check of the data reports that), or the task has no rows.
     """
     if config.data.streaming and sets is None:
         return None
-    found: set[str] = set()
-    for one in _sets(config, sets):
-        if is_made_before_run(config, one.path):
+    columns: set[str] = set()
+    for dataset in _list_sets(config, sets):
+        if is_made_before_run(config, dataset.path):
             assert config.prepare.name is not None
-            made = PREPARED_PROMPTS[config.prepare.name]
-            found |= set(made.columns) if task in made.tasks else set()
+            prepared = PREPARED_PROMPTS[config.prepare.name]
+            columns |= set(prepared.columns) if task in prepared.tasks else set()
             continue
-        looked = examine_set(one, config.data, _types(config))
-        if looked.source is None:
+        report = examine_set(dataset, config.data, _map_types(config))
+        if report.source is None:
             return None
-        found |= looked.columns.get(task, set())
-    if found and make_task_spec(config.data, task).answer_key is not None:
-        found.add("answer")
-    return found or None
+        columns |= report.columns.get(task, set())
+    if columns and make_task_spec(config.data, task).answer_key is not None:
+        columns.add("answer")
+    return columns or None

@@ -13,7 +13,7 @@ from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
-    """Check that the sizes of a training layout fit the model; `section`: its key, such as policy.parallel."""
+    """Check that a training layout fits the model; section: policy.parallel, for instance."""
     yield _check_tensor(section, parallel.tensor, shape)
     yield from _check_pipeline(section, parallel, shape)
     yield from _check_experts(section, parallel, shape)
@@ -44,7 +44,7 @@ def _check_divisor(key: str, parts: int, number: int, description: str) -> Rule:
 
 
 def _find_undivided(tensor: int, shape: ModelShape) -> str | None:
-    """Describe the size that so many tensor-parallel ranks cannot split; None: they can split all."""
+    """Describe the size that so many tensor-parallel ranks cannot split."""
     heads, groups = shape.attention_heads, shape.key_value_heads
     sizes = [(heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
@@ -115,7 +115,7 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
 
 @evaluate_rules
 def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Check that layouts fit the machines, the batches and the model (None: unknown)."""
+    """Check layouts against machines, batches and model (None: unknown)."""
     for section, parallel in _list_trained_layouts(config):
         text = f"needs {section}.parallel.tensor > 1"
         yield parallel.sequence and parallel.tensor == 1, f"{section}.parallel.sequence=", text
@@ -174,7 +174,6 @@ def _check_routing_replay(config: Config, shape: ModelShape | None) -> Iterator[
 
 
 def _check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
-    """Check that the sizes of an engine fit the model."""
     parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
     yield _check_tensor("generation.parallel", tensor, shape)
@@ -205,14 +204,13 @@ def _list_trained_layouts(config: Config) -> list[tuple[str, ParallelConfig]]:
 def _check_devices(
     config: Config, gpus: Mapping[str, int], trained: Sequence[tuple[str, ParallelConfig]]
 ) -> Iterator[Rule]:
-    """Check that the machines have the GPUs of models and engines (by section) and of reward models."""
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
     needs: dict[str, float] = {**gpus, **count_reward_model_gpus(config)}
     available = cluster.num_nodes * cluster.gpus
-    (section, ranks), *others = needs.items()
-    uses = " and ".join([f"{section} takes {ranks}", *(f"{section} {ranks:g}" for section, ranks in others)])
+    (section, ranks), *further_needs = needs.items()
+    uses = " and ".join([f"{section} takes {ranks}", *(f"{section} {ranks:g}" for section, ranks in further_needs)])
     advice = "make the layouts smaller, or give more GPUs, or 0 for a run on CPU"
     is_enough = sum(needs.values()) <= available
     text = f"{cluster.num_nodes} node(s) have {available} GPUs, but {uses}; {advice}"
@@ -225,7 +223,7 @@ def _check_devices(
 
 
 def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, ParallelConfig]]) -> Iterator[Rule]:
-    """Check that no engine needs GPUs of two nodes, though it would fit on one."""
+    """Check that engines which fit a node get GPUs of one node."""
     node_gpus, ranks = config.cluster.gpus, config.generation.parallel.ranks_per_engine
     if config.generation.is_colocated or ranks > node_gpus:
         return
@@ -246,12 +244,12 @@ def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, Parall
 
 
 def count_gpus(config: Config) -> dict[str, float]:
-    """Count the GPUs of each model, the engines and reward models, by key."""
+    """Count the GPUs of models, engines and reward models, by key."""
     return {**_count_model_gpus(config), **count_reward_model_gpus(config)}
 
 
 def count_reward_model_gpus(config: Config) -> dict[str, float]:
-    """Count the GPUs of each environment's reward models, by key; 0 is left out."""
+    """Count the GPUs of environments with reward models, by key."""
     gpus = {
         f"env.{name}.reward_model.gpus": env.reward_model.gpus
         * env.reward_model.num_workers
@@ -262,7 +260,6 @@ def count_reward_model_gpus(config: Config) -> dict[str, float]:
 
 
 def _count_model_gpus(config: Config) -> dict[str, int]:
-    """Count the GPUs of each model and the engines, by section."""
     engine_gpus = _count_engine_gpus(config)
     if not config.debug.train:
         return engine_gpus
@@ -278,7 +275,6 @@ def _count_engine_gpus(config: Config) -> dict[str, int]:
 
 
 def _check_batches(config: Config) -> Iterator[Rule]:
-    """Check that replicas can have equally many samples of a step."""
     # Engines need not have equally many: prompts go to the idlest.
     generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
     for section, layout in _list_trained_layouts(config):

@@ -209,7 +209,7 @@ def check_ppo(config: Config) -> Iterator[Rule]:
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:
-    """Check settings that need a part of the run that is left out."""
+    """Check settings that need the part of the run which is left out."""
     debug, logger = config.debug, config.logger
     text = "needs the rollouts to be written; set logger.rollouts to sample or all"
     yield logger.log_completions and logger.rollouts == "off", "logger.log_completions=", text
@@ -222,7 +222,6 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
 
 
 def _check_without_engines(config: Config) -> Iterator[Rule]:
-    """Check settings that need engines, in a run on recorded rollouts."""
     because = "and debug.rollouts_from starts no engine"
     loop, data = config.training_loop, config.data
     yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {because}; use false"
@@ -241,7 +240,6 @@ def _check_without_engines(config: Config) -> Iterator[Rule]:
 
 
 def _check_without_policy(config: Config) -> Iterator[Rule]:
-    """Check settings that need the policy, in a run that only samples."""
     because = "and debug.train=false starts no rank of the policy"
     text = f"samples while steps train, {because}; use false"
     yield config.training_loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text

@@ -10,7 +10,7 @@ from megatron_grpo.preflight.rules import Rule
 
 
 def check_loss(config: Config) -> Iterator[Rule]:
-    """Check that keys of the loss do not exclude each other, and have what they need."""
+    """Check keys of the loss against each other."""
     yield from _check_surrogate(config)
     yield from _check_kl(config)
     yield from _check_correction(config.loss_fn)

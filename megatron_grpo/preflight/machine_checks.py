@@ -1,4 +1,4 @@
-"""Checks of this machine: GPUs, Ray, packages and libraries, the sandbox, and the folders of a run."""
+"""Checks of this machine: GPUs, Ray, packages, the sandbox and the folders of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, 
 
 
 def find_folder_problems(config: Config) -> Iterator[Problem]:
-    """Problems of folders: run_dir, prepare.folder, refit.directory, the checkpoint to start from."""
+    """Check run_dir, prepare.folder, refit.directory and the checkpoint to start from."""
     if not config.run_dir.strip():
         yield Problem("run_dir=", "is empty; give a folder")
         return
@@ -53,12 +53,11 @@ def find_folder_problems(config: Config) -> Iterator[Problem]:
     if config.refit.directory is not None:
         yield from check_writable("refit.directory", config.refit.directory)
     if not unusable:
-        yield from _earlier_run(config)
-    yield from _resume(config)
+        yield from _find_run_dir_problems(config)
+    yield from _find_resume_problems(config)
 
 
-def _earlier_run(config: Config) -> Iterator[Problem]:
-    """An existing run_dir that the run cannot continue in."""
+def _find_run_dir_problems(config: Config) -> Iterator[Problem]:
     folder = Path(os.path.abspath(config.run_dir))
     reason = check_readable(folder, "folder") if folder.exists() else None
     if reason is not None:
@@ -80,14 +79,12 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
 
 
 @evaluate_rules
-def _resume(config: Config) -> Iterator[Rule]:
+def _find_resume_problems(config: Config) -> Iterator[Rule]:
     resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
     names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
     steps, subject = [int(match[1]) for match in names if match], "checkpointing.resume="
-    text = (
-        f"would begin anew, and {folder} has checkpoints up to step {max(steps, default=0)}; choose another run_dir, "
-    )
-    yield resume == "none" and steps, subject, f"{text}or delete them"
+    text = f"would begin anew, and {folder} has checkpoints up to step {max(steps, default=0)}"
+    yield resume == "none" and steps, subject, f"{text}; choose another run_dir, or delete them"
     if resume in ("auto", "none") or steps:
         return
     reason = check_readable(resume, "folder")
@@ -100,9 +97,8 @@ def _resume(config: Config) -> Iterator[Rule]:
     yield not lacks_policy and lacks_value, subject, text
 
 
-def _sandbox(config: Config) -> Iterator[Problem]:
-    """A sandbox that cannot run a test program; checked if an environment on this machine runs programs."""
-    if config.cluster.ray_address is not None or not any(map(_runs_programs, config.env.values())):
+def _find_sandbox_problems(config: Config) -> Iterator[Problem]:
+    if config.cluster.ray_address is not None or not any(map(_needs_sandbox, config.env.values())):
         return
     try:
         open_sandbox(config.sandbox)
@@ -111,32 +107,26 @@ def _sandbox(config: Config) -> Iterator[Problem]:
         yield Problem(subject, str(error).removeprefix(subject).strip())
 
 
-def _runs_programs(environment: EnvironmentConfig) -> bool:
+def _needs_sandbox(environment: EnvironmentConfig) -> bool:
     tools = environment.options.get("tools")
     return environment.type == "code" or (environment.type == "tools" and isinstance(tools, list) and "python" in tools)
 
 
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Check everything that a run needs of this machine; returns problems, and remarks on doubtful settings.
-
-    If GPUs are missing, nothing else is checked: the run and its files will be on another machine. Nothing is checked
-    either where a launcher has started several such processes.
-    """
-    launched = list(_launcher())
-    if launched:
-        return launched, []
-    missing_gpus = list(_gpus(config))
-    if missing_gpus:
-        return missing_gpus, []
+    """Check what a run needs of this machine; returns problems and remarks."""
+    # Without its GPUs nothing else is checked: the run and its files will be on another machine.
+    problems = list(_find_launcher_problems()) or list(_find_gpu_problems(config))
+    if problems:
+        return problems, []
     files, remarks = check_prompt_files(config) if config.needs_generation else check_recording(config)
     problems = [
-        *_cluster(config),
-        *_packages(config),
+        *_find_cluster_problems(config),
+        *_find_package_problems(config),
         *find_fp8_machine_problems(config),
         *find_quantization_machine_problems(config),
-        *(_sandbox(config) if config.needs_generation else ()),
+        *(_find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
-        *_passed_fields(select_passed_fields(config)),
+        *_find_passed_field_problems(select_passed_fields(config)),
         *files,
         *find_folder_problems(config),
     ]
@@ -146,40 +136,41 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     if address is not None and config.cluster.ray_address == address:
         text = f"is {ADDRESS_VARIABLE} of the environment: the run joins that cluster; unset it to start Ray here"
         remarks.append(Problem(f"cluster.ray_address={address}", text))
-    for name, version, tried in find_untried_versions():
-        text = f"is not among the versions that megatron_grpo was tried with, {tried}"
+    for name, version, tried_versions in find_untried_versions():
+        text = f"is not among the versions that megatron_grpo was tried with, {tried_versions}"
         remarks.append(Problem(f"{name} {version}", text))
     return problems, remarks
 
 
-def _launcher() -> Iterator[Problem]:
-    """The problem of a process that torchrun or accelerate started as one of several."""
+def _find_launcher_problems() -> Iterator[Problem]:
+    """Check that neither torchrun nor accelerate has started several such processes."""
     rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is not None and "RANK" in os.environ and count != "1":
         text = (
             "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
+            "run starts its own processes"
         )
-        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}run starts its own processes")
+        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", text)
 
 
 @evaluate_rules
-def _gpus(config: Config) -> Iterator[Rule]:
-    cluster, there = config.cluster, count_visible_gpus()
-    have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
-    text = f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them"
-    yield cluster.ray_address is None and there < cluster.gpus, "cluster.gpus_per_node=", text
+def _find_gpu_problems(config: Config) -> Iterator[Rule]:
+    cluster, visible = config.cluster, count_visible_gpus()
+    count = f"only {visible} CUDA GPU(s)" if visible else "no CUDA GPU"
+    text = f"this machine has {count}; start the run on such nodes, or give cluster.ray_address of a cluster of them"
+    yield cluster.ray_address is None and visible < cluster.gpus, "cluster.gpus_per_node=", text
 
 
 @evaluate_rules
-def _cluster(config: Config) -> Iterator[Rule]:
+def _find_cluster_problems(config: Config) -> Iterator[Rule]:
     address = config.cluster.ray_address
     if address is None:
         text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
         yield config.cluster.num_nodes > 1, "cluster.num_nodes=", text
         return
     reason = check_address(address)
-    if reason is None and (silent := check_reachable(address)) is not None:
-        reason = f"no Ray cluster answers there: {silent}"
+    if reason is None and (silence := check_reachable(address)) is not None:
+        reason = f"no Ray cluster answers there: {silence}"
     yield reason, "cluster.ray_address=", f"{reason}{explain_origin(address)}"
     text = "this machine has no CUDA GPU, and those of the Ray cluster are not counted; give their number, or 0 for CPU"
     text += explain_origin(address)
@@ -187,67 +178,61 @@ def _cluster(config: Config) -> Iterator[Rule]:
 
 
 @evaluate_rules
-def _packages(config: Config) -> Iterator[Rule]:
-    """Missing packages on this machine, and missing devices for the driver and for Triton."""
-    policy, logger, here = config.policy, config.logger, config.cluster.ray_address is None
-    fused, precise = policy.gradient_accumulation_fusion, "optimizer.precision_aware"
-    wanted = {
-        "policy.gradient_accumulation_fusion=": ("fused_weight_gradient_mlp_cuda", fused),
-        f"policy.{precise}=": ("transformer_engine", policy.optimizer.precision_aware),
-        f"value.{precise}=": ("transformer_engine", config.value.optimizer.precision_aware),
+def _find_package_problems(config: Config) -> Iterator[Rule]:
+    policy, logger, is_local = config.policy, config.logger, config.cluster.ray_address is None
+    packages = {
+        "policy.gradient_accumulation_fusion=": ("fused_weight_gradient_mlp_cuda", policy.gradient_accumulation_fusion),
+        "policy.optimizer.precision_aware=": ("transformer_engine", policy.optimizer.precision_aware),
+        "value.optimizer.precision_aware=": ("transformer_engine", config.value.optimizer.precision_aware),
     }
-    for key, (package, asked) in wanted.items():
+    for key, (package, is_needed) in packages.items():
         text = f"needs the package {package}, which is not installed here; leave it out"
-        yield asked and here and not _is_installed(package), key, text
-    for name, enabled in (("wandb", logger.wandb.enabled), ("mlflow", logger.mlflow.enabled)):
+        yield is_needed and is_local and not _is_installed(package), key, text
+    for name, is_enabled in (("wandb", logger.wandb.enabled), ("mlflow", logger.mlflow.enabled)):
         text = f"needs the {name} package: pip install {name}, or set it to false"
-        yield enabled and not _is_installed(name), f"logger.{name}.enabled=", text
+        yield is_enabled and not _is_installed(name), f"logger.{name}.enabled=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
     yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
-    lacks_triton = here and not _is_installed("triton")
-    asked = policy.logprob_kernel == "fused"
+    lacks_triton = is_local and not _is_installed("triton")
+    needs_triton = policy.logprob_kernel == "fused"
     text = "needs the triton package: pip install triton, or use chunked or auto"
-    yield asked and lacks_triton, "policy.logprob_kernel=", text
+    yield needs_triton and lacks_triton, "policy.logprob_kernel=", text
     text = (
         "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 "
         "in the environment to have it interpreted, slowly, as tests do"
     )
-    compiles = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
-    yield asked and not lacks_triton and compiles, "policy.logprob_kernel=", text
+    cannot_compile = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
+    yield needs_triton and not lacks_triton and cannot_compile, "policy.logprob_kernel=", text
 
 
+# By prefix of the section: the library that receives the fields, its package, and our module that checks them.
 _LIBRARIES = {
     "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
     "generation.": ("vLLM", "vllm", "megatron_grpo.generation.engine_arguments"),
 }
-"""By prefix of the section: the library that receives the fields, its package, and our module that checks them."""
+# The program that imports a library. It prints the problems last, because the import may print lines of its own.
 _CHECK = """
 import dataclasses, json, sys
 from {module} import find_passed_field_problems
 print()
-print(json.dumps([dataclasses.astuple(one) for one in find_passed_field_problems(json.load(sys.stdin))]))
+print(json.dumps([dataclasses.astuple(problem) for problem in find_passed_field_problems(json.load(sys.stdin))]))
 """
-"""The program that imports a library. It prints the problems last, because the import may print lines of its own."""
 
 
-def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """Pass-through fields, by section, that the installed library does not have, or whose values are of another type.
-
-    Each library that gets fields is imported in a process of its own, because importing it takes seconds, loads torch,
-    and changes the environment of the process.
-    """
-    for beginning, (library, package, module) in _LIBRARIES.items():
-        passed = {section: dict(values) for section, values in sections.items() if section.startswith(beginning)}
+def _find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    # A library is imported in another process: this takes seconds, loads torch and changes the environment.
+    for prefix, (library, package, module) in _LIBRARIES.items():
+        passed = {section: dict(values) for section, values in sections.items() if section.startswith(prefix)}
         if not any(passed.values()):
             continue
         reason = None if _is_installed(package) else f"{library} is not installed here"
         if reason is None:
-            command, sent = [sys.executable, "-c", _CHECK.format(module=module)], json.dumps(passed, default=str)
-            done = subprocess.run(command, input=sent, capture_output=True, text=True)
-            if done.returncode == 0:
-                yield from (Problem(*one) for one in json.loads(done.stdout.splitlines()[-1]))
+            command, fields = [sys.executable, "-c", _CHECK.format(module=module)], json.dumps(passed, default=str)
+            process = subprocess.run(command, input=fields, capture_output=True, text=True)
+            if process.returncode == 0:
+                yield from (Problem(*problem) for problem in json.loads(process.stdout.splitlines()[-1]))
                 continue
-            reason = f"{library} cannot be imported here: {(done.stderr.splitlines() or ['no reason'])[-1]}"
+            reason = f"{library} cannot be imported here: {(process.stderr.splitlines() or ['no reason'])[-1]}"
         for section, values in passed.items():
             for name, value in values.items():
                 yield Problem(f"{section}.{name}={to_text(value)}", f"cannot be checked: {reason}")
@@ -261,7 +246,7 @@ def _is_installed(package: str) -> bool:
 
 
 def find_evaluation_problems(config: Config) -> list[Problem]:
-    """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
+    """Check the configuration and the machine for sampling and scoring alone."""
     fill_in_address(config.cluster)
     fill_in_gpus(config.cluster)
     shape = find_model_shape(config)
@@ -274,4 +259,8 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
         *check_owned_fields(arguments),
         *find_spec_problems(config.data),
     ]
-    return problems or [*(list(_gpus(config)) or _cluster(config)), *_sandbox(config), *_passed_fields(arguments)]
+    return problems or [
+        *(list(_find_gpu_problems(config)) or _find_cluster_problems(config)),
+        *_find_sandbox_problems(config),
+        *_find_passed_field_problems(arguments),
+    ]

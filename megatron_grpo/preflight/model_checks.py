@@ -1,4 +1,4 @@
-"""Checks of adapters, FP8, quantisation-aware training, recomputation and optimizers against model and devices."""
+"""Checks of adapters, FP8, quantization, recomputation and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 @evaluate_rules
 def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Settings that cannot be combined with adapters; with shape None, checks that need the model are left out."""
+    """Check settings beside adapters; shape None: unknown."""
     lora = config.policy.lora
     if not lora.rank:
         return
@@ -32,9 +32,9 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     others = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
     text = f"latent attention has no linear_qkv; use [{others}]"
     yield shape.latent is not None and "linear_qkv" in lora.target_modules, targets, text
-    of_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
+    targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
     text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
-    yield of_experts, targets, text
+    yield targets_experts, targets, text
 
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -42,7 +42,7 @@ _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 @evaluate_rules
 def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Settings that FP8 cannot be combined with; with shape None, checks that need the model are left out."""
+    """Check settings beside FP8; shape None: unknown."""
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
@@ -53,52 +53,51 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
         yield fp8.first_layers_bf16, "policy.fp8.first_layers_bf16=", text
         yield fp8.last_layers_bf16, "policy.fp8.last_layers_bf16=", text
     if fp8.is_on_device:
-        yield from _on_device(config)
+        yield from _check_fp8_devices(config)
     if shape is None:
         return
     if fp8.is_on_device and not shape.fits_transformer_engine:
         text = f"Transformer Engine's layers do not express {shape.family}; use off, with precision=fp8_engines if "
         yield True, "policy.fp8.format=", f"{text}the engines are to compute in FP8"
         return
-    yield from _sizes(config, shape)
-    whole, has = (
-        (shape.layers, "the model")
-        if fp8.simulate
-        else (shape.layers // config.policy.parallel.pipeline, "a pipeline rank")
-    )
-    text = f"is more than the {whole} layers that {has} has"
-    yield fp8.first_layers_bf16 > whole, "policy.fp8.first_layers_bf16=", text
-    yield fp8.last_layers_bf16 > whole, "policy.fp8.last_layers_bf16=", text
+    yield from _check_fp8_sizes(config, shape)
+    if fp8.simulate:
+        layers, owner = shape.layers, "the model"
+    else:
+        layers, owner = shape.layers // config.policy.parallel.pipeline, "a pipeline rank"
+    text = f"is more than the {layers} layers that {owner} has"
+    yield fp8.first_layers_bf16 > layers, "policy.fp8.first_layers_bf16=", text
+    yield fp8.last_layers_bf16 > layers, "policy.fp8.last_layers_bf16=", text
 
 
 @evaluate_rules
 def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
-    """Missing requirements of FP8 on this machine: Transformer Engine, or a GPU of the needed compute capability."""
+    """Check that this machine has Transformer Engine and GPUs for FP8."""
     fp8 = config.policy.fp8
     if not fp8.is_on_device or config.cluster.gpus == 0:
         return
     text = "needs Transformer Engine, which is not installed: pip install 'transformer-engine[pytorch]', or use off"
     yield importlib.util.find_spec("transformer_engine") is None, "policy.fp8.format=", text
-    have = read_gpu_capability()
-    if have is not None and have < fp8.least_capability:
-        least, there = (".".join(map(str, capability)) for capability in (fp8.least_capability, have))
-        fix = "off" if have < (8, 9) else "recipe=tensorwise"
-        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {there}; use {fix}"
-        yield True, "policy.fp8.format=", text
+    capability = read_gpu_capability()
+    if capability is not None and capability < fp8.least_capability:
+        least, lowest = (".".join(map(str, pair)) for pair in (fp8.least_capability, capability))
+        advice = "off" if capability < (8, 9) else "recipe=tensorwise"
+        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest}"
+        yield True, "policy.fp8.format=", f"{text}; use {advice}"
 
 
 def read_gpu_capability() -> tuple[int, int] | None:
-    """Lowest compute capability of this machine's GPUs, from nvidia-smi; None: unknown."""
+    """Ask nvidia-smi for the lowest compute capability of this machine; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
-        pairs = [line.strip().split(".") for line in found.stdout.splitlines() if line.strip()]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        pairs = [line.strip().split(".") for line in process.stdout.splitlines() if line.strip()]
         return min((int(major), int(minor)) for major, minor in pairs)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
-def _on_device(config: Config) -> Iterator[Rule]:
+def _check_fp8_devices(config: Config) -> Iterator[Rule]:
     policy, fp8 = config.policy, config.policy.fp8
     text = "needs GPUs, and this is a run on CPU; use off, or policy.fp8.simulate=true for its numerics"
     yield config.cluster.gpus == 0, "policy.fp8.format=", text
@@ -112,8 +111,8 @@ def _on_device(config: Config) -> Iterator[Rule]:
     yield fp8.parameters and fp8.recipe == "mxfp8", "policy.fp8.parameters=", text
 
 
-def _sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
-    """Sizes of a rank's matrices that are not multiples of the recipe's block."""
+def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Check that a rank's matrices are multiples of the recipe's block."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
     heads, key_value_heads = shape.attention_heads, shape.key_value_heads
     sides = {
@@ -124,18 +123,18 @@ def _sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
     }
     if shape.experts is not None:
         sides["experts' width"] = (shape.experts.ffn_hidden, parallel.expert_tensor)
-    for what, (size, ranks) in sides.items():
+    for side, (size, ranks) in sides.items():
         if size % (ranks * fp8.block):
             split = f" over {ranks} ranks" if ranks > 1 else ""
-            other = "; use fewer ranks or recipe=tensorwise" if fp8.block > 16 else "; use off"
-            text = f"{fp8.recipe} takes multiples of {fp8.block}, and the model's {what} is {size}{split}{other}"
+            advice = "; use fewer ranks or recipe=tensorwise" if fp8.block > 16 else "; use off"
+            text = f"{fp8.recipe} takes multiples of {fp8.block}, and the model's {side} is {size}{split}{advice}"
             yield True, "policy.fp8.recipe=", text
             return
 
 
 @evaluate_rules
 def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Settings that exclude quantisation-aware training; with shape None, checks that need the model are left out."""
+    """Check settings beside quantization-aware training; shape None: unknown."""
     policy = config.policy
     if policy.quantization is None:
         return
@@ -144,76 +143,75 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
     text = "rounds weights that are trained, and adapters leave them as they are; use null, or policy.lora.rank=0"
     yield policy.lora.rank, "policy.quantization=", text
     if shape is not None and (shape.experts is not None or shape.latent is not None):
-        what = "for a mixture of experts" if shape.experts is not None else "with latent attention"
-        yield True, "policy.quantization=", f"is not supported {what}; use null"
+        model = "for a mixture of experts" if shape.experts is not None else "with latent attention"
+        yield True, "policy.quantization=", f"is not supported {model}; use null"
 
 
 @evaluate_rules
 def find_quantization_machine_problems(config: Config) -> Iterator[Rule]:
-    """A missing package for quantisation-aware training on this machine."""
-    here = config.policy.quantization is not None and config.cluster.ray_address is None
+    """Check that this machine has the package of quantization-aware training."""
+    is_needed = config.policy.quantization is not None and config.cluster.ray_address is None
     text = "needs a package that is not installed here: pip install nvidia-modelopt, or use null"
-    yield here and importlib.util.find_spec("modelopt") is None, "policy.quantization=", text
+    yield is_needed and importlib.util.find_spec("modelopt") is None, "policy.quantization=", text
 
 
-_OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
-"""Modules that Megatron-Core can recompute only with functions of Transformer Engine."""
-_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
+# Modules that Megatron-Core can recompute only with functions of Transformer Engine.
+_TE_MODULES = ("layernorm", "moe_act", "mla_up_proj")
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 
 
 @evaluate_rules
 def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Settings of speed and memory that exclude each other, or do not fit the devices or the model (None: unknown)."""
-    policy, on_cpu = config.policy, config.cluster.gpus == 0
+    """Check settings of speed and memory; shape None: unknown."""
+    policy, is_on_cpu = config.policy, config.cluster.gpus == 0
     optimizers = {"policy": policy.optimizer} | (
         {"value": config.value.optimizer} if config.training_loop.has_value_model else {}
     )
-    yield from _recomputation(config, shape)
-    reduces = not on_cpu if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
+    yield from _check_recomputation(config, shape)
+    overlaps_reduction = not is_on_cpu if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
     subject = "policy.overlap_param_gather="
-    yield policy.overlap_param_gather and not reduces, subject, "needs policy.overlap_grad_reduce=true"
+    yield policy.overlap_param_gather and not overlaps_reduction, subject, "needs policy.overlap_grad_reduce=true"
     for section, optimizer in optimizers.items():
-        scattered = policy.overlap_param_gather and not optimizer.distributed
-        yield scattered, subject, f"needs {section}.optimizer.distributed=true"
-    yield from _fused_gradients(config)
+        lacks_distribution = policy.overlap_param_gather and not optimizer.distributed
+        yield lacks_distribution, subject, f"needs {section}.optimizer.distributed=true"
+    yield from _check_fused_gradients(config)
     text = "excludes loss_fn.kl_score_function_gradient: torch has no deterministic running sums on GPUs"
-    sums = config.loss_fn.kl_score_function_gradient and not on_cpu
-    yield policy.deterministic and sums, "policy.deterministic=", text
+    has_running_sums = config.loss_fn.kl_score_function_gradient and not is_on_cpu
+    yield policy.deterministic and has_running_sums, "policy.deterministic=", text
     for section, optimizer in optimizers.items():
-        without = {
+        cpu_texts = {
             "cpu_offload": "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node",
             "precision_aware": "needs GPUs; leave it out, or give cluster.gpus_per_node",
         }
-        for name, text in without.items():
-            asked, key = getattr(optimizer, name), f"{section}.optimizer.{name}="
-            yield asked and on_cpu, key, text
-            shared = f"needs {section}.optimizer.distributed=true"
-            yield asked and not on_cpu and not optimizer.distributed, key, shared
+        for name, text in cpu_texts.items():
+            is_set, key = getattr(optimizer, name), f"{section}.optimizer.{name}="
+            yield is_set and is_on_cpu, key, text
+            text = f"needs {section}.optimizer.distributed=true"
+            yield is_set and not is_on_cpu and not optimizer.distributed, key, text
 
 
-def _fused_gradients(config: Config) -> Iterator[Rule]:
+def _check_fused_gradients(config: Config) -> Iterator[Rule]:
     policy, subject = config.policy, "policy.gradient_accumulation_fusion="
     if not policy.gradient_accumulation_fusion:
         return
     text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
-    quantizes = policy.quantization is not None
-    yield quantizes, subject, f"with policy.quantization={policy.quantization}: {text}"
+    yield policy.quantization is not None, subject, f"with policy.quantization={policy.quantization}: {text}"
     yield policy.fp8.is_simulated, subject, f"with policy.fp8.simulate=True: {text}"
     yield config.cluster.gpus == 0, subject, "needs GPUs; use null, which is true where it can be"
 
 
-def _recomputation(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+def _check_recomputation(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     modules = config.policy.recompute_modules
     key = f"policy.recompute_modules=[{','.join(modules)}]"
     text = "policy.activation_checkpointing=true recomputes whole layers; choose one of them"
     yield modules and config.policy.activation_checkpointing, key, text
     yield len(set(modules)) < len(modules), key, "names a module twice"
-    engine = [module for module in modules if module in _OF_TRANSFORMER_ENGINE]
-    text = f"{', '.join(engine)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
-    yield engine and config.cluster.gpus == 0, key, text
+    te_modules = [module for module in modules if module in _TE_MODULES]
+    text = f"{', '.join(te_modules)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
+    yield te_modules and config.cluster.gpus == 0, key, text
     if shape is None:
         return
-    lacking = [module for module in modules if module in _OF_EXPERTS and shape.experts is None]
-    yield lacking, key, f"the model has no experts; leave out {', '.join(lacking)}"
+    expert_modules = [module for module in modules if module in _EXPERT_MODULES and shape.experts is None]
+    yield expert_modules, key, f"the model has no experts; leave out {', '.join(expert_modules)}"
     text = "the model has no latent attention; leave out mla_up_proj"
     yield "mla_up_proj" in modules and shape.latent is None, key, text

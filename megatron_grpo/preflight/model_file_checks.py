@@ -1,4 +1,4 @@
-"""Checks of the folders and hub names of models: whether they exist, are of a known family, and are complete."""
+"""Checks of the files of models: their config.json and their weights."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, stor
 from megatron_grpo.models.weight_map import iter_entries, list_experts
 from megatron_grpo.preflight.tokenizer_checks import find_tokenizer_problems
 
-_NAMED = 3
-"""Most tensors that a message names."""
+# Most tensors that a message names.
+_MAX_NAMED = 3
 
 
 def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """Problems of the weights in a folder for a model of these sizes; only the first problem of each kind."""
+    """Check the weights in a folder; yields a problem of each kind."""
     try:
         tensors = stored_tensors(folder)
     except ValueError as error:
         yield str(error)
         return
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    wanted = {name: expected for name, expected, required in _tensors_of(shape) if required}
-    missing = [name for name in wanted if name not in shapes]
+    required_shapes = {name: expected for name, expected, is_required in _list_tensors(shape) if is_required}
+    missing = [name for name in required_shapes if name not in shapes]
     if missing:
-        more = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
-        yield f"the folder has no tensor {missing[0]}{more}"
-    packed = next((name for name in wanted if name in tensors and tensors[name].dtype not in FLOATS), None)
+        others = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
+        yield f"the folder has no tensor {missing[0]}{others}"
+    packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
         text = "quantized weights cannot be trained; convert the model to bfloat16 first, as docs/layouts.md shows"
         yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
         return
-    for name, expected in wanted.items():
+    for name, expected in required_shapes.items():
         if name in shapes and shapes[name] != expected:
             yield f"{name} has shape {list(shapes[name])}, but config.json implies {list(expected)}"
             return
-    unread = _unread(tensors, shape)
+    unread = _list_unread_tensors(tensors, shape)
     if unread:
         yield (
             f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be "
-            f"lost: {', '.join(unread[:_NAMED])}; correct architectures in config.json, or remove them from the files"
+            f"lost: {', '.join(unread[:_MAX_NAMED])}; correct architectures in config.json, or remove them from the "
+            "files"
         )
 
 
-def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """Name and shape of every tensor of a model, and whether a folder must have it."""
+def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Yield (name, shape, whether it is required) of tensors."""
     for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
         for expert in list_experts(entry, shape):
             for tensor in entry.hf:
@@ -65,24 +66,24 @@ def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is of DeepSeek's layers behind the last, which predict further tokens for speculation."""
+    """True for DeepSeek's layers behind the last, which predict further tokens."""
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
     return shape.family == "deepseek_v3" and layer is not None and int(layer[1]) >= shape.layers
 
 
-def _unread(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]:
-    """Names of tensors that the model of these sizes does not read, and that do not follow from others."""
+def _list_unread_tensors(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]:
+    """List tensors that the model neither reads nor derives."""
     derived = ["rotary_emb.inv_freq", "rotary.inv_freq"]
     if shape.tied_embeddings or shape.value_head is not None:  # equal to the embedding, or replaced by the value head
         derived.append(HEAD)
-    unknown = tensors.keys() - {name for name, _, _ in _tensors_of(shape)}
+    unknown = tensors.keys() - {name for name, _, _ in _list_tensors(shape)}
     return sorted(
         name for name in unknown if not name.endswith(tuple(derived)) and not _is_extra_prediction(name, shape)
     )
 
 
 def list_unused_tensors(config: Config) -> Iterator[Problem]:
-    """The remark that the policy's folder, which has no problems, holds layers that are not trained."""
+    """Remark on layers in the policy's folder that are not trained."""
     path = config.policy.model.path
     if is_hub_name(path) or is_made_before_run(config, path):
         return
@@ -94,25 +95,25 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
 
 
 def find_model_problems(config: Config) -> Iterator[Problem]:
-    """Problems of policy.model.path and value.model.path."""
+    """Check policy.model.path and value.model.path."""
     for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
         if path is None:
             continue
-        subject, of_value = f"{key}={path}", key.startswith("value.")
+        subject, is_value_model = f"{key}={path}", key.startswith("value.")
         if is_made_before_run(config, path):
             if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
                 yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
             continue
-        unusable = list(explain_unusable_model(subject, path, of_value=of_value))
+        unusable = list(explain_unusable_model(subject, path, is_value_model=is_value_model))
         yield from unusable
         if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
-            yield from _incomplete(subject, Path(path), of_value=of_value)
-            if not of_value:
+            yield from _find_missing_files(subject, Path(path), is_value_model=is_value_model)
+            if not is_value_model:
                 yield from find_tokenizer_problems(subject, Path(path), config, read_model_shape(path).vocab)
 
 
-def explain_unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterator[Problem]:
-    """A folder or hub name without a trainable model: it is missing, or its config.json is not supported."""
+def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = False) -> Iterator[Problem]:
+    """Say why a folder or hub name has no trainable model."""
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
         text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
@@ -126,16 +127,16 @@ def explain_unusable_model(subject: str, path: str, *, of_value: bool = False) -
     folder = find_local_folder(path)
     assert folder is not None
     try:
-        read_model_shape(folder, reward_models=of_value)
+        read_model_shape(folder, reward_models=is_value_model)
     except ValueError as error:
         yield Problem(subject, str(error))
 
 
-def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Problem]:
+def _find_missing_files(subject: str, folder: Path, *, is_value_model: bool) -> Iterator[Problem]:
     if not any(folder.glob("*.safetensors")):
         text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
         yield Problem(subject, text)
         return
-    shape = read_model_shape(folder, reward_models=of_value)
-    for text in find_weight_problems(folder, as_value_model(shape) if of_value else shape):
+    shape = read_model_shape(folder, reward_models=is_value_model)
+    for text in find_weight_problems(folder, as_value_model(shape) if is_value_model else shape):
         yield Problem(subject, text)

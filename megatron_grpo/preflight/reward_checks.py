@@ -1,4 +1,4 @@
-"""Rules of environments, rewards, advantages and the prompts that environments score."""
+"""Checks of environments, rewards, advantages and tasks."""
 
 from __future__ import annotations
 
@@ -21,69 +21,66 @@ from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.preflight.rules import Rule
 
-_OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s", "leave_out_suspects")
-"""Keys that environments of every type have; the others are for type reward_functions."""
+# Keys that environments of every type have; the others are for type reward_functions.
+_COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspects")
 
 
 def check_rewards(config: Config) -> Iterator[Rule]:
-    """Keys about rewards and advantages that exclude each other or lack what they need."""
+    """Check keys of rewards and advantages."""
     if config.algorithm == "grpo":
-        yield from _estimator(config)
+        yield from _check_estimator(config)
     scaling, prefix = config.training_loop.reward_scaling, "LOOP.reward_scaling"
     text = f"must be below {prefix}.source_max={scaling.source_max:g}"
     yield scaling.enabled and scaling.source_min >= scaling.source_max, f"{prefix}.source_min=", text
     text = f"equals {prefix}.target_max, which makes all rewards the same"
     yield scaling.enabled and scaling.target_min == scaling.target_max, f"{prefix}.target_min=", text
     if config.training_loop.reward_shaping.enabled:
-        yield from _shaping(config)
+        yield from _check_shaping(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.reward_funcs and environment.correctness_function is None
-        imitates = config.loss_fn.positive_example_nll_weight and environment.type == REWARD_FUNCTIONS
+        needs_correctness = config.loss_fn.positive_example_nll_weight and environment.type == REWARD_FUNCTIONS
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
-        yield imitates and is_unknown, "loss_fn.positive_example_nll_weight=", text
+        yield needs_correctness and is_unknown, "loss_fn.positive_example_nll_weight=", text
     low, high = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
     text = "equals LOOP.advantage_clip_high, which leaves no advantage"
     yield low is not None and low == high, "LOOP.advantage_clip_low=", text
 
 
 def check_environments(config: Config) -> Iterator[Rule]:
-    """Keys of the environments that exclude each other or lack what they need."""
+    """Check keys of the environments."""
     for name, environment in config.env.items():
-        known = ", ".join([*BUILT_IN, REWARD_FUNCTIONS])
-        is_known = environment.type in (*BUILT_IN, REWARD_FUNCTIONS) or ":" in environment.type
-        text = f"must be one of {known}, or package.module:Class"
-        yield not is_known, f"env.{name}.type={environment.type}", text
+        types = (*BUILT_IN, REWARD_FUNCTIONS)
+        text = f"must be one of {', '.join(types)}, or package.module:Class"
+        yield environment.type not in types and ":" not in environment.type, f"env.{name}.type={environment.type}", text
         if environment.type == REWARD_FUNCTIONS:
-            yield from _functions(f"env.{name}", environment)
+            yield from _check_functions(f"env.{name}", environment)
         else:
             values, defaults = vars(environment), vars(EnvironmentConfig())
-            unfit = [key for key in values if key not in _OF_EVERY_TYPE and values[key] != defaults[key]]
+            unfit = [key for key in values if key not in _COMMON_KEYS and values[key] != defaults[key]]
             yield unfit, f"env.{name}.{next(iter(unfit), '')}", f"needs env.{name}.type={REWARD_FUNCTIONS}"
-        yield from _suspicions(config, name, environment)
+        yield from _check_suspicions(config, name, environment)
         task = config.data.tasks.get(name)
-        unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
+        has_no_answer = config.data.answer_key is None and (task is None or task.answer_key is None)
         text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
-        yield unanswered and environment.type in WITH_ANSWER, "data.answer_key=None", text
+        yield has_no_answer and environment.type in WITH_ANSWER, "data.answer_key=None", text
 
 
-def _suspicions(config: Config, name: str, environment: EnvironmentConfig) -> Iterator[Rule]:
-    """Figures that responses are left out by, which an environment must report."""
+def _check_suspicions(config: Config, name: str, environment: EnvironmentConfig) -> Iterator[Rule]:
     key = f"env.{name}.leave_out_suspects"
-    known = (*SUSPICIONS.get(environment.type, ()), UNUSUALLY_SHORT)
-    for figure in environment.leave_out_suspects:
-        text = f"is not a figure of type {environment.type}, which has {', '.join(known)}"
-        yield environment.type in BUILT_IN and figure not in known, f"{key}={figure}", text
+    signs = (*SUSPICIONS.get(environment.type, ()), UNUSUALLY_SHORT)
+    for sign in environment.leave_out_suspects:
+        text = f"is not a figure of type {environment.type}, which has {', '.join(signs)}"
+        yield environment.type in BUILT_IN and sign not in signs, f"{key}={sign}", text
         text = (
             f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"
         )
-        few = config.training_loop.num_generations_per_prompt < LEAST_COMPARED
-        yield figure == UNUSUALLY_SHORT and few, f"{key}={figure}", text
+        is_too_few = config.training_loop.num_generations_per_prompt < LEAST_COMPARED
+        yield sign == UNUSUALLY_SHORT and is_too_few, f"{key}={sign}", text
 
 
-def _estimator(config: Config) -> Iterator[Rule]:
-    """Rules of GRPO's advantage estimators."""
-    grpo, name, in_reward = config.grpo, config.grpo.adv_estimator.name, config.loss_fn.use_kl_in_reward
+def _check_estimator(config: Config) -> Iterator[Rule]:
+    grpo, name, has_kl_in_reward = config.grpo, config.grpo.adv_estimator.name, config.loss_fn.use_kl_in_reward
     minus_baseline, is_plain = grpo.adv_estimator.minus_baseline, name == "reinforce_plus_plus"
     text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {name} has a baseline anyway"
     yield minus_baseline and not is_plain, "grpo.adv_estimator.minus_baseline=", text
@@ -91,41 +88,39 @@ def _estimator(config: Config) -> Iterator[Rule]:
         "would divide a group of equal rewards by the spread of its KL penalties alone; use "
         "grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
     )
-    by_group = grpo.normalize_rewards and grpo.normalize_rewards_over == "group"
-    yield name == "grpo" and in_reward and by_group, "loss_fn.use_kl_in_reward=", text
+    is_by_group = grpo.normalize_rewards and grpo.normalize_rewards_over == "group"
+    yield name == "grpo" and has_kl_in_reward and is_by_group, "loss_fn.use_kl_in_reward=", text
     if name != "grpo":
         text = f"is not possible with grpo.adv_estimator.name={name}, which is a normalisation"
         yield not grpo.normalize_rewards, "grpo.normalize_rewards=", text
         text = f"is for grpo.adv_estimator.name=grpo; {name} has a normalisation of its own"
         yield grpo.normalize_rewards_over != "group", "grpo.normalize_rewards_over=", text
     if name == "gdpo":
-        yield from _gdpo(config)
+        yield from _check_gdpo(config)
     text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
     has_baseline = minus_baseline or not is_plain
     yield has_baseline and grpo.num_generations_per_prompt < 2, "grpo.num_generations_per_prompt=", text
 
 
-def _gdpo(config: Config) -> Iterator[Rule]:
-    """Rules of GDPO, which takes each reward function by itself."""
-    others = [task for task, environment in config.env.items() if environment.type != REWARD_FUNCTIONS]
-    text = (
-        f"needs the parts of the reward, which env.{next(iter(others), '')} does not give; use type {REWARD_FUNCTIONS}"
-    )
-    yield others, "grpo.adv_estimator.name=", text
+def _check_gdpo(config: Config) -> Iterator[Rule]:
+    classes = [task for task, environment in config.env.items() if environment.type != REWARD_FUNCTIONS]
+    environment_key = f"env.{next(iter(classes), '')}"
+    text = f"needs the parts of the reward, which {environment_key} does not give; use type {REWARD_FUNCTIONS}"
+    yield classes, "grpo.adv_estimator.name=", text
     for section in ("reward_scaling", "reward_shaping"):
         text = "changes the sum of the rewards, and gdpo takes each by itself; use false"
         yield getattr(config.grpo, section).enabled, f"grpo.{section}.enabled=", text
     text = "there is no single reward with gdpo to subtract the penalty from; use false"
     yield config.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward=", text
-    seen: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for task, environment in config.env.items():
         for function, weight in environment.function_weights.items():
-            first = seen.setdefault(function, weight)
+            first = weights.setdefault(function, weight)
             text = f"gives {function} the weight {weight:g}, another environment {first:g}; gdpo needs one"
             yield first != weight, f"env.{task}.reward_weights", text
 
 
-def _shaping(config: Config) -> Iterator[Rule]:
+def _check_shaping(config: Config) -> Iterator[Rule]:
     shaping, longest = config.training_loop.reward_shaping, config.generation.max_new_tokens
     prefix, buffer = "LOOP.reward_shaping", shaping.overlong_buffer_length
     text = f"needs one of {prefix}.overlong_buffer_length (DAPO) and {prefix}.stop_properly_penalty_coef"
@@ -139,8 +134,7 @@ def _shaping(config: Config) -> Iterator[Rule]:
         yield buffer <= full and full - buffer >= longest, subject, text
 
 
-def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
-    """Rules of an environment of reward functions."""
+def _check_functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
     functions, weights = environment.reward_funcs, environment.reward_weights
     option = next(iter(environment.options), "")
     text = f"is for the class of an environment, and {section}.type={REWARD_FUNCTIONS} has none; leave it out"
@@ -149,19 +143,19 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
     is_set = environment.reward_model != EnvironmentConfig().reward_model
     yield is_set and not environment.reward_model_folders, f"{section}.reward_model", text
     yield not functions, f"{section}.reward_funcs", "is empty; give functions as package.module.function"
-    importable = [("reward_funcs", one) for one in functions if not is_model_folder(one)]
+    importable = [("reward_funcs", function) for function in functions if not is_model_folder(function)]
     agents = [] if environment.agent_func is None else [("agent_func", environment.agent_func)]
     for key, function in [*importable, *agents]:
         is_path = "." in function and all(part.isidentifier() for part in function.split("."))
-        or_model = ", or be the folder of a reward model, with a / in it" if key == "reward_funcs" else ""
-        yield not is_path, f"{section}.{key}={function}", f"must be written package.module.function{or_model}"
-    short = [parse_reward_name(function) for function in functions]
-    for name in sorted({name for name in short if short.count(name) > 1}):
+        alternative = ", or be the folder of a reward model, with a / in it" if key == "reward_funcs" else ""
+        yield not is_path, f"{section}.{key}={function}", f"must be written package.module.function{alternative}"
+    names = [parse_reward_name(function) for function in functions]
+    for name in sorted({name for name in names if names.count(name) > 1}):
         text = f"has two functions called {name}; their rewards could not be told apart"
         yield True, f"{section}.reward_funcs", text
     correct = environment.correct_func
-    text = f"is none of the reward_funcs, which are called {', '.join(short)}"
-    yield correct is not None and correct not in short, f"{section}.correct_func={correct}", text
+    text = f"is none of the reward_funcs, which are called {', '.join(names)}"
+    yield correct is not None and correct not in names, f"{section}.correct_func={correct}", text
     if weights is not None:
         yield functions and not any(weights), f"{section}.reward_weights", "are all 0, which leaves no reward"
         text = f"must have one weight for each of the {len(functions)} reward_funcs, not {len(weights)}"
@@ -169,53 +163,51 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
 
 
 def check_prompts(config: Config) -> Iterator[Rule]:
-    """Prompts that no environment scores or no template renders."""
+    """Check that environments score all prompts, and templates render them."""
     if config.env:
-        yield from _tasks(config)
-    yield from _sets(config.data)
+        yield from _check_tasks(config)
+    yield from _check_sets(config.data)
     yield from check_system_prompts(config)
 
 
 def check_system_prompts(config: Config) -> Iterator[Rule]:
-    """Rules of system messages, which need a chat template; and the rule that there is an environment.
-
-    A prompt takes the system message of its task, else the one of data.
-    """
+    """Check that there is an environment, and templates for system messages."""
     text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
     yield not config.env, "env", text
     data = config.data
-    chats = dict.fromkeys(data.tasks, data.apply_chat_template)
-    chats |= {task: one.apply_chat_template for task, one in data.tasks.items() if one.apply_chat_template is not None}
+    chats = {
+        task: data.apply_chat_template if prompts.apply_chat_template is None else prompts.apply_chat_template
+        for task, prompts in data.tasks.items()
+    }
+    # A prompt takes the system message of its task, else the one of data.
     sections: list[tuple[str, PromptConfig, bool]] = [("data", data, data.apply_chat_template or any(chats.values()))]
-    sections += [(f"data.tasks.{task}", one, chats[task]) for task, one in data.tasks.items()]
+    sections += [(f"data.tasks.{task}", prompts, chats[task]) for task, prompts in data.tasks.items()]
     for section, prompts, is_chat in sections:
         for name in ("system_prompt", "system_prompt_file"):
             text = f"has a place only in a chat; needs {section}.apply_chat_template=true"
             yield getattr(prompts, name) is not None and not is_chat, f"{section}.{name}", text
 
 
-def _tasks(config: Config) -> Iterator[Rule]:
-    """Tasks without an environment."""
-    data, known = config.data, ", ".join(config.env)
-    named = {"data.task_name": data.task_name}
+def _check_tasks(config: Config) -> Iterator[Rule]:
+    data, environments = config.data, ", ".join(config.env)
+    task_names = {"data.task_name": data.task_name}
     for section in ("train_sets", "val_sets"):
-        named |= {f"data.{section}.{name}.task_name": one.task_name for name, one in getattr(data, section).items()}
-    for key, task in named.items():
-        unknown = task is not None and task not in config.env
-        yield unknown, f"{key}={task}", f"no such environment under env; there is {known}"
+        for name, dataset in getattr(data, section).items():
+            task_names[f"data.{section}.{name}.task_name"] = dataset.task_name
+    for key, task in task_names.items():
+        is_unknown = task is not None and task not in config.env
+        yield is_unknown, f"{key}={task}", f"no such environment under env; there is {environments}"
     for task in data.tasks:
-        text = f"sets the prompts of a task that has no environment; env has {known}"
+        text = f"sets the prompts of a task that has no environment; env has {environments}"
         yield task not in config.env, f"data.tasks.{task}", text
 
 
-def _sets(data: DataConfig) -> Iterator[Rule]:
-    """Data sets that are given twice or not at all, and streaming of files."""
-    twice = data.train_sets and data.train_path not in (MISSING, None)
-    yield twice, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
+def _check_sets(data: DataConfig) -> Iterator[Rule]:
+    is_double = data.train_sets and data.train_path not in (MISSING, None)
+    yield is_double, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
     for section in ("train_sets", "val_sets"):
-        for name, one in getattr(data, section).items():
+        for name, dataset in getattr(data, section).items():
             text = "is required: a file, a folder or a hub name"
-            yield one.path == MISSING, f"data.{section}.{name}.path", text
+            yield dataset.path == MISSING, f"data.{section}.{name}.path", text
     text = "is for a data.train_path that is a hub name; files are not loaded anyway"
-    unfit = data.streaming and (data.train_sets or not is_hub_name(data.train_path))
-    yield unfit, "data.streaming=", text
+    yield data.streaming and (data.train_sets or not is_hub_name(data.train_path)), "data.streaming=", text

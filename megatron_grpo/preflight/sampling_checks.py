@@ -20,7 +20,7 @@ from megatron_grpo.preflight.rules import Rule
 
 
 def check_requests(generation: GenerationConfig) -> Iterator[Rule]:
-    """Check that keys of sampling do not exclude each other, and that vLLM takes them."""
+    """Check keys of sampling against each other and against vLLM."""
     yield from _check_structure(generation.structured)
     subject = "generation.generation_batch_size="
     size, engines = generation.generation_batch_size, generation.parallel.data
@@ -39,7 +39,7 @@ def check_requests(generation: GenerationConfig) -> Iterator[Rule]:
 
 
 def check_filter_cautions(config: Config) -> Iterator[Rule]:
-    """Find penalties beside a filter, or beside an option that drops tokens for them."""
+    """Find penalties beside filters or options that drop tokens."""
     dropping_option, generation = _find_dropping_option(config), config.generation
     hiding_key = _find_hiding_key(generation)
     text = (
@@ -77,7 +77,7 @@ def check_filters(config: Config) -> Iterator[Rule]:
 
 
 def _find_hiding_key(generation: GenerationConfig) -> str:
-    """Find the key that keeps training from repeating a filter; "": none does."""
+    """Find the key that keeps training from repeating a filter; "": none."""
     penalties = generation.select_changed(PENALTIES)
     if generation.temperature == 0 or not (penalties or generation.structured != StructuredConfig()):
         return ""
@@ -92,7 +92,7 @@ def _format_changed(generation: GenerationConfig, names: tuple[str, ...]) -> dic
 
 
 def _find_dropping_option(config: Config) -> str | None:
-    """Find the option that drops tokens on which engine and trainer disagree, as KEY=VALUE."""
+    """Find the option (KEY=VALUE) that drops tokens on which frameworks disagree."""
     kind = config.loss_fn.truncated_importance_sampling_type
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `megatron_grpo.train`, and the counterparts of TRL's."""
+"""Checks of the arguments of `megatron_grpo.train`, with advice for those of TRL."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.run.user_objects import Callback
 
+# Kinds of objects in the arguments `rewards` and `callbacks` of `train`, for messages.
 _REWARDS = "a function, its import path (package.module.name) or the folder of a reward model"
 _CALLBACKS = "an object of a class that extends megatron_grpo.Callback, such as MyCallback()"
-"""Kinds of objects in the arguments `rewards` and `callbacks` of `train`, for messages."""
 _CONFIG = "give overrides as on the command line (['+exp=quickstart', 'grpo.max_num_steps=3']), a mapping, or a Config"
 _SAVED = "write it and its tokenizer into a folder with save_pretrained, and give the folder"
 _ARGUMENTS = ("config", "train_dataset", "val_dataset", "rewards", "environments", "tokenizer", "callbacks")
 _INTERFACE = "megatron_grpo.environments.interface.Environment"
 
-_INSTEAD = {
+# Advice for arguments of TRL's GRPOTrainer that are no settings, by name.
+_ADVICE = {
     "args": "TRL's args is config here",
     "dataset": "train_dataset or val_dataset here",
     "environment": "environments here: {'NAME': MyClass}, by task name",
@@ -38,35 +39,33 @@ _INSTEAD = {
     "tools": "an environment calls tools: environments={'NAME': 'tools'} has a calculator, Python and a retriever, and "
     f"a class of {_INTERFACE} any other; data.tools in config describes them to the model",
 }
-"""What to write instead of an argument of TRL's GRPOTrainer that is no setting, by its name."""
 
 
 def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
-    """Problems of the arguments of `train`, apart from those of overrides and datasets.
+    """Check the arguments of `train`, but for overrides and datasets.
 
     Args:
-        arguments: config, rewards, environments, tokenizer and callbacks by name, as a script gave them.
-        unknown: values of arguments that `train` does not have, by name.
+        arguments: config, rewards, environments, tokenizer and callbacks, by name.
+        unknown: arguments that `train` does not have, by name.
     """
     config, rewards, callbacks = (arguments[name] for name in ("config", "rewards", "callbacks"))
-    problems = [Problem(name, f"no such argument; {_instead(name, value)}") for name, value in unknown.items()]
+    problems = [Problem(name, f"no such argument; {_advise(name, value)}") for name, value in unknown.items()]
     if config is None and "args" not in unknown:
         problems.append(Problem("config", f"is missing; {_CONFIG}"))
     for name, value in (("config", config), ("args", unknown.get("args"))):
-        problems += _foreign_settings(name, value)
-    problems += _list_problems("rewards", rewards, _reward_problem, _REWARDS)
-    problems += _environment_problems(arguments["environments"])
-    problems += _tokenizer_problems(arguments["tokenizer"])
-    problems += _list_problems("callbacks", callbacks, _callback_problem, _CALLBACKS)
+        problems += _find_foreign_settings(name, value)
+    problems += _find_list_problems("rewards", rewards, _find_reward_problem, _REWARDS)
+    problems += _find_environment_problems(arguments["environments"])
+    problems += _find_tokenizer_problems(arguments["tokenizer"])
+    problems += _find_list_problems("callbacks", callbacks, _find_callback_problem, _CALLBACKS)
     return problems
 
 
-def _instead(name: str, value: Any) -> str:
-    """What to write instead of an argument that `train` does not have."""
+def _advise(name: str, value: Any) -> str:
     if name == "model" and _is_pretrained(value):
         return f"TRL's model is policy.model.path in config; {_SAVED}"
-    if name in _INSTEAD:
-        return _INSTEAD[name]
+    if name in _ADVICE:
+        return _ADVICE[name]
     setting = describe_counterpart(name, "grpo")
     if setting is not None:
         return f"settings are in config; {setting}"
@@ -74,8 +73,8 @@ def _instead(name: str, value: Any) -> str:
     return f"did you mean {close[0]}?" if close else f"there is {', '.join(_ARGUMENTS)}; settings are in config"
 
 
-def _foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
-    """Counterparts of what an object of TRL's or transformers' arguments (GRPOConfig) sets."""
+def _find_foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
+    """Name our keys for settings of TRL or transformers."""
     kind = type(arguments)
     if not dataclasses.is_dataclass(arguments) or kind.__module__.partition(".")[0] not in ("trl", "transformers"):
         return
@@ -83,7 +82,8 @@ def _foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
         yield Problem(name, f"is {kind.__name__}; {_CONFIG}")
     device = {field: getattr(arguments, field) for field in ("use_cpu", "bf16") if hasattr(arguments, field)}
     try:
-        defaults = kind(**device)  # without these, transformers raises on a machine without GPUs
+        # Without these fields transformers raises on a machine without GPUs.
+        defaults = kind(**device)
     except Exception:  # noqa: BLE001 - another library's class may refuse its own defaults on this machine
         return
     for field in dataclasses.fields(arguments):
@@ -95,38 +95,42 @@ def _foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
 
 
 def _is_pretrained(value: Any) -> bool:
-    """True for models, tokenizers, pipelines and adapters of transformers and PEFT, and their classes."""
+    """True for models and tokenizers of transformers and PEFT, and their classes."""
     return hasattr(value, "save_pretrained") or hasattr(value, "from_pretrained")
 
 
-def _reward_problem(reward: Any) -> str | None:
+def _find_reward_problem(reward: Any) -> str | None:
     if _is_pretrained(reward):
-        return f"is {_kind(reward)}, and reward models are given by their folder; {_SAVED}: rewards=['./FOLDER']"
-    return None if isinstance(reward, str) or callable(reward) else f"is {_kind(reward)}; give {_REWARDS}"
+        return (
+            f"is {_describe_kind(reward)}, and reward models are given by their folder; {_SAVED}: rewards=['./FOLDER']"
+        )
+    return None if isinstance(reward, str) or callable(reward) else f"is {_describe_kind(reward)}; give {_REWARDS}"
 
 
-def _callback_problem(callback: Any) -> str | None:
-    return None if isinstance(callback, Callback) else f"is {_kind(callback)}; give {_CALLBACKS}"
+def _find_callback_problem(callback: Any) -> str | None:
+    return None if isinstance(callback, Callback) else f"is {_describe_kind(callback)}; give {_CALLBACKS}"
 
 
-def _list_problems(name: str, members: Any, problem: Callable[[Any], str | None], kinds: str) -> Iterator[Problem]:
-    """Problems of an argument that is an object of some kinds or a list of such."""
+def _find_list_problems(
+    name: str, members: Any, find_problem: Callable[[Any], str | None], kinds: str
+) -> Iterator[Problem]:
+    """Check an argument that is one object or a list."""
     if isinstance(members, Sequence) and not isinstance(members, str):
         for number, member in enumerate(members):
-            text = problem(member)
+            text = find_problem(member)
             if text is not None:
                 yield Problem(f"{name}[{number}]", text)
-    elif members is not None and (text := problem(members)) is not None:
-        listed = f"is {_kind(members)}; give a list, each {kinds}"
-        yield Problem(name, text if _is_pretrained(members) else listed)
+    elif members is not None and (text := find_problem(members)) is not None:
+        list_text = f"is {_describe_kind(members)}; give a list, each {kinds}"
+        yield Problem(name, text if _is_pretrained(members) else list_text)
 
 
-def _environment_problems(environments: Any) -> Iterator[Problem]:
+def _find_environment_problems(environments: Any) -> Iterator[Problem]:
     if environments is None:
         return
     if not isinstance(environments, Mapping):
         text = "give a mapping of task names to classes or types: {'my_task': MyClass}"
-        yield Problem("environments", f"is {_kind(environments)}; {text}")
+        yield Problem("environments", f"is {_describe_kind(environments)}; {text}")
         return
     for task, kind in environments.items():
         subject = f"environments[{task!r}]"
@@ -142,21 +146,20 @@ def _environment_problems(environments: Any) -> Iterator[Problem]:
 
 
 def _is_ray_actor(value: Any) -> bool:
-    """True for Ray's actor classes and handles, which are recognised without importing Ray."""
+    """True for Ray's actor classes and handles; does not import Ray."""
     return any(base.__module__.partition(".")[0] == "ray" for base in type(value).__mro__)
 
 
-def _tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
+def _find_tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
     members = ("__call__", "apply_chat_template", "decode", "eos_token_id")
-    loaded = not inspect.isclass(tokenizer) and all(hasattr(tokenizer, name) for name in members)
-    if tokenizer is None or loaded:
+    is_loaded = not inspect.isclass(tokenizer) and all(hasattr(tokenizer, name) for name in members)
+    if tokenizer is None or is_loaded:
         return
     text = "give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
     if hasattr(tokenizer, "tokenizer"):
         text = "give its tokenizer, PROCESSOR.tokenizer; images are not read"
-    yield Problem("tokenizer", f"is {_kind(tokenizer)}; {text}")
+    yield Problem("tokenizer", f"is {_describe_kind(tokenizer)}; {text}")
 
 
-def _kind(value: Any) -> str:
-    """The kind of a value, in the words of a message."""
+def _describe_kind(value: Any) -> str:
     return f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Checks of the tokenizer in a model's folder by its files alone, without transformers."""
+"""Checks of the tokenizer files in a model's folder, without transformers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_end_to
 
 _SETTINGS_FILE = "tokenizer_config.json"
 _FILES = (TOKENIZER_FILE, "tokenizer.model", _SETTINGS_FILE)
-_BESIDE = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder has files of a tokenizer; in the hub's cache it may not have them yet."""
+    """True for tokenizer files; the hub's cache may lack them as yet."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: int) -> Iterator[Problem]:
-    """Problems of a tokenizer: missing files, no chat template, tokens that the model does not have.
+    """Check the tokenizer's files, chat template and tokens.
 
     Args:
         subject: key and value that name the folder.
@@ -33,35 +33,35 @@ def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: i
         config: how prompts are rendered.
         vocab: number of the model's tokens.
     """
-    there = [folder / name for name in _FILES if os.path.lexists(folder / name)]
-    if not there:
+    files = [folder / name for name in _FILES if os.path.lexists(folder / name)]
+    if not files:
         yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_FILES)})")
-    for file in there:
+    for file in files:
         reason = LFS_POINTER if is_lfs_pointer(file) else check_readable(file)
         if reason is not None:
             yield Problem(subject, f"{file}: {reason}")
             return
-    if folder / _SETTINGS_FILE in there and not _has_chat_template(folder):
-        yield from _template_problems(folder, config)
-    yield from _vocabulary_problems(subject, folder, config.data, vocab)
+    if folder / _SETTINGS_FILE in files and not _has_chat_template(folder):
+        yield from _find_template_problems(folder, config)
+    yield from _find_vocabulary_problems(subject, folder, config.data, vocab)
 
 
-def _template_problems(folder: Path, config: Config) -> Iterator[Problem]:
-    """The first task whose prompts need a chat template that nothing gives."""
+def _find_template_problems(folder: Path, config: Config) -> Iterator[Problem]:
+    """Find the first task whose prompts lack a chat template."""
     data = config.data
     for task in dict.fromkeys([data.task_name, *config.env]):
         settings = data.tasks.get(task, TaskConfig())
         section = "data" if settings.apply_chat_template is None else f"data.tasks.{task}"
-        applies = data.apply_chat_template if settings.apply_chat_template is None else settings.apply_chat_template
-        if applies and not (settings.chat_template or data.chat_template):
-            text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are, or give a file "
-            yield Problem(f"{section}.apply_chat_template=True", f"{text}with one in {section}.chat_template")
+        is_chat = data.apply_chat_template if settings.apply_chat_template is None else settings.apply_chat_template
+        if is_chat and not (settings.chat_template or data.chat_template):
+            text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are, or give a file"
+            yield Problem(f"{section}.apply_chat_template=True", f"{text} with one in {section}.chat_template")
             return
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """Whether there is a chat template, in tokenizer_config.json or beside it; an unreadable file may have one."""
-    if any((folder / name).exists() for name in _BESIDE):
+    """True for a chat template, and for an unreadable file."""
+    if any((folder / name).exists() for name in _TEMPLATE_FILES):
         return True
     try:
         content = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
@@ -70,33 +70,32 @@ def _has_chat_template(folder: Path) -> bool:
     return not isinstance(content, dict) or bool(content.get("chat_template"))
 
 
-def _vocabulary_problems(subject: str, folder: Path, data: DataConfig, vocab: int) -> Iterator[Problem]:
-    """Tokens that every prompt or response may have, with numbers that the model has no embedding for."""
-    has = f"the model's tokens are numbered from 0 to {vocab - 1} (vocab_size in config.json)"
+def _find_vocabulary_problems(subject: str, folder: Path, data: DataConfig, vocab: int) -> Iterator[Problem]:
+    """Check that the model has embeddings for common tokens."""
+    limit = f"the model's tokens are numbered from 0 to {vocab - 1} (vocab_size in config.json)"
     name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
     beyond = [number for number in declared_end_tokens(folder) if not 0 <= number < vocab]
     if beyond:
-        yield Problem(subject, f"eos_token_id of {name} has {beyond[0]}, and {has}; give the model's own end token")
+        yield Problem(subject, f"eos_token_id of {name} has {beyond[0]}, and {limit}; give the model's own end token")
     tokens = read_token_ids(folder) or {}
     settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / _SETTINGS_FILE)
-    fix = "give the model's own tokens, or a model whose embedding has a row for each token"
+    advice = "give the model's own tokens, or a model whose embedding has a row for each token"
     for role in ("eos_token", "bos_token"):
         token = settings.get(role)
         token = token.get("content") if isinstance(token, dict) else token
-        # The token would get the number after the last.
+        # A token without a number would get the one after the last.
         number = tokens.get(token, max(tokens.values()) + 1) if isinstance(token, str) and tokens else 0
         if number >= vocab:
-            yield Problem(subject, f"the tokenizer's {role} {token} is token {number}, and {has}; {fix}")
+            yield Problem(subject, f"the tokenizer's {role} {token} is token {number}, and {limit}; {advice}")
             return
-    written = "\n".join(_templates(folder, data, settings))
+    templates = "\n".join(_read_templates(folder, data, settings))
     for token, number in tokens.items():
-        if number >= vocab and token in written:
-            yield Problem(subject, f"the chat template writes {token}, which is token {number}, and {has}; {fix}")
+        if number >= vocab and token in templates:
+            yield Problem(subject, f"the chat template writes {token}, which is token {number}, and {limit}; {advice}")
             return
 
 
-def _templates(folder: Path, data: DataConfig, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Texts of the chat templates that a run may use."""
+def _read_templates(folder: Path, data: DataConfig, settings: Mapping[str, Any]) -> Iterator[str]:
     files = [data.chat_template, *(task.chat_template for task in data.tasks.values())]
     paths = [Path(file) for file in files if file] or [folder / "chat_template.jinja"]
     for path in paths:

@@ -108,7 +108,7 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
         (
             ["loss_fn.force_on_policy_ratio=true", "grpo.num_iterations=2"],
             "loss_fn.force_on_policy_ratio=True",
-            "first optimizer step on a sample only, and there are 2",
+            "is correct for one optimizer step per sample; this configuration makes 2",
         ),
         (
             ["loss_fn.sequence_level_importance_ratios=true"],
