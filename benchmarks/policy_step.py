@@ -36,7 +36,7 @@ from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.verification.problem import counts_of, make_loss
+from megatron_grpo.verification.problem import count_tokens, make_loss
 
 Step = Callable[[], float]
 """One optimizer step; the norm of its gradient."""
@@ -72,7 +72,7 @@ def ours(folder: Path, batch: TokenBatch, tokens: int, packing: bool) -> Step:
     )
     rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=str(folder), decay_steps=100))
     (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([torch.tensor(batch.lengths).numpy()])
-    loss_fn, counts = make_loss(), counts_of(batch)
+    loss_fn, counts = make_loss(), count_tokens(batch)
     return lambda: rank.train(batch, microbatches, loss_fn, counts).grad_norm
 
 

@@ -60,9 +60,11 @@ def _run(arguments: Sequence[str]) -> int:
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")
     with silence_packages(), tempfile.TemporaryDirectory() as scratch:
-        from megatron_grpo.verification.doctor.examination import diagnose  # after the checks, because it imports torch
+        from megatron_grpo.verification.doctor.examination import (
+            examine_run,  # after the checks, because it imports torch
+        )
 
-        diagnosis = diagnose(run_dir, config, model, Path(scratch), **parsed.options)
+        diagnosis = examine_run(run_dir, config, model, Path(scratch), **parsed.options)
     print(json.dumps(_to_json(run_dir, diagnosis)) if as_json else "\n".join(_format_lines(run_dir, diagnosis)))
     return FAILED if diagnosis.findings else 0
 

@@ -91,9 +91,9 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
         RunError: a rank failed, or there is no GPU for each rank.
     """
     from megatron_grpo.verification.replay.compare import (  # here: torch takes seconds to import
+        choose_tolerances,
         compare,
-        recorded,
-        tolerances,
+        read_recorded,
     )
     from megatron_grpo.verification.replay.record import open_step
     from megatron_grpo.verification.replay.replayed_step import replay_step
@@ -102,7 +102,7 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     record = open_step(request.run_dir, request.step)
     if changed is not None:
         _require_loadable(record, changed.config.policy)
-    sides = {RECORDED: (recorded(record), record.config.policy)}
+    sides = {RECORDED: (read_recorded(record), record.config.policy)}
     wanted = {CHANGED: changed} if changed is not None else {}
     if request.baseline == "run" or changed is None:
         wanted = {REPLAYED: record, **wanted}
@@ -117,7 +117,7 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     names = list(sides)
     for index, second in enumerate(names):
         for first in names[index + 1 :]:
-            limits = tolerances(sides[first][1], sides[second][1])
+            limits = choose_tolerances(sides[first][1], sides[second][1])
             compared = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
             if compared.differences:
                 comparisons.append(compared)

@@ -27,7 +27,7 @@ RouterPart = Literal["inputs", "weights", "logits", "scores"]
 """Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
 
 
-def eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
+def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
     """Load a model whose attention and experts are transformers' plain torch code, without fused kernels.
 
     `settings`: entries of the model's configuration that are not those of the folder.
@@ -41,7 +41,7 @@ def eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | 
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **kind).eval()
 
 
-def stored_tensors(model: Any) -> dict[str, Tensor]:
+def keep_stored_tensors(model: Any) -> dict[str, Tensor]:
     """Parameters, and the buffers that a model's files have too, by their names in transformers."""
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
@@ -64,7 +64,7 @@ class Oracle:
         self, folder: Path, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
     ) -> None:
         try:
-            model = eager_model(folder, dtype, settings)
+            model = load_eager_model(folder, dtype, settings)
         except Exception as error:  # a model's own code may raise anything
             raise RunError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
         self.folder = folder
@@ -78,7 +78,7 @@ class Oracle:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights by their names in transformers, in memory: experts are stacked, tied weights named once."""
-        return {name: tensor.detach() for name, tensor in stored_tensors(self.model).items()}
+        return {name: tensor.detach() for name, tensor in keep_stored_tensors(self.model).items()}
 
     @property
     def layers(self) -> list[Any]:
@@ -92,21 +92,24 @@ class Oracle:
         Returns:
             [laws, chosen tokens of all sequences], float32.
         """
-        found: dict[int, Tensor] = {}
-        for numbers in _batches([len(one.ids) for one in sequences]):
+        logprobs: dict[int, Tensor] = {}
+        for numbers in _split_batches([len(sequence.ids) for sequence in sequences]):
             batch = [sequences[number] for number in numbers]
-            padded = torch.nn.utils.rnn.pad_sequence([one.ids for one in batch], batch_first=True)
-            lengths = torch.tensor([len(one.ids) for one in batch])
+            padded = torch.nn.utils.rnn.pad_sequence([sequence.ids for sequence in batch], batch_first=True)
+            lengths = torch.tensor([len(sequence.ids) for sequence in batch])
             mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()  # the padding follows the tokens
             options = {"attention_mask": mask, "use_cache": False}
-            if any(one.positions is not None for one in batch):
-                plain = [torch.arange(len(one.ids)) if one.positions is None else one.positions for one in batch]
+            if any(sequence.positions is not None for sequence in batch):
+                plain = [
+                    torch.arange(len(sequence.ids)) if sequence.positions is None else sequence.positions
+                    for sequence in batch
+                ]
                 options["position_ids"] = torch.nn.utils.rnn.pad_sequence(plain, batch_first=True)
             hidden = self.model.model(padded, **options).last_hidden_state
             for number, tokens, states in zip(numbers, batch, hidden, strict=True):
-                logits = self._logits(states[tokens.places - 1])
-                found[number] = torch.stack([law.logprobs(logits, tokens) for law in laws])
-        return torch.cat([found[number] for number in range(len(sequences))], dim=1)
+                logits = self._logits(states[tokens.chosen - 1])
+                logprobs[number] = torch.stack([law.logprobs(logits, tokens) for law in laws])
+        return torch.cat([logprobs[number] for number in range(len(sequences))], dim=1)
 
     @torch.no_grad()
     def chances(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
@@ -114,7 +117,7 @@ class Oracle:
         chances = []
         for tokens in sequences:
             states = self.model.model(tokens.ids[None], use_cache=False).last_hidden_state[0]
-            chances.append(law.distribution(self._logits(states[tokens.places - 1]), tokens).exp())
+            chances.append(law.distribution(self._logits(states[tokens.chosen - 1]), tokens).exp())
         return chances
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -125,7 +128,7 @@ class Oracle:
         return (logits if limit is None else torch.tanh(logits / limit) * limit).float()
 
     @torch.no_grad()
-    def logprobs_behind(self, other: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law) -> Tensor:
+    def logprobs_behind(self, older: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law) -> Tensor:
         """Log-probabilities with keys and values of another model for the first tokens of each sequence.
 
         Args:
@@ -142,9 +145,9 @@ class Oracle:
             if cut == 0:
                 logprobs.append(self.logprobs([tokens], [law])[0])
                 continue
-            cache = other.model.model(tokens.ids[None, :cut], use_cache=True).past_key_values
+            cache = older.model.model(tokens.ids[None, :cut], use_cache=True).past_key_values
             states = self.model.model(tokens.ids[None, cut:], past_key_values=cache, use_cache=True).last_hidden_state
-            logprobs.append(law.logprobs(self._logits(states[0][tokens.places - 1 - cut]), tokens))
+            logprobs.append(law.logprobs(self._logits(states[0][tokens.chosen - 1 - cut]), tokens))
         return torch.cat(logprobs)
 
     @contextmanager
@@ -185,15 +188,15 @@ class Oracle:
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Compute the body with other values of some tensors, by name; each has the shape of the tensor."""
-        own = stored_tensors(self.model)
-        before = {name: own[name].data for name in values}
+        parameters = keep_stored_tensors(self.model)
+        before = {name: parameters[name].data for name in values}
         try:
             for name, value in values.items():
-                own[name].data = value.to(before[name].dtype)
+                parameters[name].data = value.to(before[name].dtype)
             yield
         finally:
             for name, value in before.items():
-                own[name].data = value
+                parameters[name].data = value
 
     @contextmanager
     def other_rope(self, rope: Mapping[str, Any]) -> Iterator[None]:
@@ -224,7 +227,7 @@ class Oracle:
         """Compute the body with some parts of the routers rounded to bfloat16."""
         routers = list(self.routers.values())
         for router in routers:
-            router.forward = partial(_rounded_forward, router.forward, parts)
+            router.forward = partial(_round_forward, router.forward, parts)
         try:
             yield
         finally:
@@ -240,20 +243,20 @@ class Oracle:
         """
         closest: list[Tensor] = []
         handles = [
-            router.register_forward_hook(lambda module, _, output: closest.append(_margins(module, output)))
+            router.register_forward_hook(lambda module, _, output: closest.append(_compute_margins(module, output)))
             for router in self.routers.values()
         ]
-        found = []
+        ties = []
         try:
             for tokens in sequences:
                 closest.clear()
                 self.model.model(tokens.ids[None], use_cache=False)
                 tied = (torch.stack(closest) < TIE).any(0)
-                found.append(int(tied.nonzero()[0]) if tied.any() else len(tokens.ids))
+                ties.append(int(tied.nonzero()[0]) if tied.any() else len(tokens.ids))
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return ties
 
     @torch.no_grad()
     def hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
@@ -263,36 +266,36 @@ class Oracle:
             [tokens of all sequences, width] for each point of `verification.doctor.layer_outputs`, in the order of
             computation. At a router, the weight of every expert, 0 for those that were not chosen.
         """
-        inner, found = self.model.model, dict[str, list[Tensor]]()
+        inner, kept_states = self.model.model, dict[str, list[Tensor]]()
         modules = {"embedding": inner.embed_tokens}
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}"
             routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
             modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
-        handles = [module.register_forward_hook(_kept(point, found)) for point, module in modules.items()]
+        handles = [module.register_forward_hook(_keep_tensors(point, kept_states)) for point, module in modules.items()]
         try:
             for tokens in sequences:
                 inner(tokens.ids[None], use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        return {point: torch.cat(found[point]) for point in modules}
+        return {point: torch.cat(kept_states[point]) for point in modules}
 
 
-def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
+def _keep_tensors(point: str, kept_states: dict[str, list[Tensor]]) -> Any:
     """A hook that keeps a module's output, [tokens, width]."""
 
-    def keep(_module: Any, _given: Any, output: Any) -> None:
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
         if point.endswith("router"):
             logits, weights, chosen = output
             value = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, chosen, weights.float())
-        found.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
+        kept_states.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
 
     return keep
 
 
-def _margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _compute_margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Absolute difference of the lowest score of a chosen expert and the highest of the others, [tokens], float32."""
     scores, chosen = output[0].float(), output[2]
     bias = getattr(router, "e_score_correction_bias", None)
@@ -313,24 +316,25 @@ class _RoundedProduct(TorchFunctionMode):
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not torch.nn.functional.linear:
             return function(*args, **(kwargs or {}))
-        given = (
-            _rounded(one) if part in self._parts else one for part, one in zip(("inputs", "weights"), args, strict=True)
+        operands = (
+            _round_weights(operand) if part in self._parts else operand
+            for part, operand in zip(("inputs", "weights"), args, strict=True)
         )
-        logits = function(*given)
-        return _rounded(logits) if "logits" in self._parts else logits
+        logits = function(*operands)
+        return _round_weights(logits) if "logits" in self._parts else logits
 
 
-def _rounded_forward(forward: Any, parts: Set[RouterPart], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _round_forward(forward: Any, parts: Set[RouterPart], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with _RoundedProduct(parts):
         logits, scores, chosen = forward(hidden)
-    return logits, _rounded(scores) if "scores" in parts else scores, chosen
+    return logits, _round_weights(scores) if "scores" in parts else scores, chosen
 
 
-def _rounded(value: Tensor) -> Tensor:
+def _round_weights(value: Tensor) -> Tensor:
     return value.bfloat16().float()
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def _split_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Numbers of the sequences of each forward pass: of similar lengths, so that little is padded."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):

@@ -22,7 +22,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
-from megatron_grpo.verification.oracle import eager_model, stored_tensors
+from megatron_grpo.verification.oracle import keep_stored_tensors, load_eager_model
 
 SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
 """Entries of config.json: SMALL of every small model; EXPERTS, LATENT and WINDOW of models with experts, latent
@@ -46,8 +46,8 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         family = model.removeprefix("tiny:")
         if family not in TINY:
             raise ValueError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        return _made({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
-    path = _folder_of(model, weights=not shrink)
+        return _make_model({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
+    path = _find_folder(model, weights=not shrink)
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
     if not shrink:
@@ -69,10 +69,10 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     }
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    return _made({**raw, **per_layer, **sizes}, folder, seed)
+    return _make_model({**raw, **per_layer, **sizes}, folder, seed)
 
 
-def _folder_of(model: str, *, weights: bool) -> Path:
+def _find_folder(model: str, *, weights: bool) -> Path:
     """The folder of a model, downloaded from the hub if necessary; without `weights` only its config.json."""
     if weights or not is_hub_name(model):
         return fetch_model_folder(model, "model")
@@ -83,7 +83,7 @@ def _folder_of(model: str, *, weights: bool) -> Path:
     return folder
 
 
-def _made(config: dict[str, Any], folder: Path, seed: int) -> Path:
+def _make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
     """Write a model whose weights are all random, biases and norms (around their initial 1 or 0) included."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
@@ -142,7 +142,7 @@ def make_loss() -> ClippedPGLossFn:
     return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
 
 
-def counts_of(batch: TokenBatch) -> GlobalCounts:
+def count_tokens(batch: TokenBatch) -> GlobalCounts:
     """The denominators of a step on the whole batch."""
     masks = require_field(batch.fields.loss_mask).split(batch.lengths)
     return GlobalCounts(
@@ -159,18 +159,18 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
         RunError: transformers cannot load or compute the model.
     """
     try:
-        return _solved(folder, batch)
+        return _solve_cached(folder, batch)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
 
 
-def _solved(folder: Path, batch: TokenBatch) -> Truth:
-    model = eager_model(folder, torch.float32)
+def _solve_cached(folder: Path, batch: TokenBatch) -> Truth:
+    model = load_eager_model(folder, torch.float32)
     # torch gives the row of this token no gradient. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = read_model_shape(folder).experts
-    asked = {} if experts is None else {"output_router_logits": True}
-    in_memory = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
+    options = {} if experts is None else {"output_router_logits": True}
+    in_memory = {name: value.detach().clone() for name, value in keep_stored_tensors(model).items()}
     weights = revert_weight_conversion(model, in_memory)
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
@@ -180,18 +180,20 @@ def _solved(folder: Path, batch: TokenBatch) -> Truth:
         require_field(fields.advantages),
     )
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
-        output = model(ids[None], **asked)
-        own = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        total = total - (own * advantages[1:] * mask[1:]).sum() / require_field(fields.loss_mask).sum()
+        output = model(ids[None], **options)
+        sampled_logprobs = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total - (sampled_logprobs * advantages[1:] * mask[1:]).sum() / require_field(fields.loss_mask).sum()
         if experts is not None:
-            total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
-        logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
+            total = total + sum(
+                compute_router_losses(router_logits, experts) for router_logits in output.router_logits
+            ) / len(batch)
+        logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
     of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Truth(torch.cat(logprobs), revert_weight_conversion(model, of_trained), weights)
 
 
-def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
+def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
     """The losses of `MOE` for one layer and one sequence: logits [tokens, experts], float32, to [].
 
     For softmax scores the balancing loss is transformers' own, which counts a token once for each of its experts.

@@ -56,20 +56,20 @@ def run_on_ranks(
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        given = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
-        ranks = start_processes(_serve, given, world, join=False, daemon=True, start_method="forkserver")
+        arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
+        ranks = start_processes(_serve, arguments, world, join=False, daemon=True, start_method="forkserver")
         try:
             while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
                 if time.monotonic() >= end:
                     pending = ranks.sentinels.values()
-                    overdue = ", ".join(f"{rank} (in {_phase(folder, rank)})" for rank in sorted(pending))
+                    overdue = ", ".join(f"{rank} (in {_name_phase(folder, rank)})" for rank in sorted(pending))
                     raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
         except ProcessRaisedException as error:
             rank, text = error.error_index, error.msg.partition("following error:\n")[2]
-            raise RunError(f"rank {rank} failed in {_phase(folder, rank)}:\n{text}") from None
+            raise RunError(f"rank {rank} failed in {_name_phase(folder, rank)}:\n{text}") from None
         except ProcessExitedException as error:
             rank, code = error.error_index, error.exit_code
-            raise RunError(f"rank {rank} died in {_phase(folder, rank)}, with exit code {code}") from None
+            raise RunError(f"rank {rank} died in {_name_phase(folder, rank)}, with exit code {code}") from None
         finally:
             for process in ranks.processes:
                 process.kill()
@@ -78,7 +78,7 @@ def run_on_ranks(
         return [torch.load(folder / f"{rank}.found", weights_only=True) for rank in range(world)]
 
 
-def _phase(folder: Path, rank: int) -> str:
+def _name_phase(folder: Path, rank: int) -> str:
     """The current or last phase of a rank."""
     file = folder / f"{rank}.phase"
     return file.read_text() if file.exists() else "start"
@@ -104,5 +104,5 @@ def _serve(
     torch.set_num_threads(threads)
     store = connect_store("127.0.0.1", port, timeout_s)
     initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)
-    found = body(task, (folder / f"{rank}.phase").write_text)
-    torch.save(found, folder / f"{rank}.found")
+    result = body(task, (folder / f"{rank}.phase").write_text)
+    torch.save(result, folder / f"{rank}.found")

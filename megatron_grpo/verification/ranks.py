@@ -22,7 +22,7 @@ from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.verification.problem import MOE, Truth, counts_of, make_loss
+from megatron_grpo.verification.problem import MOE, Truth, count_tokens, make_loss
 from megatron_grpo.verification.processes import run_on_ranks
 
 
@@ -62,7 +62,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     `enter` gets the name of each phase as it begins.
     """
     enter("building the model")
-    config = _config(task)
+    config = _build_config(task)
     shares = make_packer(config, OF_TOKENS).assign_to_replicas(np.array(task.batch.lengths), task.parallel.data)
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
@@ -72,30 +72,30 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     logprobs = rank.compute_logprobs(
         TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches
     )
-    result = Findings(weights=_whole(rank))
+    result = Findings(weights=_join_shards(rank))
     if logprobs is not None:
         result.logprobs = dict(zip(numbers, logprobs.split(batch.lengths), strict=True))
-    loss_fn, counts = make_loss(), counts_of(task.batch)
+    loss_fn, counts = make_loss(), count_tokens(task.batch)
     enter("gradients")
-    result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
-    result.gradients = _whole_gradients(rank)
+    result.losses.append(_build_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+    result.gradients = _join_gradients(rank)
     del rank  # else the peak would count both models
-    rank = _build(_config(task, distributed=True))
+    rank = _build(_build_config(task, distributed=True))
     enter("optimizer steps")
     times = []
     for _ in range(task.steps):
         began = time.monotonic()
         rank.train(batch, microbatches, loss_fn, counts)
         times.append(time.monotonic() - began)
-        result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+        result.losses.append(_build_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.step_s = statistics.median(times)
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel rank 0 reports the loss
         result.losses = [0.0] * len(result.losses)
-    return {one.name: getattr(result, one.name) for one in fields(result)}
+    return {field_of_result.name: getattr(result, field_of_result.name) for field_of_result in fields(result)}
 
 
-def _config(task: Task, *, distributed: bool = False) -> PolicyConfig:
+def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
     return PolicyConfig(
         model=ModelConfig(path=task.folder),
         parallel=task.parallel,
@@ -114,23 +114,23 @@ def _build(config: PolicyConfig) -> PolicyRank:
     return PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=folder, decay_steps=100))
 
 
-def _loss(shares: list[dict[str, Tensor]]) -> float:
+def _build_loss(shares: list[dict[str, Tensor]]) -> float:
     return sum(float(share["loss"]) for share in shares)
 
 
-def _whole(rank: PolicyRank) -> dict[str, Tensor]:
+def _join_shards(rank: PolicyRank) -> dict[str, Tensor]:
     """The rank's weights, unsharded, by their names in transformers."""
     tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.gather_chunks(), rank.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 
-def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
+def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     """The gradients, exported like weights: each is copied into its parameter for the export."""
     parameters = rank.gather_parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradients = _whole(rank)
+    gradients = _join_shards(rank)
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
     return gradients
@@ -142,8 +142,8 @@ def run_layout(task: Task) -> list[Findings]:
     Raises:
         RunError: a rank failed, died or missed the deadline; the text names it.
     """
-    found = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
-    return [Findings(**one) for one in found]
+    results = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
+    return [Findings(**result) for result in results]
 
 
 TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}
@@ -181,14 +181,14 @@ class Row:
 
 
 def compare_layout(
-    name: str, packed: bool, found: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
+    name: str, packed: bool, findings: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
 ) -> Row:
     """Compare the results of a layout's ranks with transformers and with one rank (None: this is one rank)."""
-    logprobs = {number: values for one in found for number, values in one.logprobs.items()}
+    logprobs = {number: values for rank in findings for number, values in rank.logprobs.items()}
     expected = truth.logprobs.split(batch.lengths)
     assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
-    final = sum(one.losses[-1] for one in found)
-    gradient, worst_tensor = _relative_error(found, truth.gradients)
+    final = sum(rank.losses[-1] for rank in findings)
+    gradient, worst_tensor = _compute_relative_error(findings, truth.gradients)
     return Row(
         layout=name,
         packed=packed,
@@ -197,16 +197,16 @@ def compare_layout(
         gradient=gradient,
         worst_tensor=worst_tensor,
         loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
-        exact=_same_weights(found, truth.weights),
-        peak_gib=max(one.peak_bytes for one in found) / 2**30,
-        step_s=max(one.step_s for one in found),
+        exact=_has_same_weights(findings, truth.weights),
+        peak_gib=max(rank.peak_bytes for rank in findings) / 2**30,
+        step_s=max(rank.step_s for rank in findings),
         final_loss=final,
     )
 
 
-def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> tuple[float, str]:
+def _compute_relative_error(findings: Sequence[Findings], truth: dict[str, Tensor]) -> tuple[float, str]:
     """Largest relative error over all tensors, and the name of its tensor; infinite if one is missing or not finite."""
-    gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
+    gradients = {name: tensor for rank in findings for name, tensor in rank.gradients.items()}
     errors = dict.fromkeys(truth, math.inf)
     for name in truth.keys() & gradients.keys():
         error = float((gradients[name] - truth[name]).norm() / truth[name].norm())
@@ -215,8 +215,8 @@ def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> tupl
     return errors[worst], worst
 
 
-def _same_weights(found: Sequence[Findings], truth: dict[str, Tensor]) -> bool:
-    names = {name for one in found for name in one.weights}
+def _has_same_weights(findings: Sequence[Findings], truth: dict[str, Tensor]) -> bool:
+    names = {name for rank in findings for name in rank.weights}
     return names == truth.keys() and all(
-        torch.equal(tensor, truth[name]) for one in found for name, tensor in one.weights.items()
+        torch.equal(tensor, truth[name]) for rank in findings for name, tensor in rank.weights.items()
     )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.batch.trajectory import Span, Trajectory
-from megatron_grpo.verification.doctor.examination import Diagnosis, diagnose
+from megatron_grpo.verification.doctor.examination import Diagnosis, examine_run
 from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from tests.support.one_engine import ask
 from tests.support.recorded_runs import EOS, PROMPTS, SAMPLES, RecordedRun, edited_copy, make_run, moved, rollout
@@ -100,7 +100,7 @@ def answers(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 def verdict(run: RecordedRun, scratch: Path) -> tuple[list[str], Diagnosis]:
     scratch.mkdir()
-    found = diagnose(run.run_dir, run.config, run.versions[0], scratch)
+    found = examine_run(run.run_dir, run.config, run.versions[0], scratch)
     return [one.name for one in found.findings], found
 
 
@@ -214,6 +214,6 @@ def test_an_engine_is_asked_again(weights: Path, answers: Answers, tmp_path: Pat
     ]
     run.write(1, noisy)
     (tmp_path / "a").mkdir()
-    (found,) = diagnose(run.run_dir, run.config, run.versions[0], tmp_path / "a", engine=True).findings
+    (found,) = examine_run(run.run_dir, run.config, run.versions[0], tmp_path / "a", engine=True).findings
     assert found.name == ("other_weights" if right else "first_layer")
     assert right or "computes layers.0.self_attn otherwise" in found.text

@@ -18,44 +18,44 @@ from megatron_grpo.verification.doctor.damage import find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
-    first_apart,
+    describe_apart,
+    find_first_apart,
+    find_rollouts_apart,
     is_rounding,
-    rollouts_apart,
-    rounding_of,
-    where_apart,
+    measure_rounding,
 )
 from megatron_grpo.verification.doctor.engine_settings import read_engine_settings
-from megatron_grpo.verification.doctor.engine_side import engine_again
+from megatron_grpo.verification.doctor.engine_side import run_engine_again
 from megatron_grpo.verification.doctor.evidence import Evidence, Weights
 from megatron_grpo.verification.doctor.explanation import Search
 from megatron_grpo.verification.doctor.law import Law
-from megatron_grpo.verification.doctor.layer_outputs import trainer_again
-from megatron_grpo.verification.doctor.packs import packing_suspects, read_packs
+from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
+from megatron_grpo.verification.doctor.packs import iterate_packing_suspects, read_packs
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
-from megatron_grpo.verification.doctor.suspects.permuted import permuted_suspects
-from megatron_grpo.verification.doctor.suspects.sampling import prompt_suspects, sampling_suspects
+from megatron_grpo.verification.doctor.suspects.permuted import iterate_permutations
+from megatron_grpo.verification.doctor.suspects.sampling import iterate_prompt_suspects, iterate_sampling_suspects
 from megatron_grpo.verification.doctor.suspects.settings import (
     PRECISION,
-    engine_setting_suspects,
-    rope_suspects,
-    rounded_weight_suspects,
-    router_suspects,
-    setting_suspects,
+    iterate_engine_settings,
+    iterate_ropes,
+    iterate_rounded_weights,
+    iterate_routers,
+    iterate_settings,
 )
 from megatron_grpo.verification.doctor.suspects.side import Cause, Group, Side
 from megatron_grpo.verification.doctor.suspects.versions import (
     REFIT,
-    adapter_suspects,
-    cache_suspects,
-    version_suspects,
+    iterate_adapters,
+    iterate_stale_caches,
+    iterate_versions,
 )
 from megatron_grpo.verification.doctor.suspects.weights import (
-    missing_suspects,
-    parts_of,
-    scaled_suspects,
-    stale_sets,
-    stale_suspects,
+    iterate_missing_parts,
+    iterate_scaled_parts,
+    iterate_stale_parts,
+    iterate_stale_sets,
+    list_parts,
 )
 from megatron_grpo.verification.oracle import Oracle
 
@@ -110,9 +110,11 @@ class Causes:
 
     def oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
         """The model of a version in transformers; that of the examined version and the latest other one are kept."""
-        key, kept = (version, dtype), (self._version, torch.float32)
+        key, keys_to_keep = (version, dtype), (self._version, torch.float32)
         if key not in self._oracles:
-            self._oracles = {other: oracle for other, oracle in self._oracles.items() if other == kept}
+            self._oracles = {
+                loaded_key: oracle for loaded_key, oracle in self._oracles.items() if loaded_key == keys_to_keep
+            }
             self._oracles[key] = Oracle(self._weights.folder(version), dtype)
         return self._oracles[key]
 
@@ -126,7 +128,7 @@ class Causes:
             rounding: distance that rounding explains.
             stops: tokens that end a response.
         """
-        apart = rollouts_apart(side, base, rounding)  # one of several engines may be wrong
+        apart = find_rollouts_apart(side, base, rounding)  # one of several engines may be wrong
         part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
         finding = find_damage(part, base, rounding) or self._explained(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
@@ -155,54 +157,54 @@ class Causes:
 
     def _tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
         """Groups of suspects; a tier is tried only if none before it reproduces the record."""
-        others = self._near(version)[:NEAREST]
+        nearest = self._near(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
-        first: list[Group] = [partial(sampling_suspects, stops)]
+        first: list[Group] = [partial(iterate_sampling_suspects, stops)]
         if side.name == "engine":
             settings = read_engine_settings(self._run_dir, self._config, side.oracle.model.config)
             first += [
-                partial(engine_setting_suspects, settings),
-                partial(prompt_suspects, self._prompts.other_sequences),
+                partial(iterate_engine_settings, settings),
+                partial(iterate_prompt_suspects, self._prompts.other_sequences),
             ]
-            first += [partial(cache_suspects, version, others, self.oracle)]
+            first += [partial(iterate_stale_caches, version, nearest, self.oracle)]
         else:
             packs = read_packs(self._run_dir, self._step, self._config, self._weights.shape)
-            first += [partial(packing_suspects, packs)]
-        first += [partial(version_suspects, version, others, self.oracle, has_adapters)]
+            first += [partial(iterate_packing_suspects, packs)]
+        first += [partial(iterate_versions, version, nearest, self.oracle, has_adapters)]
         if has_adapters and version != 0:
-            first += [partial(adapter_suspects, self.oracle)]
+            first += [partial(iterate_adapters, self.oracle)]
         yield first
-        yield [rope_suspects, setting_suspects, router_suspects, rounded_weight_suspects]
+        yield [iterate_ropes, iterate_settings, iterate_routers, iterate_rounded_weights]
         policy, generation = self._config.policy.parallel, self._config.generation.parallel
         pipelines = [policy.pipeline, generation.pipeline]
-        parts = parts_of(side.oracle, pipelines, [policy.tensor, generation.tensor, policy.expert, generation.expert])
+        parts = list_parts(side.oracle, pipelines, [policy.tensor, generation.tensor, policy.expert, generation.expert])
         near = self._near(version)
         earlier = list(dict.fromkeys([*near[:1], *near[-1:]]))
         texts = {number: self._name_of(number, has_adapters) for number in earlier}
-        stale = [partial(stale_suspects, parts, partial(self.oracle, number), texts[number]) for number in earlier]
-        yield [*stale, partial(missing_suspects, parts), permuted_suspects]
-        yield [partial(scaled_suspects, parts, Side.predict)]
-        yield [partial(stale_sets, parts, partial(self.oracle, number), texts[number]) for number in earlier]
+        stale = [partial(iterate_stale_parts, parts, partial(self.oracle, number), texts[number]) for number in earlier]
+        yield [*stale, partial(iterate_missing_parts, parts), iterate_permutations]
+        yield [partial(iterate_scaled_parts, parts, Side.predict)]
+        yield [partial(iterate_stale_sets, parts, partial(self.oracle, number), texts[number]) for number in earlier]
 
     def _near(self, version: int) -> list[int]:
         """Other available versions, the nearest first, earlier ones before later ones."""
-        others = [number for number in self._weights.versions if number != version]
-        return sorted(others, key=lambda number: (abs(version - number), number > version))
+        versions = [number for number in self._weights.versions if number != version]
+        return sorted(versions, key=lambda number: (abs(version - number), number > version))
 
     @staticmethod
     def _name_of(version: int, has_adapters: bool) -> str:
         return "the base model, without its adapter" if has_adapters and version == 0 else f"version {version}"
 
-    def _unexplained(self, side: Side, base: Tensor, version: int, others: list[str]) -> Finding:
+    def _unexplained(self, side: Side, base: Tensor, version: int, near_causes: list[str]) -> Finding:
         """The finding for a record that no suspect explains."""
         before = Distance.between(side.recorded, base)
         for find in (self._structured, self._eight_bits, self._rounding, self._by_layers):
             finding = find(side, base, version)
             if finding is not None:
-                return replace(finding, before=before, others=others)
-        where = where_apart(side.lengths, side.recorded, base, rounding_of(base, None))
+                return replace(finding, before=before, others=near_causes)
+        where = describe_apart(side.lengths, side.recorded, base, measure_rounding(base, None))
         text = f"no suspect explains the {side.name}: {where}"
-        return Finding("unexplained", "unexplained", text, self._command(side), before, others=others)
+        return Finding("unexplained", "unexplained", text, self._command(side), before, others=near_causes)
 
     def _command(self, side: Side) -> str:
         """The command that finds what no suspect explains."""
@@ -252,9 +254,9 @@ class Causes:
         try:
             if side.name == "engine":  # vLLM computes the log-probabilities of a prompt's tokens from its raw logits
                 law = Law()
-                logprobs, states = engine_again(self._config, folder, tokens)
+                logprobs, states = run_engine_again(self._config, folder, tokens)
             else:
-                logprobs, states = trainer_again(self._config, folder, tokens, hidden=True)
+                logprobs, states = run_trainer_again(self._config, folder, tokens, hidden=True)
         except RunError as error:
             self._remarks.append(f"the layers of the {side.name} were not compared: {error}")
             return None
@@ -270,7 +272,9 @@ class Causes:
             return Finding("other_layout", "layout", f"{text} on one rank, {rest}", replay.command, after=again)
         if self._weights.shape.post_norms:  # norms after the halves of a layer belong to different modules
             states = {point: state for point, state in states.items() if point.count(".") == 1}
-        apart = first_apart(states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision])
+        apart = find_first_apart(
+            states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision]
+        )
         if apart is None:
             return None
         point, difference = apart

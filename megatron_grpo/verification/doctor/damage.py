@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_grpo.verification.doctor.diagnosis import Distance, Finding
 from megatron_grpo.verification.doctor.evidence import Rollout
-from megatron_grpo.verification.doctor.law import Tokens, residual
+from megatron_grpo.verification.doctor.law import Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Side
 
 CHANGED = "the file of rollouts was changed after it was written; record the step again"
@@ -32,96 +32,100 @@ def find_damage(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
         base: [tokens], float32: the oracle's log-probabilities.
         rounding: distance that rounding explains.
     """
-    for examine in (_impossible, _coarse, _other_units, _shifted, _exchanged):
+    for examine in (_find_impossible, _find_coarse, _find_other_units, _find_shifted, _find_exchanged):
         finding = examine(side, base, rounding)
         if finding is not None:
             return finding
     return None
 
 
-def _coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
+def _find_coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
     """A record whose numbers have few decimal places, or fit into a small type."""
     recorded = side.recorded
     if len(recorded) < 8 or not recorded.isfinite().all() or not recorded.any():
         return None
-    apart = residual(recorded, base)
+    apart = compute_residual(recorded, base)
     for digits in range(DIGITS + 1):
         scaled = recorded.double() * 10**digits
         if float((scaled - scaled.round()).abs().max()) < 1e-3 and float(apart.max()) < 0.6 * 10**-digits:
-            return _finding(side, f"has numbers of {digits} decimal places", WRITER, base)
+            return _make_finding(side, f"has numbers of {digits} decimal places", WRITER, base)
     least = recorded.min()
-    if int((recorded == least).sum()) > 1 and float(residual(recorded, base.clamp(min=float(least))).max()) < CUT:
-        return _finding(side, f"has no number below {float(least):.4g}", WRITER, base)
+    if (
+        int((recorded == least).sum()) > 1
+        and float(compute_residual(recorded, base.clamp(min=float(least))).max()) < CUT
+    ):
+        return _make_finding(side, f"has no number below {float(least):.4g}", WRITER, base)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         if (
             torch.equal(recorded.to(dtype).float(), recorded)
             and float((apart / base.abs()).max()) < torch.finfo(dtype).eps
         ):
-            return _finding(side, f"has numbers of type {name}", WRITER, base)
+            return _make_finding(side, f"has numbers of type {name}", WRITER, base)
     return None
 
 
-def _finding(side: Side, text: str, key: str, base: Tensor, after: Tensor | None = None) -> Finding:
+def _make_finding(side: Side, text: str, key: str, base: Tensor, after: Tensor | None = None) -> Finding:
     before = Distance.between(side.recorded, base)
-    left = Distance(0.0, 0.0) if after is None else Distance.between(side.recorded, after)
-    return Finding("damaged_record", "record", f"the record of the {side.name} {text}", key, before, left)
+    remaining = Distance(0.0, 0.0) if after is None else Distance.between(side.recorded, after)
+    return Finding("damaged_record", "record", f"the record of the {side.name} {text}", key, before, remaining)
 
 
-def _impossible(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
+def _find_impossible(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
     wrong = ~side.recorded.isfinite() | (side.recorded > 1e-3)
     if not wrong.any() or (side.recorded.isneginf() == wrong).all():  # -inf: a filter removes the token
         return None
     number = int(wrong.nonzero()[0])
     text = f"has {int(wrong.sum())} numbers that are no log-probabilities, the first {float(side.recorded[number]):g}"
-    return _finding(side, f"{text} at {_token(side, number)}", CHANGED, base)
+    return _make_finding(side, f"{text} at {_describe_token(side, number)}", CHANGED, base)
 
 
-def _token(side: Side, number: int) -> str:
+def _describe_token(side: Side, number: int) -> str:
     """The rollout and the token of a scored token, for messages."""
     for rollout, length in zip(side.rollouts, side.lengths, strict=True):
         if number < length:
-            return _token_of(rollout, number)
+            return _find_token(rollout, number)
         number -= length
     raise AssertionError("the token belongs to a rollout")
 
 
-def _token_of(rollout: Rollout, number: int) -> str:
-    token = int(rollout.kept[number])
-    position = int(rollout.tokens.places[number])
+def _find_token(rollout: Rollout, number: int) -> str:
+    token = int(rollout.indices[number])
+    position = int(rollout.tokens.chosen[number])
     return (
         f"token {token} of the response ({rollout.name}; position {position}, id {int(rollout.tokens.ids[position])})"
     )
 
 
-def _other_units(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
+def _find_other_units(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
     """Log-probabilities of another base, with the other sign, or with a constant added."""
     finite = side.recorded.isfinite() & base.isfinite()
     if int(finite.sum()) < 8:
         return None
-    kept, plain = side.recorded[finite].double(), base[finite].double()
+    finite_values, plain = side.recorded[finite].double(), base[finite].double()
     slope = float(
-        ((kept - kept.mean()) @ (plain - plain.mean())) / (plain - plain.mean()).square().sum().clamp(min=1e-12)
+        ((finite_values - finite_values.mean()) @ (plain - plain.mean()))
+        / (plain - plain.mean()).square().sum().clamp(min=1e-12)
     )
-    added = float(kept.mean() - slope * plain.mean())
+    added = float(finite_values.mean() - slope * plain.mean())
     fitted = slope * base + added
     before, after = Distance.between(side.recorded, base), Distance.between(side.recorded, fitted)
     if not after.within(rounding) or after.mean > before.mean / 3:
         return None
     text = f"has {slope:.4g} times the log-probabilities of transformers, plus {added:.2g}, at every token"
-    return _finding(side, text, WRITER, base, fitted)
+    return _make_finding(side, text, WRITER, base, fitted)
 
 
-def _shifted(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
+def _find_shifted(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
     """Each rollout's numbers one token later or earlier."""
     pairs = list(zip(side.recorded.split(side.lengths), base.split(side.lengths), strict=True))
     for text, ours, theirs in (
         ("later", slice(1, None), slice(None, -1)),
         ("earlier", slice(None, -1), slice(1, None)),
     ):
-        kept = torch.cat([recorded[ours] for recorded, _ in pairs])
+        recorded_values = torch.cat([recorded[ours] for recorded, _ in pairs])
         moved = torch.cat([plain[theirs] for _, plain in pairs])
-        if len(kept) >= 4 and Distance.between(kept, moved).within(rounding):
-            return _finding(side, f"has the log-probability of every token one token {text}", WRITER, base)
+        if len(recorded_values) >= 4 and Distance.between(recorded_values, moved).within(rounding):
+            return _make_finding(side, f"has the log-probability of every token one token {text}", WRITER, base)
     return None
 
 
@@ -129,28 +133,28 @@ LEAST_MATCH = 4
 """Fewest numbers of two rollouts by which one is taken for the other's."""
 
 
-def _exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
+def _find_exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
     """Rollouts that have the numbers of others, as far as they are long."""
     recorded, plain = side.recorded.split(side.lengths), base.split(side.lengths)
     sources: dict[int, int] = {}
     for number, numbers in enumerate(recorded):
-        for other, predicted in enumerate(plain):
+        for source, predicted in enumerate(plain):
             size = min(len(numbers), len(predicted))
             is_own = Distance.between(numbers, plain[number]).within(rounding)
-            if number == other or is_own or size < LEAST_MATCH:
+            if number == source or is_own or size < LEAST_MATCH:
                 continue
             if Distance.between(numbers[:size], predicted[:size]).within(rounding):
-                sources[number] = other
+                sources[number] = source
     if len(sources) < max(2, len(recorded) - 1):
         return None
     names = [f"({rollout.name})" for rollout in side.rollouts]
-    if len(sources) == 2 and all(sources.get(other) == number for number, other in sources.items()):
+    if len(sources) == 2 and all(sources.get(source) == number for number, source in sources.items()):
         first, second = sources
         text = f"has exchanged the log-probabilities of the rollouts {names[first]} and {names[second]}"
     else:
-        texts = [f"{names[number]} has those of {names[other]}" for number, other in sources.items()]
+        texts = [f"{names[number]} has those of {names[source]}" for number, source in sources.items()]
         text = f"has the log-probabilities of other rollouts: {'; '.join(texts[:4])}" + "; and so on" * (len(texts) > 4)
-    return _finding(side, text, CHANGED, base)
+    return _make_finding(side, text, CHANGED, base)
 
 
 def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, int] | None:
@@ -161,35 +165,36 @@ def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, i
     texts, repaired, numbers = [], [], 0
     pieces = zip(side.rollouts, side.tokens, side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
     for rollout, tokens, recorded, plain in pieces:
-        apart = (residual(recorded, plain) > rounding.worst).nonzero()[:, 0].tolist()
+        apart = (compute_residual(recorded, plain) > rounding.worst).nonzero()[:, 0].tolist()
         if not apart:
             repaired.append(plain)
         elif len(apart) <= FEW and len(apart) < len(recorded):
             numbers += len(apart)
             texts += [
-                f"another number at {_token_of(rollout, number)}: {_both(recorded, plain, number)}" for number in apart
+                f"another number at {_find_token(rollout, number)}: {_describe_both(recorded, plain, number)}"
+                for number in apart
             ]
             repaired.append(recorded)
         else:
-            original = _original_id(side, tokens, recorded, apart[0], rounding)
+            original = _find_original_id(side, tokens, recorded, apart[0], rounding)
             if original is None:
                 return None
             token_id, predicted = original
             texts.append(
-                f"another id at {_token_of(rollout, apart[0])}: the numbers behind it are those of id {token_id}"
+                f"another id at {_find_token(rollout, apart[0])}: the numbers behind it are those of id {token_id}"
             )
             repaired.append(predicted)
     if not texts or len(texts) > len(side.rollouts):
         return None
-    shown = "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
-    return _finding(side, f"has {shown}", CHANGED, base, torch.cat(repaired)), numbers
+    listed_texts = "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+    return _make_finding(side, f"has {listed_texts}", CHANGED, base, torch.cat(repaired)), numbers
 
 
-def _both(recorded: Tensor, plain: Tensor, number: int) -> str:
+def _describe_both(recorded: Tensor, plain: Tensor, number: int) -> str:
     return f"{float(recorded[number]):.6g}, and transformers computes {float(plain[number]):.6g}"
 
 
-def _original_id(
+def _find_original_id(
     side: Side, sequence: Tokens, recorded: Tensor, first: int, rounding: Distance
 ) -> tuple[int, Tensor] | None:
     """The id with which a rollout agrees from its first different token on, and what is predicted with it."""
@@ -199,7 +204,7 @@ def _original_id(
         if float(nearest[token_id]) > rounding.worst:
             break
         ids = sequence.ids.clone()
-        ids[sequence.places[first]] = token_id
+        ids[sequence.chosen[first]] = token_id
         (predicted,) = side.oracle.logprobs([replace(sequence, ids=ids)], [side.law])
         if Distance.between(recorded, predicted).within(rounding):
             return token_id, predicted

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.verification.doctor.evidence import Evidence, joined_spans
-from megatron_grpo.verification.doctor.law import residual
+from megatron_grpo.verification.doctor.evidence import Evidence, join_spans
+from megatron_grpo.verification.doctor.law import compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Cause, Side
 
 
@@ -24,11 +24,11 @@ class Distance:
     """Largest absolute difference."""
 
     @staticmethod
-    def between(one: Tensor, other: Tensor) -> Distance:
+    def between(first: Tensor, second: Tensor) -> Distance:
         """The distance of two [tokens] of log-probabilities; 0 without tokens."""
-        if not len(one):
+        if not len(first):
             return Distance(0.0, 0.0)
-        apart = residual(one, other)
+        apart = compute_residual(first, second)
         return Distance(float(apart.mean()), float(apart.max()))
 
     def within(self, rounding: Distance) -> bool:
@@ -43,7 +43,7 @@ MARGIN = 3.0
 """A program in bfloat16 may be this many times as far from float32 as transformers in bfloat16 is."""
 
 
-def rounding_of(exact: Tensor, rounded: Tensor | None) -> Distance:
+def measure_rounding(exact: Tensor, rounded: Tensor | None) -> Distance:
     """The distance that rounding explains.
 
     Args:
@@ -52,8 +52,8 @@ def rounding_of(exact: Tensor, rounded: Tensor | None) -> Distance:
     """
     if rounded is None:
         return FLOAT32
-    seen = Distance.between(exact, rounded)
-    return Distance(max(MARGIN * seen.mean, FLOAT32.mean), max(MARGIN * seen.worst, FLOAT32.worst))
+    measured = Distance.between(exact, rounded)
+    return Distance(max(MARGIN * measured.mean, FLOAT32.mean), max(MARGIN * measured.worst, FLOAT32.worst))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ def record_findings(
         samples: recorded rollouts of each prompt; None: the run kept some of them.
     """
     if samples is not None:
-        yield from _missing_rollouts(evidence, samples)
+        yield from _find_missing_rollouts(evidence, samples)
     # In an environment of several turns, a limit or the environment may end a rollout behind a response's own end.
-    of_turns = {row["task_name"] for row in evidence.rows if len(joined_spans(row)) > 1}
+    of_turns = {row["task_name"] for row in evidence.rows if len(join_spans(row)) > 1}
     single = [row for row in evidence.rows if row["task_name"] not in of_turns]
 
     def stopped(row: dict[str, Any]) -> bool:
@@ -110,36 +110,36 @@ def record_findings(
         return sum(end - start for start, end, _ in row["spans"]) - len(row["logprobs"])
 
     checks = (
-        ("stop_token", [one for one in evidence.rows if beyond(one)], "has tokens in the loss behind a stop token"),
+        ("stop_token", [row for row in evidence.rows if beyond(row)], "has tokens in the loss behind a stop token"),
         (
             "stop_token",
-            [one for one in single if one["stop_reason"] == "length" and stopped(one)],
+            [row for row in single if row["stop_reason"] == "length" and stopped(row)],
             "ends in a stop token, and was ended by a limit of its length",
         ),
         (
             "stop_token",
-            [one for one in evidence.rows if surplus(one) == 1 and stopped(one)],
+            [row for row in evidence.rows if surplus(row) == 1 and stopped(row)],
             "counts a stop token as sampled that has no log-probability",
         ),
         (
             "lost_tokens",
-            [one for one in evidence.rows if surplus(one) and not (surplus(one) == 1 and stopped(one))],
+            [row for row in evidence.rows if surplus(row) and not (surplus(row) == 1 and stopped(row))],
             "has more or fewer sampled tokens than log-probabilities",
         ),
         (
             "truncated",
-            [one for one in single if one["stop_reason"] == "stop" and stops and not (stop_strings or stopped(one))],
+            [row for row in single if row["stop_reason"] == "stop" and stops and not (stop_strings or stopped(row))],
             "has stopped without a stop token",
         ),
     )
     for name, wrong, text in checks:
         if wrong:
             first = f"prompt {wrong[0]['prompt_idx']}, sample {wrong[0]['sample']}"
-            found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
-            yield Finding(name, "tokens", found, STOP_KEY if name == "stop_token" else LOST)
+            text_found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
+            yield Finding(name, "tokens", text_found, STOP_KEY if name == "stop_token" else LOST)
 
 
-def _missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
+def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
     """A finding if groups lack rollouts, or have one twice."""
     groups: dict[int, list[int]] = {}
     for group, sample in evidence.members:
@@ -148,9 +148,9 @@ def _missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
     if wrong:
         group, numbers = next(iter(wrong.items()))
         count = sum(map(len, groups.values()))
-        there = ", ".join(map(str, sorted(numbers)))
+        numbers_found = ", ".join(map(str, sorted(numbers)))
         text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups"
-        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {there}", LOST)
+        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {numbers_found}", LOST)
 
 
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"
@@ -168,9 +168,9 @@ def stop_token_finding(
         stops: tokens that end a response.
         rounding: distance that rounding explains.
     """
-    sampled = torch.cat([one.ids[one.places] for one in evidence.tokens])
+    sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in evidence.tokens])
     ending = evidence.last & torch.isin(sampled, torch.tensor(sorted(stops)))
-    apart = ending & (residual(recorded, base) > rounding.worst)
+    apart = ending & (compute_residual(recorded, base) > rounding.worst)
     if not apart.any() or not Distance.between(recorded[~apart], base[~apart]).within(rounding):
         return None
     text = (
@@ -181,7 +181,9 @@ def stop_token_finding(
     return Finding("stop_token", "tokens", text, STOP_KEY, before, after)
 
 
-def first_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> tuple[str, float] | None:
+def find_first_apart(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float
+) -> tuple[str, float] | None:
     """The first point, in the order of computation, at which hidden states differ; None: they do not.
 
     Args:
@@ -200,7 +202,7 @@ def first_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolera
     return None
 
 
-def rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[int]:
+def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[int]:
     """Numbers of the rollouts whose record differs from the oracle by more than rounding explains.
 
     Args:
@@ -209,12 +211,16 @@ def rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[int]:
         rounding: distance that rounding explains.
     """
     pairs = zip(side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
-    return [number for number, (own, other) in enumerate(pairs) if not Distance.between(own, other).within(rounding)]
+    return [
+        number
+        for number, (trained, engine_values) in enumerate(pairs)
+        if not Distance.between(trained, engine_values).within(rounding)
+    ]
 
 
-def where_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
+def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
     """Where a record that nothing explains differs from the oracle, as text; `lengths`: tokens of each rollout."""
-    apart = residual(recorded, base) > rounding.worst
+    apart = compute_residual(recorded, base) > rounding.worst
     pieces: Sequence[Tensor] = apart.split(list(lengths))
     first = [int(piece.nonzero()[0]) for piece in pieces if piece.any()]
     rollouts = f"{len(first)} of {len(lengths)} rollouts"

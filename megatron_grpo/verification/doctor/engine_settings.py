@@ -30,7 +30,7 @@ def read_engine_settings(run_dir: Path, config: Config, model_config: Any) -> di
         ValueError: the file of the engines is damaged; the text names it.
     """
     overrides = config.generation.engine_args.get("hf_overrides")
-    settings = _named_as_now(dict(overrides) if isinstance(overrides, Mapping) else {}, model_config)
+    settings = _rename_settings(dict(overrides) if isinstance(overrides, Mapping) else {}, model_config)
     for engine in read_engines(run_dir):
         settings |= engine.get("model", {})
     policy = model_config.to_dict()
@@ -59,7 +59,7 @@ def read_engines(run_dir: Path) -> list[dict[str, Any]]:
     return engines
 
 
-def differing_modes(run_dir: Path, config: Config) -> list[str]:
+def list_differing_modes(run_dir: Path, config: Config) -> list[str]:
     """Settings of engines other than the model's that are not those of the configuration, in words."""
     configured = {"logprobs_mode": "processed_logprobs", "dtype": config.engine_dtype}
     arguments = config.generation.engine_args
@@ -73,7 +73,7 @@ def differing_modes(run_dir: Path, config: Config) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _named_as_now(settings: dict[str, Any], model_config: Any) -> dict[str, Any]:
+def _rename_settings(settings: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """Settings with the rotary embedding in one entry, as transformers has it."""
     settings |= settings.pop("text_config", {})
     rope: dict[str, Any] = {}
@@ -83,16 +83,16 @@ def _named_as_now(settings: dict[str, Any], model_config: Any) -> dict[str, Any]
     if "rope_theta" in settings:
         rope["rope_theta"] = settings.pop("rope_theta")
     if rope:
-        whole = dict(getattr(model_config, "rope_parameters", None) or {})
-        rope["rope_type"] = rope.get("rope_type", rope.pop("type", whole.get("rope_type", "default")))
-        settings["rope_parameters"] = {**whole, **rope}
+        parameters = dict(getattr(model_config, "rope_parameters", None) or {})
+        rope["rope_type"] = rope.get("rope_type", rope.pop("type", parameters.get("rope_type", "default")))
+        settings["rope_parameters"] = {**parameters, **rope}
     return settings
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: Any, second: Any) -> bool:
     """Whether two entries say the same, read from JSON or not; of mappings only what both have."""
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return all(_is_same(value[name], other[name]) for name in value.keys() & other.keys())
-    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
-        return list(value) == list(other)
-    return bool(value == other)
+    if isinstance(value, Mapping) and isinstance(second, Mapping):
+        return all(_is_same(value[name], second[name]) for name in value.keys() & second.keys())
+    if isinstance(value, list | tuple) and isinstance(second, list | tuple):
+        return list(value) == list(second)
+    return bool(value == second)

@@ -33,7 +33,7 @@ LINES = 5
 """Last lines of the engine's output that a message quotes."""
 
 
-def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
+def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute sequences in a new engine of one rank, with the run's engine settings but without CUDA graphs.
 
     Args:
@@ -52,8 +52,8 @@ def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> t
     arguments = {
         "model": str(folder),
         "dtype": config.engine_dtype,
-        "max_model_len": max(len(one.ids) for one in sequences) + 1,
-        "max_num_batched_tokens": max(2048, max(len(one.ids) for one in sequences) + 1),
+        "max_model_len": max(len(sequence.ids) for sequence in sequences) + 1,
+        "max_num_batched_tokens": max(2048, max(len(sequence.ids) for sequence in sequences) + 1),
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
@@ -62,48 +62,50 @@ def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> t
     }
     with tempfile.TemporaryDirectory() as scratch:
         request, result = Path(scratch, "request"), Path(scratch, "result")
-        torch.save({"arguments": arguments, "ids": [one.ids for one in sequences]}, request)
+        torch.save({"arguments": arguments, "ids": [sequence.ids for sequence in sequences]}, request)
         command = [sys.executable, "-m", __name__, str(request), str(result)]
         environment = {**os.environ, **_ENVIRONMENT, **({} if torch.cuda.is_available() else _CPU)}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=config.generation.timeout_s
             )
         except subprocess.TimeoutExpired:
             raise RunError(
                 f"the engine was not done within generation.timeout_s={config.generation.timeout_s}"
             ) from None
-        if done.returncode or not result.exists():
-            raise RunError("the engine failed: " + " | ".join(done.stderr.strip().splitlines()[-LINES:]))
-        found = torch.load(result, weights_only=True)
-    logprobs = [whole[one.places] for whole, one in zip(found["logprobs"], sequences, strict=True)]
-    return torch.cat(logprobs), {point: torch.cat(pieces) for point, pieces in found["states"].items()}
+        if process.returncode or not result.exists():
+            raise RunError("the engine failed: " + " | ".join(process.stderr.strip().splitlines()[-LINES:]))
+        result_values = torch.load(result, weights_only=True)
+    logprobs = [values[sequence.chosen] for values, sequence in zip(result_values["logprobs"], sequences, strict=True)]
+    return torch.cat(logprobs), {point: torch.cat(pieces) for point, pieces in result_values["states"].items()}
 
 
 def _serve(request: Path, result: Path) -> None:
     """The body of the engine's process."""
     from vllm import LLM, SamplingParams
 
-    given = torch.load(request, weights_only=True)
-    llm = LLM(**given["arguments"])
+    request_values = torch.load(request, weights_only=True)
+    llm = LLM(**request_values["arguments"])
     states: dict[str, list[Tensor]] = {}
-    (_,) = llm.apply_model(lambda model: _hook(model, states))
+    (_,) = llm.apply_model(lambda model: _make_hook(model, states))
     parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     logprobs = []
-    for ids in given["ids"]:  # one by one, so that a forward pass has the tokens of one sequence
+    for ids in request_values["ids"]:  # one by one, so that a forward pass has the tokens of one sequence
         prompt: Any = {"prompt_token_ids": ids.tolist()}
         (output,) = llm.generate(prompt, parameters, use_tqdm=False)
         listed: Sequence[Any] = output.prompt_logprobs or ()
-        own = [one[int(token)].logprob for one, token in zip(listed[1:], ids[1:], strict=True)]
-        logprobs.append(torch.tensor([0.0, *own]))
+        sampled_logprobs = [
+            logprobs_by_token[int(token)].logprob for logprobs_by_token, token in zip(listed[1:], ids[1:], strict=True)
+        ]
+        logprobs.append(torch.tensor([0.0, *sampled_logprobs]))
     torch.save({"logprobs": logprobs, "states": states}, result)
 
 
-def _hook(model: Any, states: dict[str, list[Tensor]]) -> None:
+def _make_hook(model: Any, states: dict[str, list[Tensor]]) -> None:
     """Keep the hidden states of every forward pass. A layer of vLLM returns its output and the residual unadded."""
 
     def keep(point: str) -> Any:
-        def hook(_module: Any, _given: Any, output: Any) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
             parts = output if isinstance(output, tuple) else (output,)
             is_layer = point.count(".") == 1
             value = parts[0] + parts[1] if is_layer and len(parts) > 1 and parts[1] is not None else parts[0]

@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.trainer.hf_export import export_checkpoint
-from megatron_grpo.verification.doctor.law import Tokens, residual
+from megatron_grpo.verification.doctor.law import Tokens, compute_residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Rollout:
     row: dict[str, Any]
     """The row of the file (`read_rollouts`)."""
     tokens: Tokens
-    kept: Tensor
+    indices: Tensor
     """[chosen tokens], int64: index of each chosen token among all sampled tokens of the rollout."""
 
     @property
@@ -38,26 +38,28 @@ class Rollout:
 
     def up_to(self, position: int) -> Rollout:
         """The rollout with its chosen tokens up to a position, this one included."""
-        return self.without(self.tokens.places > position)
+        return self.without(self.tokens.chosen > position)
 
     def without(self, left_out: Tensor) -> Rollout:
         """The rollout without some of its chosen tokens: [chosen tokens], bool."""
-        kept, whole = ~left_out, self.tokens
-        return Rollout(self.row, Tokens(whole.ids, whole.places[kept], whole.begins[kept]), self.kept[kept])
+        remaining, tokens = ~left_out, self.tokens
+        return Rollout(
+            self.row, Tokens(tokens.ids, tokens.chosen[remaining], tokens.begins[remaining]), self.indices[remaining]
+        )
 
     def behind(self, prompt: Sequence[int]) -> Tokens:
         """The sequence with another prompt, token ids, before its first response."""
-        whole, first = self.tokens, int(self.row["spans"][0][0])
+        tokens, first = self.tokens, int(self.row["spans"][0][0])
         shift = len(prompt) - first
-        ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), whole.ids[first:]])
-        return Tokens(ids, whole.places + shift, whole.begins + shift)
+        ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), tokens.ids[first:]])
+        return Tokens(ids, tokens.chosen + shift, tokens.begins + shift)
 
     def column(self, name: str) -> Tensor:
         """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
-        return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.kept]
+        return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.indices]
 
 
-def joined_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
+def join_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
     """Begin and end of each response of a rollout: a response has several spans if its version changed."""
     joined: list[tuple[int, int]] = []
     before = None
@@ -70,7 +72,7 @@ def joined_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
     return joined
 
 
-def rollout_of(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollout | None:
+def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollout | None:
     """The rollout of a row, with the sampled tokens that depend on `version` alone; None: there are none.
 
     Args:
@@ -79,19 +81,19 @@ def rollout_of(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollou
         recomputed: whether the engines computed their cache anew after a refit. If not, tokens after a change of
             version depend on several versions, and are left out.
     """
-    spans = [Span(*one) for one in row["spans"]]
-    places = [np.arange(span.start, span.end) for span in spans]
-    of_version = np.repeat([span.version == version for span in spans], [len(one) for one in places])
+    spans = [Span(*span) for span in row["spans"]]
+    positions_of_spans = [np.arange(span.start, span.end) for span in spans]
+    of_version = np.repeat([span.version == version for span in spans], [len(span) for span in positions_of_spans])
     if not recomputed:
         of_version = np.logical_and.accumulate(of_version)
-    begins = np.concatenate([np.full(end - start, start) for start, end in joined_spans(row)] or [np.zeros(0, int)])
-    kept = np.flatnonzero(of_version[: len(row["logprobs"])])
-    if not len(kept):
+    begins = np.concatenate([np.full(end - start, start) for start, end in join_spans(row)] or [np.zeros(0, int)])
+    selected = np.flatnonzero(of_version[: len(row["logprobs"])])
+    if not len(selected):
         return None
-    at = np.concatenate(places)[kept]
+    at = np.concatenate(positions_of_spans)[selected]
     ids = torch.from_numpy(np.array(row["token_ids"], dtype=np.int64))
-    tokens = Tokens(ids, torch.from_numpy(at).long(), torch.from_numpy(begins[kept]).long())
-    return Rollout(row, tokens, torch.from_numpy(kept))
+    tokens = Tokens(ids, torch.from_numpy(at).long(), torch.from_numpy(begins[selected]).long())
+    return Rollout(row, tokens, torch.from_numpy(selected))
 
 
 class Weights:
@@ -111,8 +113,8 @@ class Weights:
         self._config, self._model, self.shape, self._scratch = config, model, shape, scratch
         resumed = config.checkpointing.resume
         folders = [*run_dir.glob("checkpoints/step_*"), *([Path(resumed)] if resumed else [])]
-        numbered = ((one.name.removeprefix("step_"), one / POLICY_FOLDER) for one in folders)
-        self._checkpoints = {int(number): one for number, one in numbered if number.isdigit() and one.is_dir()}
+        numbered = ((folder.name.removeprefix("step_"), folder / POLICY_FOLDER) for folder in folders)
+        self._checkpoints = {int(number): folder for number, folder in numbered if number.isdigit() and folder.is_dir()}
 
     @property
     def versions(self) -> list[int]:
@@ -170,24 +172,24 @@ class Evidence:
         if any(prev is None or len(prev) != len(logprobs) for prev, logprobs in pairs):
             return None
         trainer, engine = (torch.from_numpy(np.concatenate(column)).double() for column in zip(*pairs, strict=True))
-        kept = ~trainer.isneginf()  # a filter of sampling removes the others in training
-        return float(residual(engine[kept], trainer[kept]).exp().mean())
+        sampled = ~trainer.isneginf()  # a filter of sampling removes the others in training
+        return float(compute_residual(engine[sampled], trainer[sampled]).exp().mean())
 
     @property
     def tokens(self) -> list[Tokens]:
         """The scored sequences."""
-        return [one.tokens for one in self.rollouts]
+        return [rollout.tokens for rollout in self.rollouts]
 
     def column(self, name: str) -> Tensor | None:
         """A column at the scored tokens, [tokens], float32; None: the step did not record it."""
-        if any(one.row[name] is None for one in self.rollouts):
+        if any(rollout.row[name] is None for rollout in self.rollouts):
             return None
-        return torch.cat([one.column(name) for one in self.rollouts])
+        return torch.cat([rollout.column(name) for rollout in self.rollouts])
 
     @property
     def last(self) -> Tensor:
         """[tokens], bool: whether the token is the last sampled one of its rollout."""
-        return torch.cat([one.kept == len(one.row["logprobs"]) - 1 for one in self.rollouts])
+        return torch.cat([rollout.indices == len(rollout.row["logprobs"]) - 1 for rollout in self.rollouts])
 
 
 def read_evidence(
@@ -217,9 +219,9 @@ def read_evidence(
     for number in candidates:
         recorded = list(read_rows(number, files[number]))
         rows = [row for row in recorded if row["failure"] is None and row["spans"]]
-        version = _most_frequent_version(rows)
+        version = _find_most_frequent_version(rows)
         if version is not None and version in weights.versions:
-            scored = _scored(rows, version, config, most_tokens)
+            scored = _select_scored(rows, version, config, most_tokens)
             if scored:
                 return Evidence(number, version, rows, scored, [(row["group"], row["sample"]) for row in recorded])
         if step is not None:
@@ -229,23 +231,23 @@ def read_evidence(
     raise ValueError(f"{run_dir} has no recorded step whose weights are available; keep checkpoints, or record step 1")
 
 
-def _most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:
-    spans = [Span(*one) for one in chain.from_iterable(row["spans"] for row in rows)]
+def _find_most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:
+    spans = [Span(*span) for span in chain.from_iterable(row["spans"] for row in rows)]
     counts: dict[int, int] = {}
     for span in spans:
         counts[span.version] = counts.get(span.version, 0) + span.end - span.start
     return max(counts, key=lambda version: (counts[version], version), default=None)
 
 
-def _scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
+def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
     recomputed = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     chosen: list[Rollout] = []
     total = 0
     for row in _in_order(rows):
-        rollout = rollout_of(row, version, recomputed=recomputed)
+        rollout = read_rollout(row, version, recomputed=recomputed)
         if rollout is None:
             continue
-        total += len(rollout.kept)
+        total += len(rollout.indices)
         if chosen and total > most_tokens:
             break
         chosen.append(rollout)
@@ -259,18 +261,18 @@ def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
     samples = max((row["sample"] for row in rows), default=0) + 1
     spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
-    differing = sorted((row for row in rows if _difference(row) > 0), key=_difference, reverse=True)
-    seen: set[int] = set()
+    differing = sorted((row for row in rows if _measure_difference(row) > 0), key=_measure_difference, reverse=True)
+    counted_rows: set[int] = set()
     for pair in zip_longest(differing, spread):
         for row in pair:
-            if row is not None and id(row) not in seen:
-                seen.add(id(row))
+            if row is not None and id(row) not in counted_rows:
+                counted_rows.add(id(row))
                 yield row
 
 
-def _difference(row: dict[str, Any]) -> float:
+def _measure_difference(row: dict[str, Any]) -> float:
     """Mean absolute difference of the log-probabilities that the record has of both sides; 0: it has but one."""
     if row["prev_logprobs"] is None or len(row["prev_logprobs"]) != len(row["logprobs"]):
         return 0.0
     pairs = torch.tensor(np.array(row["prev_logprobs"])), torch.tensor(np.array(row["logprobs"]))
-    return float(residual(*pairs).mean())
+    return float(compute_residual(*pairs).mean())

@@ -21,24 +21,24 @@ from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
+    measure_rounding,
     record_findings,
-    rounding_of,
     stop_token_finding,
 )
-from megatron_grpo.verification.doctor.engine_settings import differing_modes
+from megatron_grpo.verification.doctor.engine_settings import list_differing_modes
 from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence
-from megatron_grpo.verification.doctor.law import OPTIONS, Law, engine_law, residual, training_law
-from megatron_grpo.verification.doctor.layer_outputs import trainer_again
+from megatron_grpo.verification.doctor.law import OPTIONS, Law, build_engine_law, build_training_law, compute_residual
+from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import (
     ERROR,
     STALE_EXCESS,
     RecordedFigures,
+    find_suspicious_steps,
     is_beyond,
     read_refused_refit,
     read_run_figures,
     replay_in_layout,
-    suspicious_steps,
 )
 from megatron_grpo.verification.doctor.suspects.settings import PRECISION
 from megatron_grpo.verification.doctor.suspects.side import Side, SideName
@@ -74,7 +74,7 @@ MORE_TOKENS = 16
 """If the record says more than the scored tokens show, this many times as many tokens are scored."""
 
 
-def diagnose(
+def examine_run(
     run_dir: Path,
     config: Config,
     model: Path,
@@ -104,10 +104,12 @@ def diagnose(
     """
     weights = Weights(run_dir, config, model, read_model_shape(model), scratch)
     figures = read_run_figures(run_dir)
-    suspicious = suspicious_steps(figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled)
+    suspicious = find_suspicious_steps(
+        figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled
+    )
     examination = None
-    for most in (tokens, MORE_TOKENS * tokens):
-        evidence = read_evidence(run_dir, step, suspicious, weights, config, most)
+    for token_count in (tokens, MORE_TOKENS * tokens):
+        evidence = read_evidence(run_dir, step, suspicious, weights, config, token_count)
         examination = Examination(run_dir, config, model, weights, evidence, figures, again=engine, timeout_s=timeout_s)
         diagnosis = examination.run()
         if not examination.shows_less_than_recorded or evidence.is_whole:
@@ -156,10 +158,10 @@ class Examination:
     def _keep(self, after: list[Rollout], reason: str) -> None:
         """Score fewer tokens of the rollouts, and say why, unless none would be left."""
         before = self._evidence.rollouts
-        lost = sum(len(rollout.kept) for rollout in before) - sum(len(rollout.kept) for rollout in after)
-        if lost and any(len(rollout.kept) for rollout in after):
-            self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.kept)])
-            self._diagnosis.remarks.append(f"{lost} tokens were left out: {reason}")
+        omitted = sum(len(rollout.indices) for rollout in before) - sum(len(rollout.indices) for rollout in after)
+        if omitted and any(len(rollout.indices) for rollout in after):
+            self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.indices)])
+            self._diagnosis.remarks.append(f"{omitted} tokens were left out: {reason}")
 
     def _trainer_logprobs(self) -> tuple[int, Tensor]:
         """Version of the trainer's weights, and its log-probabilities, recorded or computed again, [tokens], float32.
@@ -172,12 +174,12 @@ class Examination:
             version, recorded = evidence.version, None
         if recorded is None:
             folder = self._weights.folder(version)
-            recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
+            recorded, _ = run_trainer_again(self._config, folder, evidence.tokens, hidden=False)
             self._diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         removed = recorded.isneginf()
         if not removed.any() or removed.all() or not self._config.generation.has_training_filter:
             return version, recorded
-        pieces = removed.split([len(rollout.kept) for rollout in evidence.rollouts])
+        pieces = removed.split([len(rollout.indices) for rollout in evidence.rollouts])
         after = [rollout.without(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
         self._keep(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
         return version, recorded[~removed]
@@ -188,19 +190,19 @@ class Examination:
         self._trainer_version = version
         diagnosis, evidence = self._diagnosis, self._evidence
         scored = evidence.rollouts
-        diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.kept) for rollout in scored)
+        diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.indices) for rollout in scored)
         stop_strings = bool(self._ends.strings)
         samples = (
             self._config.training_loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
         )
         diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
         diagnosis.findings += self._prompts.findings()
-        engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
+        engine = self._side("engine", evidence.version, evidence.column("logprobs"), build_engine_law(self._config))
         diagnosis.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
-        trainer = self._side("trainer", version, recorded, training_law(self._config))
+        trainer = self._side("trainer", version, recorded, build_training_law(self._config))
         diagnosis.findings += self._judged(trainer, self._config.policy.precision, version)
         diagnosis.gap = Distance.between(engine.recorded, trainer.recorded)
-        diagnosis.error = float(residual(engine.recorded, trainer.recorded).exp().mean())
+        diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
         if not diagnosis.findings:
             diagnosis.findings += self._configured_gaps(engine, trainer)
         if version != evidence.version:
@@ -234,7 +236,7 @@ class Examination:
         """What is wrong with a side, if its record differs from the oracle by more than rounding."""
         base = side.predict()
         rounded = None if dtype == "float32" else side.predict(oracle=self._causes.oracle(version, torch.bfloat16))
-        rounding = rounding_of(base, rounded)
+        rounding = measure_rounding(base, rounded)
         distance = Distance.between(side.recorded, base)
         self._diagnosis.sides[side.name] = distance, rounding
         if distance.within(rounding):
@@ -294,8 +296,8 @@ class Examination:
             return False
         worst = self._recorded.worst
         if worst is not None and worst > 1 and math.isfinite(worst):
-            most = sum(rounding.worst for _, rounding in self._diagnosis.sides.values())
-            if is_beyond(math.log(worst), self._diagnosis.gap.worst, most):
+            rounding_size = sum(rounding.worst for _, rounding in self._diagnosis.sides.values())
+            if is_beyond(math.log(worst), self._diagnosis.gap.worst, rounding_size):
                 return True
         return is_beyond(self._recorded.excess, self._diagnosis.error - 1, self._rounding)
 
@@ -326,10 +328,10 @@ class Examination:
         if reason is not None:
             text = f"the run ended because a check of weights refused a refit: {reason}"
             diagnosis.findings.append(Finding("refused_refit", "weights", text, REFIT))
-        diagnosis.remarks += differing_modes(self._run_dir, config)
-        others = [number for number in suspicious if number != step]
-        if others:
-            listed = ", ".join(f"{number} ({self._figures[number].error:.6g})" for number in others[:5])
+        diagnosis.remarks += list_differing_modes(self._run_dir, config)
+        further_steps = [number for number in suspicious if number != step]
+        if further_steps:
+            listed = ", ".join(f"{number} ({self._figures[number].error:.6g})" for number in further_steps[:5])
             text = f"the run recorded a larger {ERROR} than usual at step(s) {listed}"
             examined = f"step=N examines one of them, if its rollouts and weights are kept; this was step {step}"
             if diagnosis.findings or step in suspicious:
@@ -362,9 +364,9 @@ class Examination:
 
 def _without_repetitions(findings: list[Finding]) -> list[Finding]:
     """Findings without repetitions; of two with one name for one side, the one that explains a distance."""
-    kept: dict[tuple[str, bool], Finding] = {}
+    findings_by_name: dict[tuple[str, bool], Finding] = {}
     for finding in findings:
         name = finding.name, finding.text.startswith("the trainer ")
-        if name not in kept or (kept[name].before is None and finding.before is not None):
-            kept[name] = finding
-    return list(kept.values())
+        if name not in findings_by_name or (findings_by_name[name].before is None and finding.before is not None):
+            findings_by_name[name] = finding
+    return list(findings_by_name.values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_grpo.verification.doctor.diagnosis import Distance, Finding
-from megatron_grpo.verification.doctor.law import residual
+from megatron_grpo.verification.doctor.law import compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Group, Side, Suspect
 
 SCREENED = 256
@@ -72,10 +72,12 @@ class Search:
                     self.untried = True
                     break
                 if len(tried) > 2 * FINALISTS:  # the others' tensors need not stay in memory
-                    tried = _closest(tried)
-            for distance, suspect, (_, predict) in _closest(tried):
-                whole = distance if part is self.side else Distance.between(self.side.recorded, predict(self.side))
-                self.explanations.append(Explanation(suspect, whole))
+                    tried = _find_closest(tried)
+            for distance, suspect, (_, predict) in _find_closest(tried):
+                distance_of_record = (
+                    distance if part is self.side else Distance.between(self.side.recorded, predict(self.side))
+                )
+                self.explanations.append(Explanation(suspect, distance_of_record))
         self.explanations.sort(key=lambda explanation: explanation.after.mean)
         return bool(self.explanations) and self._reproduces(self.explanations[0])
 
@@ -84,11 +86,11 @@ class Search:
         lengths = self.side.lengths
         if sum(lengths) <= SCREENED:
             return self.side
-        apart = [float(piece.mean()) for piece in residual(self.side.recorded, self.base).split(lengths)]
+        apart = [float(piece.mean()) for piece in compute_residual(self.side.recorded, self.base).split(lengths)]
         chosen: list[int] = []
         for number in sorted(range(len(lengths)), key=lambda number: -apart[number]):
             chosen.append(number)
-            if sum(lengths[each] for each in chosen) >= SCREENED:
+            if sum(lengths[index] for index in chosen) >= SCREENED:
                 break
         return self.side.of_rollouts(sorted(chosen))
 
@@ -116,8 +118,8 @@ class Search:
         text = f"the {name} {suspect.text}"
         if not self._reproduces(chosen):
             text += "; this explains most of the difference, and something else differs, too"
-        others = self.mentioned(chosen)
-        return Finding(suspect.name, suspect.cause, text, suspect.key, self.before, chosen.after, others)
+        mentioned = self.mentioned(chosen)
+        return Finding(suspect.name, suspect.cause, text, suspect.key, self.before, chosen.after, mentioned)
 
     def mentioned(self, chosen: Explanation | None = None) -> list[str]:
         """Texts of the explanations that come nearest beside the chosen one, with the share that each explains."""
@@ -129,6 +131,6 @@ class Search:
         return [f"{text}: {share:.1%}" for text, share in list(texts.items())[:MOST_OTHERS]]
 
 
-def _closest(tried: list[tuple[Distance, Suspect, Candidate]]) -> list[tuple[Distance, Suspect, Candidate]]:
+def _find_closest(tried: list[tuple[Distance, Suspect, Candidate]]) -> list[tuple[Distance, Suspect, Candidate]]:
     """The finalists among suspects, closest first."""
     return sorted(tried, key=lambda entry: entry[0].mean)[:FINALISTS]

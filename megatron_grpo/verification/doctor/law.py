@@ -19,7 +19,7 @@ LARGEST = 40.0
 """Differences are cut to this size, as in the metrics of a step (docs/metrics.md)."""
 
 
-def residual(recorded: Tensor, predicted: Tensor) -> Tensor:
+def compute_residual(recorded: Tensor, predicted: Tensor) -> Tensor:
     """Absolute differences of log-probabilities, [tokens], float32; a difference that is not finite is `LARGEST`."""
     return (recorded - predicted).nan_to_num(LARGEST, LARGEST, -LARGEST).abs().clamp(max=LARGEST)
 
@@ -30,7 +30,7 @@ class Tokens:
 
     ids: Tensor
     """[tokens], int64."""
-    places: Tensor
+    chosen: Tensor
     """[chosen tokens], int64, ascending, above 0: positions of the tokens."""
     begins: Tensor
     """[chosen tokens], int64: position at which the response of each token begins; penalties count its tokens."""
@@ -77,12 +77,12 @@ class Law:
         Returns:
             [chosen tokens], float32; -inf for a token that a filter removes.
         """
-        return self.distribution(logits, tokens).gather(1, tokens.ids[tokens.places][:, None])[:, 0]
+        return self.distribution(logits, tokens).gather(1, tokens.ids[tokens.chosen][:, None])[:, 0]
 
     def distribution(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Log-probabilities of all tokens of the vocabulary, [chosen tokens, vocabulary], float32.
 
-        Takes the same as `logprobs`.
+        Takes the same as `compute_logprobs`.
         """
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * self.cap
@@ -100,13 +100,13 @@ class Law:
 
     def _penalised(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Logits after the penalties; `repetition_penalty` counts the prompt too, the others only the response."""
-        said = torch.zeros(len(tokens.ids) + 1, logits.shape[1])
-        said[1:].scatter_(1, tokens.ids[:, None], 1.0)
-        counts = said.cumsum(0)  # of each token, how often it occurs before a position
-        before, own = counts[tokens.places], counts[tokens.places] - counts[tokens.begins]
+        occurrences = torch.zeros(len(tokens.ids) + 1, logits.shape[1])
+        occurrences[1:].scatter_(1, tokens.ids[:, None], 1.0)
+        counts = occurrences.cumsum(0)  # of each token, how often it occurs before a position
+        before, response_counts = counts[tokens.chosen], counts[tokens.chosen] - counts[tokens.begins]
         penalty = torch.where(before > 0, self.repetition_penalty, 1.0)
         logits = torch.where(logits > 0, logits / penalty, logits * penalty)
-        return logits - self.frequency_penalty * own - self.presence_penalty * (own > 0)
+        return logits - self.frequency_penalty * response_counts - self.presence_penalty * (response_counts > 0)
 
     def _filtered(self, logits: Tensor) -> Tensor:
         if self.min_p > 0:
@@ -126,17 +126,17 @@ OPTIONS = (*FILTERS, *(name for name in PENALTIES if name != "bad_words"))
 """Keys of generation that change the distribution, beside the temperature."""
 
 
-def engine_law(config: Config) -> Law:
+def build_engine_law(config: Config) -> Law:
     """The distribution that engines draw from; vLLM ignores filters at temperature 0."""
     names = OPTIONS if config.generation.temperature > 0 else set(OPTIONS).difference(FILTERS)
-    return _law(config, ("temperature", *names))
+    return _build_law(config, ("temperature", *names))
 
 
-def training_law(config: Config) -> Law:
+def build_training_law(config: Config) -> Law:
     """The distribution that the policy's log-probabilities are of in training."""
-    return _law(config, ("temperature", *(FILTERS if config.generation.has_training_filter else ())))
+    return _build_law(config, ("temperature", *(FILTERS if config.generation.has_training_filter else ())))
 
 
-def _law(config: Config, names: Sequence[str]) -> Law:
+def _build_law(config: Config, names: Sequence[str]) -> Law:
     values = {name: getattr(config.generation, name) for name in names}
     return Law(**values | {"top_k": values.get("top_k") or 0})

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from megatron_grpo.verification.doctor.law import Tokens
 
 
-def logprobs_and_states(
-    rank: PolicyRank, batch: TokenBatch, microbatches: Microbatches, places: NDArray[np.int64]
+def compute_logprobs_and_states(
+    rank: PolicyRank, batch: TokenBatch, microbatches: Microbatches, token_indices: NDArray[np.int64]
 ) -> tuple[Tensor | None, list[Piece]]:
     """Compute log-probabilities in one forward pass, and keep the hidden states of the pass on the host.
 
@@ -39,12 +39,12 @@ def logprobs_and_states(
     """
     pieces: list[Piece] = []
     with capture_states(
-        rank, batch, microbatches, places, lambda piece: pieces.append(replace(piece, values=piece.values.cpu()))
+        rank, batch, microbatches, token_indices, lambda piece: pieces.append(replace(piece, values=piece.values.cpu()))
     ):
         return rank.compute_logprobs(batch, microbatches), pieces
 
 
-def trainer_again(
+def run_trainer_again(
     config: Config, folder: Path, sequences: Sequence[Tokens], *, hidden: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute recorded sequences again by the trainer's code, on one rank in this process, in the run's precision.
@@ -61,8 +61,8 @@ def trainer_again(
     """
     policy = replace(config.policy, parallel=ParallelConfig(), lora=LoraConfig())
     policy = replace(policy, optimizer=replace(policy.optimizer, distributed=False))
-    lengths = [len(one.ids) for one in sequences]
-    batch = TokenBatch(lengths, TokenFields(token_ids=torch.cat([one.ids for one in sequences]).int()))
+    lengths = [len(sequence.ids) for sequence in sequences]
+    batch = TokenBatch(lengths, TokenFields(token_ids=torch.cat([sequence.ids for sequence in sequences]).int()))
     initialize_parallel(policy.parallel, rank=0, store=HashStore(), seed=0, timeout_s=policy.timeout_s)
     try:
         settings = RankSettings(
@@ -76,10 +76,13 @@ def trainer_again(
         (microbatches,) = make_packer(policy, OF_TOKENS).make_microbatches([np.array(lengths)])
         rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
         if hidden:
-            found, pieces = logprobs_and_states(rank, batch, microbatches, everywhere)
+            logprobs_of_tokens, pieces = compute_logprobs_and_states(rank, batch, microbatches, everywhere)
         else:
-            found, pieces = rank.compute_logprobs(batch, microbatches), []
+            logprobs_of_tokens, pieces = rank.compute_logprobs(batch, microbatches), []
     finally:
         destroy_parallel()
-    logprobs = [part[one.places] for part, one in zip(require_field(found).split(lengths), sequences, strict=True)]
+    logprobs = [
+        part[sequence.chosen]
+        for part, sequence in zip(require_field(logprobs_of_tokens).split(lengths), sequences, strict=True)
+    ]
     return torch.cat(logprobs), assemble_pieces(pieces, len(everywhere))

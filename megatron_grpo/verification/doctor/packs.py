@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.microbatch_schedule import assign_microbatches, derive_cost
 from megatron_grpo.verification.doctor.evidence import Rollout
-from megatron_grpo.verification.doctor.law import Tokens, residual
+from megatron_grpo.verification.doctor.law import Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
 
 Packs = Mapping[tuple[int, int], tuple[list[Tensor], Tensor]]
@@ -54,7 +54,7 @@ MOST_BEFORE = 7
 """Most sequences before a rollout that it is tried to see, in the order of the record."""
 
 
-def packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
+def iterate_packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
     """Sequences of a pack that see the sequences before them.
 
     The packs are those that the planner makes of the step, or runs of rollouts in the order of the record.
@@ -64,42 +64,45 @@ def packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
     key = "policy.packing=false; python -m megatron_grpo.replay with this key compares the layers of a packed step"
     for restarts, words in ((True, "with positions that begin anew"), (False, "with positions that go on")):
         text = f"lets packed sequences see those before them in the pack, {words}"
-        yield Suspect("packed_leak", "layout", text, key), partial(_leaked, packs, restarts)
+        yield Suspect("packed_leak", "layout", text, key), partial(_predict_leaked, packs, restarts)
         in_order = f"{text} (packs in the order of the record)"
-        yield Suspect("packed_leak", "layout", in_order, key, assumes=2), partial(_leaked_in_order, packs, restarts)
+        yield (
+            Suspect("packed_leak", "layout", in_order, key, assumes=2),
+            partial(_predict_leaked_in_order, packs, restarts),
+        )
 
 
-def _leaked(packs: Packs, restarts: bool, side: Side) -> Tensor:
+def _predict_leaked(packs: Packs, restarts: bool, side: Side) -> Tensor:
     pairs = zip(side.rollouts, side.tokens, strict=True)
-    return side.predict(tokens=[_behind(packs, rollout, tokens, restarts) for rollout, tokens in pairs])
+    return side.predict(tokens=[_predict_behind(packs, rollout, tokens, restarts) for rollout, tokens in pairs])
 
 
-def _leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
+def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
     """Each rollout behind as many of those before it in the record as predict it best."""
     order = sorted(packs)
-    whole = {name: ids for name, (_, ids) in packs.items()}
+    ids_by_name = {name: ids for name, (_, ids) in packs.items()}
     pieces = []
     for number, (rollout, recorded) in enumerate(zip(side.rollouts, side.recorded.split(side.lengths), strict=True)):
         at = order.index((rollout.row["group"], rollout.row["sample"]))
         tried = []
         for count in range(min(MOST_BEFORE, at) + 1):
-            before = [whole[name] for name in order[at - count : at]]
-            tokens = _after(before, side.tokens[number], restarts)
+            before = [ids_by_name[name] for name in order[at - count : at]]
+            tokens = _predict_after(before, side.tokens[number], restarts)
             (predicted,) = side.oracle.logprobs([tokens], [side.law])
             tried.append(predicted)
-        errors = [float(residual(recorded, predicted).mean()) for predicted in tried]
+        errors = [float(compute_residual(recorded, predicted).mean()) for predicted in tried]
         pieces.append(tried[errors.index(min(errors))])
     return torch.cat(pieces)
 
 
-def _behind(packs: Packs, rollout: Rollout, tokens: Tokens, restarts: bool) -> Tokens:
+def _predict_behind(packs: Packs, rollout: Rollout, tokens: Tokens, restarts: bool) -> Tokens:
     row: Mapping[str, Any] = rollout.row
     before, _ = packs[row["group"], row["sample"]]
-    return _after(before, tokens, restarts)
+    return _predict_after(before, tokens, restarts)
 
 
-def _after(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
+def _predict_after(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
     """The sequence behind others."""
     shift = sum(len(ids) for ids in before)
     positions = torch.cat([torch.arange(len(ids)) for ids in (*before, tokens.ids)]) if restarts else None
-    return Tokens(torch.cat([*before, tokens.ids]), tokens.places + shift, tokens.begins + shift, positions)
+    return Tokens(torch.cat([*before, tokens.ids]), tokens.chosen + shift, tokens.begins + shift, positions)

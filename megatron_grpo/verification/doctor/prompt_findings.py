@@ -13,7 +13,7 @@ from megatron_grpo.verification.doctor.damage import CHANGED
 from megatron_grpo.verification.doctor.diagnosis import Finding
 from megatron_grpo.verification.doctor.evidence import Rollout
 from megatron_grpo.verification.doctor.law import Tokens
-from megatron_grpo.verification.doctor.prompts import Rendering, configured, others
+from megatron_grpo.verification.doctor.prompts import Rendering, iterate_other_renderings, render_configured
 
 
 class Prompts:
@@ -35,16 +35,16 @@ class Prompts:
         try:
             if self._config.generation.endpoint.enabled:
                 raise ValueError("generation.endpoint.enabled=true: agents write the prompts")
-            return configured(self._config, self._model, sorted({row["prompt_idx"] for row in self._rows}))
+            return render_configured(self._config, self._model, sorted({row["prompt_idx"] for row in self._rows}))
         except (ValueError, RunError, OSError) as error:
             self._remarks.append(f"prompts were not compared with the data: {error}")
             return None
 
     @cached_property
-    def _others(self) -> list[Rendering]:
+    def _candidates(self) -> list[Rendering]:
         if self._configured is None:
             return []
-        return list(others(self._config, self._model, sorted(self._configured.prompts)))
+        return list(iterate_other_renderings(self._config, self._model, sorted(self._configured.prompts)))
 
     def findings(self) -> Iterator[Finding]:
         """A finding if the recorded prompts are not those of the data under this configuration."""
@@ -52,19 +52,19 @@ class Prompts:
         if expected is None:
             return
         rows = {row["prompt_idx"]: row for row in self._rows}
-        wrong = [row for row in self._rows if expected.prompts[row["prompt_idx"]] != _prompt(row)]
+        wrong = [row for row in self._rows if expected.prompts[row["prompt_idx"]] != _describe_prompt(row)]
         if not wrong:
             return
         numbers = list(dict.fromkeys(row["prompt_idx"] for row in wrong))
         alike = [
-            other
-            for other in self._others
-            if all(other.prompts.get(row["prompt_idx"]) == _prompt(row) for row in wrong)
+            candidate
+            for candidate in self._candidates
+            if all(candidate.prompts.get(row["prompt_idx"]) == _describe_prompt(row) for row in wrong)
         ]
         if alike:
             reason = f"they are those of {alike[0].text}"
         else:
-            where = _first_difference(wrong[0], expected.prompts[wrong[0]["prompt_idx"]])
+            where = _find_first_difference(wrong[0], expected.prompts[wrong[0]["prompt_idx"]])
             reason = f"no other template gives them: the data has changed, or the record was edited ({where})"
         text = (
             f"{len(numbers)} of {len(rows)} recorded prompts are not what the configuration makes of the data; {reason}"
@@ -76,7 +76,7 @@ class Prompts:
 
     def other_sequences(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, Sequence[Tokens]]]:
         """By description of another data setting: its key, and the rollouts with the prompts of that setting."""
-        settings = [] if self._configured is None else [self._configured, *self._others]
+        settings = [] if self._configured is None else [self._configured, *self._candidates]
         sequences: dict[str, tuple[str, Sequence[Tokens]]] = {}
         for setting in settings:
             prompts = [setting.prompts[rollout.row["prompt_idx"]] for rollout in rollouts]
@@ -86,15 +86,15 @@ class Prompts:
         return sequences
 
 
-def _prompt(row: dict[str, Any]) -> list[int]:
+def _describe_prompt(row: dict[str, Any]) -> list[int]:
     """Tokens before the first response."""
     ids: list[int] = row["token_ids"][: row["spans"][0][0]].tolist()
     return ids
 
 
-def _first_difference(row: dict[str, Any], expected: Sequence[int]) -> str:
+def _find_first_difference(row: dict[str, Any], expected: Sequence[int]) -> str:
     """The first token of a recorded prompt that is not the expected one, with its rollout."""
-    recorded = _prompt(row)
+    recorded = _describe_prompt(row)
     pairs = enumerate(zip(recorded, expected, strict=False))
     position = next((number for number, (first, second) in pairs if first != second), min(len(recorded), len(expected)))
     ids = [str(prompt[position]) if position < len(prompt) else "nothing" for prompt in (recorded, expected)]

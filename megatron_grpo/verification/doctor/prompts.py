@@ -31,7 +31,7 @@ class Rendering:
     """Token ids by row of the data."""
 
 
-def configured(config: Config, model: Path, rows: Sequence[int]) -> Rendering:
+def render_configured(config: Config, model: Path, rows: Sequence[int]) -> Rendering:
     """The prompts as the configuration says.
 
     Args:
@@ -42,29 +42,29 @@ def configured(config: Config, model: Path, rows: Sequence[int]) -> Rendering:
     Raises:
         ValueError: the data or a row cannot be read, or the data is streamed.
     """
-    return Rendering("as the configuration says", "data.chat_template", _prompts(config, model, rows))
+    return Rendering("as the configuration says", "data.chat_template", _read_prompts(config, model, rows))
 
 
-def others(config: Config, model: Path, rows: Sequence[int]) -> Iterator[Rendering]:
-    """The prompts under other settings that can be used with this data; takes the same as `configured`."""
+def iterate_other_renderings(config: Config, model: Path, rows: Sequence[int]) -> Iterator[Rendering]:
+    """The prompts under other settings that can be used with this data; takes the same as `render_configured`."""
     with tempfile.TemporaryDirectory() as folder:
-        for text, key, changes in _settings(config, Path(folder)):
+        for text, key, changes in _iterate_settings(config, Path(folder)):
             data: Any = replace(config.data, **changes)
             try:
-                yield Rendering(text, key, _prompts(replace(config, data=data), model, rows))
+                yield Rendering(text, key, _read_prompts(replace(config, data=data), model, rows))
             except (ValueError, RunError):  # the tokenizer has no template, or this one refuses the rows
                 continue
 
 
-def _settings(config: Config, folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _iterate_settings(config: Config, folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(description, key, changed fields of the section data) of each other setting."""
     data = config.data
     if data.apply_chat_template:
         plain = {"apply_chat_template": False, "system_prompt": None, "system_prompt_file": None}
         yield "the plain text without a chat template", "data.apply_chat_template", plain
     if data.chat_template is not None or not data.apply_chat_template:
-        own = {"apply_chat_template": True, "chat_template": None}
-        yield "the chat template of the model's tokenizer", "data.chat_template", own
+        settings = {"apply_chat_template": True, "chat_template": None}
+        yield "the chat template of the model's tokenizer", "data.chat_template", settings
     if data.system_prompt is not None or data.system_prompt_file is not None:
         yield "no system prompt", "data.system_prompt", {"system_prompt": None, "system_prompt_file": None}
     for name, template in TEMPLATES.items():
@@ -74,11 +74,11 @@ def _settings(config: Config, folder: Path) -> Iterator[tuple[str, str, dict[str
         yield f"the chat template of {name}", "data.chat_template", changes
     if data.apply_chat_template:
         for thinking in (False, True):
-            given = {"chat_template_kwargs": {**data.chat_template_kwargs, "enable_thinking": thinking}}
-            yield f"enable_thinking={str(thinking).lower()}", "data.chat_template_kwargs", given
+            kwargs = {"chat_template_kwargs": {**data.chat_template_kwargs, "enable_thinking": thinking}}
+            yield f"enable_thinking={str(thinking).lower()}", "data.chat_template_kwargs", kwargs
 
 
-def _prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list[int]]:
+def _read_prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list[int]]:
     """Token ids of the prompts of some rows; ValueError if there are no such prompts."""
     if config.data.streaming:
         raise ValueError("data.streaming=true: rows of a stream cannot be read again")
@@ -87,10 +87,10 @@ def _prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list
     ).loader
     assert isinstance(loader, PromptLoader)
     try:
-        found = loader.load_prompts(rows)
+        prompts = loader.load_prompts(rows)
     except IndexError:
         raise ValueError(f"the data has no row {max(rows)}") from None
     return {
         row: [token for message in prompt["message_log"] for token in message["token_ids"]]
-        for row, prompt in zip(rows, found, strict=True)
+        for row, prompt in zip(rows, prompts, strict=True)
     }

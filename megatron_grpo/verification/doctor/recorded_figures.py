@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
 from megatron_grpo.observability.summary import read_end_reason
-from megatron_grpo.verification.replay.compare import Comparison, compare, tolerances
+from megatron_grpo.verification.replay.compare import Comparison, choose_tolerances, compare
 from megatron_grpo.verification.replay.record import RecordedStep, open_step
 from megatron_grpo.verification.replay.replayed_step import replay_step
 
@@ -68,10 +68,10 @@ def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
         ValueError: the file of metrics is damaged; the message names file and line.
     """
     rows = read_lines(run_dir / METRICS_FILE)
-    return {int(row["step"]): RecordedFigures(*(_figure(row, name) for name in FIGURES)) for row in rows}
+    return {int(row["step"]): RecordedFigures(*(_describe_figure(row, name) for name in FIGURES)) for row in rows}
 
 
-def _figure(row: Mapping[str, Any], name: str) -> float | None:
+def _describe_figure(row: Mapping[str, Any], name: str) -> float | None:
     values = {**row.get("throughput", {}), **row}  # figures of the checks of weights stand there
     if name not in values:
         return None
@@ -92,7 +92,9 @@ def read_refused_refit(run_dir: Path) -> str | None:
     return reason if any(text in reason for text in NOT_SERVED) else None
 
 
-def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool) -> list[int]:
+def find_suspicious_steps(
+    figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool
+) -> list[int]:
     """Steps whose recorded error is far from the others', or that the run noticed, the worst first.
 
     Args:
@@ -142,7 +144,7 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
         config: the run's configuration.
         timeout_s: deadline of each replay.
     """
-    overrides = _one_rank(config)
+    overrides = _replay_on_one_rank(config)
     command = " ".join(["python -m megatron_grpo.replay", str(run_dir), f"step={step}", *overrides])
     ranks, gpus = config.policy.parallel.world_size, torch.cuda.device_count()
     room = gpus or max(RANKS, os.cpu_count() or 1)
@@ -153,8 +155,8 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
     try:
         record, changed = open_step(run_dir, step), open_step(run_dir, step, overrides)
         sides = [
-            replay_step(each, hidden_tokens=HIDDEN_TOKENS, timeout_s=timeout_s, gpus=gpus)
-            for each in ((record, changed) if overrides else (record,))
+            replay_step(recorded_step, hidden_tokens=HIDDEN_TOKENS, timeout_s=timeout_s, gpus=gpus)
+            for recorded_step in ((record, changed) if overrides else (record,))
         ]
     except ConfigError as error:
         reason = "; ".join(f"{problem.subject} {problem.text}" for problem in error.problems)
@@ -162,46 +164,48 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
     except (RunError, ValueError, OSError) as error:
         return LayoutReplay(command, f"its replay could not be done here: {error}", differs=False)
     if not overrides:
-        return LayoutReplay(command, f"the run had one rank without packing; {_versions(record)}", differs=False)
-    limits = tolerances(record.config.policy, changed.config.policy)
+        return LayoutReplay(
+            command, f"the run had one rank without packing; {_describe_versions(record)}", differs=False
+        )
+    limits = choose_tolerances(record.config.policy, changed.config.policy)
     compared = compare(("replayed", "on one rank"), record, (sides[0], sides[1]), limits)
     if compared.agrees:
-        text = f"the run's layout and one rank agree here in every quantity; {_versions(record)}"
+        text = f"the run's layout and one rank agree here in every quantity; {_describe_versions(record)}"
         return LayoutReplay(command, text, differs=False)
-    return LayoutReplay(command, f"the run's layout and one rank differ: {_first(compared)}", differs=True)
+    return LayoutReplay(command, f"the run's layout and one rank differ: {_find_first(compared)}", differs=True)
 
 
-def _one_rank(config: Config) -> list[str]:
+def _replay_on_one_rank(config: Config) -> list[str]:
     """Overrides of the configuration that make the layout one rank without packing."""
     parallel, plain = config.policy.parallel, ParallelConfig()
     names = [name for name in vars(plain) if getattr(parallel, name) != getattr(plain, name)]
     values = {name: getattr(plain, name) for name in names}
-    texts = [f"policy.parallel.{name}={_yaml(value)}" for name, value in values.items()]
+    texts = [f"policy.parallel.{name}={_write_yaml(value)}" for name, value in values.items()]
     return texts + (["policy.packing=false"] if config.policy.packing else [])
 
 
-def _yaml(value: object) -> str:
+def _write_yaml(value: object) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def _versions(record: RecordedStep) -> str:
+def _describe_versions(record: RecordedStep) -> str:
     """What else may be the reason: packages and devices that were others."""
     recorded = {} if record.figures is None else record.figures.versions
-    here = find_library_versions()
+    versions = find_library_versions()
     changed = [
-        f"{name} was {version} and is {here.get(name)}"
+        f"{name} was {version} and is {versions.get(name)}"
         for name, version in recorded.items()
-        if here.get(name) != version
+        if versions.get(name) != version
     ]
     if changed:
         return "packages differ: " + ", ".join(changed)
     return "so the reason was in the run alone: its devices, its packages, or its program at that time"
 
 
-def _first(compared: Comparison) -> str:
-    place = compared.place
-    assert place is not None, "it does not agree"
-    layer = "" if place["layer"] is None else f" of layer {place['layer']}"
-    at = place["point"] or place["tensor"] or ""
+def _find_first(compared: Comparison) -> str:
+    location = compared.place
+    assert location is not None, "it does not agree"
+    layer = "" if location["layer"] is None else f" of layer {location['layer']}"
+    at = location["point"] or location["tensor"] or ""
     where = f", first in {at}" if at else ""
-    return f"{place['quantity']}{layer}{where}"
+    return f"{location['quantity']}{layer}{where}"

@@ -107,14 +107,14 @@ class Difference:
     @property
     def layer(self) -> int | None:
         """Number of the tensor's layer, from 0; None: it belongs to no layer."""
-        found = layer_of(self.tensor or "")
-        return found if 0 <= found < _LAST else None
+        layer = find_layer(self.tensor or "")
+        return layer if 0 <= layer < _LAST else None
 
 
 _LAST = 1 << 30
 
 
-def layer_of(name: str) -> int:
+def find_layer(name: str) -> int:
     """Number of the layer in the name of a tensor or of a point: -1 before the first layer, `_LAST` after the last."""
     parts = name.split(".")
     if "layers" in parts:
@@ -133,7 +133,7 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         """Whether every quantity is within its tolerance."""
-        return all(one.agrees for one in self.differences)
+        return all(difference.agrees for difference in self.differences)
 
     @property
     def place(self) -> dict[str, str | int | None] | None:
@@ -142,10 +142,10 @@ class Comparison:
         Quantity, layer and tensor are those of the first quantity past its tolerance. Point, sequence and token are of
         the first one that has tokens: the first hidden state past its tolerance, or log-probability.
         """
-        apart = [one for one in self.differences if not one.agrees]
+        apart = [difference for difference in self.differences if not difference.agrees]
         if not apart:
             return None
-        at_tokens = next((one for one in apart if one.token is not None), None)
+        at_tokens = next((difference for difference in apart if difference.token is not None), None)
         return {
             "quantity": apart[0].quantity,
             "layer": apart[0].layer,
@@ -157,34 +157,34 @@ class Comparison:
         }
 
 
-def recorded(record: RecordedStep) -> Replayed:
+def read_recorded(record: RecordedStep) -> Replayed:
     """What the run itself recorded of a step; hidden states as sketches, of some tokens."""
-    known = all(one is not None for one in record.prev_logprobs)
-    logprobs = torch.from_numpy(record.at_sampled(record.prev_logprobs)) if known else None
+    has_all = all(logprobs_of_rollout is not None for logprobs_of_rollout in record.prev_logprobs)
+    logprobs = torch.from_numpy(record.at_sampled(record.prev_logprobs)) if has_all else None
     figures = record.figures
     if figures is None:
         return Replayed(logprobs, None, [], {})
     result = TrainResult(figures.loss, figures.grad_norm, figures.learning_rate)
-    return Replayed(logprobs, result, figures.tensors, *_recorded_states(figures.states), is_sketched=True)
+    return Replayed(logprobs, result, figures.tensors, *_read_recorded_states(figures.states), is_sketched=True)
 
 
-def _recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
+def _read_recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
     """Recorded sketches by point in the order of computation, [captured, SKETCH], and the tokens, [captured]."""
-    captured = np.unique(np.array([one.token for one in states], dtype=np.int64))
+    captured = np.unique(np.array([state.token for state in states], dtype=np.int64))
     rows: dict[str, Tensor] = {
         point: torch.full((len(captured), SKETCH), torch.nan)
-        for point in sorted({one.point for one in states}, key=locate_point)
+        for point in sorted({state.point for state in states}, key=locate_point)
     }
-    for one in states:
-        rows[one.point][int(np.searchsorted(captured, one.token))] = torch.tensor(one.sketch)
+    for state in states:
+        rows[state.point][int(np.searchsorted(captured, state.token))] = torch.tensor(state.sketch)
     return rows, captured
 
 
-def tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
+def choose_tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
     """The tolerances for sides with these settings: those of the coarsest precision."""
-    if any(one.fp8.format != "off" or one.quantization is not None for one in policies):
+    if any(policy.fp8.format != "off" or policy.quantization is not None for policy in policies):
         return TOLERANCES["fp8"]
-    return TOLERANCES["bfloat16" if any(one.precision == "bfloat16" for one in policies) else "float32"]
+    return TOLERANCES["bfloat16" if any(policy.precision == "bfloat16" for policy in policies) else "float32"]
 
 
 def compare(
@@ -199,7 +199,7 @@ def compare(
         limits: the tolerances.
     """
     first, second = sides
-    found: list[Difference] = [
+    differences: list[Difference] = [
         *_of_tensors("weights", "weight", sides, limits),
         *_of_hidden_states(record, sides, limits),
     ]
@@ -210,18 +210,20 @@ def compare(
         tail = ROUTED_LOGPROBS_TAIL if _has_experts(sides) else LOGPROBS_TAIL
         limit, tokens = limits["log-probabilities"], np.flatnonzero(record.sampled)
         apart = apart[torch.from_numpy(tokens)]
-        found.append(
-            _at_token(record, "log-probabilities", None, apart, limit, tokens, tail if _is_coarse(limits) else None)
+        differences.append(
+            _describe_at_token(
+                record, "log-probabilities", None, apart, limit, tokens, tail if _is_coarse(limits) else None
+            )
         )
     if first.result is not None and second.result is not None:
-        one, other = first.result, second.result
-        loss = abs(one.loss - other.loss) / max(1.0, abs(other.loss))
-        norm = abs(one.grad_norm - other.grad_norm) / (other.grad_norm or 1.0)
-        found.append(Difference("loss", loss, limits["loss"]))
-        found.append(Difference("gradient norm", norm, limits["gradient norm"]))
-    found += _of_tensors("gradients", "gradient", sides, limits)
-    found += _of_update(sides, limits["update"])
-    return Comparison(*names, found)
+        first_result, second_result = first.result, second.result
+        loss = abs(first_result.loss - second_result.loss) / max(1.0, abs(second_result.loss))
+        norm = abs(first_result.grad_norm - second_result.grad_norm) / (second_result.grad_norm or 1.0)
+        differences.append(Difference("loss", loss, limits["loss"]))
+        differences.append(Difference("gradient norm", norm, limits["gradient norm"]))
+    differences += _of_tensors("gradients", "gradient", sides, limits)
+    differences += _of_update(sides, limits["update"])
+    return Comparison(*names, differences)
 
 
 def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
@@ -241,29 +243,29 @@ def _of_hidden_states(
     captured = np.intersect1d(sides[0].captured, sides[1].captured)
     captured = captured[record.predicts[captured]]
     largest: Difference | None = None
-    for point in (one for one in sides[0].hidden if one in sides[1].hidden):
-        rows, others = _states_at(point, sides, captured)
+    for point in (name for name in sides[0].hidden if name in sides[1].hidden):
+        rows, second_rows = _find_states_at(point, sides, captured)
         if is_coarse and point.endswith(ROUTER):
-            moved = ((rows != 0) != (others != 0)).any(dim=1)
+            moved = ((rows != 0) != (second_rows != 0)).any(dim=1)
             if int(moved.sum()) <= max(FEWEST_TIES, TIES * len(captured)):
-                captured, rows, others = captured[~moved.numpy()], rows[~moved], others[~moved]
+                captured, rows, second_rows = captured[~moved.numpy()], rows[~moved], second_rows[~moved]
         if not len(captured):
             break
-        scale = others.norm(dim=1)
+        scale = second_rows.norm(dim=1)
         finite = scale[scale.isfinite()]
-        apart = (rows - others).norm(dim=1) / scale.clamp(min=SMALL * float(finite.mean()) if len(finite) else 1.0)
+        apart = (rows - second_rows).norm(dim=1) / scale.clamp(min=SMALL * float(finite.mean()) if len(finite) else 1.0)
         tail = STATES_TAIL if is_coarse else None
-        found = _at_token(record, "hidden states", point, apart, limit, captured, tail)
-        if not found.agrees:
-            yield found
+        difference = _describe_at_token(record, "hidden states", point, apart, limit, captured, tail)
+        if not difference.agrees:
+            yield difference
             return
-        if largest is None or found.difference > largest.difference:
-            largest = found
+        if largest is None or difference.difference > largest.difference:
+            largest = difference
     if largest is not None:
         yield largest
 
 
-def _states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def _find_states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Both sides' states of some tokens at a point, [tokens, width], float32; sketches if a side has no more."""
     as_sketches = any(side.is_sketched for side in sides)
 
@@ -274,7 +276,7 @@ def _states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[n
     return states(sides[0]), states(sides[1])
 
 
-def _at_token(
+def _describe_at_token(
     record: RecordedStep,
     quantity: Quantity,
     tensor: str | None,
@@ -296,9 +298,9 @@ def _at_token(
     """
     apart = apart.nan_to_num(nan=math.inf)
     past = torch.nonzero(apart > limit)
-    place = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
-    sequence = int(np.searchsorted(np.cumsum(record.lengths), place, side="right"))
-    position = place - int(record.lengths[:sequence].sum())
+    token_index = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
+    sequence = int(np.searchsorted(np.cumsum(record.lengths), token_index, side="right"))
+    position = token_index - int(record.lengths[:sequence].sum())
     token_id = int(record.trajectories[sequence].token_ids[position])
     largest = float(apart.max()) if tail is None else _of_tokens(apart, tail)
     return Difference(quantity, largest, limit, tensor, sequence, position, token_id)
@@ -308,30 +310,31 @@ def _of_tokens(apart: Tensor, tail: Tail) -> float:
     """One difference of all tokens, [tokens], float32: the largest that must not be past the tolerance."""
     largest = apart.sort(descending=True).values
     strays = max(1, int(tail.share * len(apart)))
-    others = float(largest[strays]) if strays < len(apart) else 0.0
-    return max(others, float(largest[0]) / tail.times, float(apart.median()) / tail.typical)
+    stray = float(largest[strays]) if strays < len(apart) else 0.0
+    return max(stray, float(largest[0]) / tail.times, float(apart.median()) / tail.typical)
 
 
 Figures = dict[tuple[int, str], tuple[float, float]]
 """By (optimizer step, name): the distance of a tensor between the two sides, and its norm on the second side."""
 
 
-def _distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
+def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
     """Distances of tensors of a kind, from their sketches; infinite for a tensor that only one side has."""
     first, second = (
-        {(one.optimizer_step, one.name): one for one in side.tensors if one.kind == kind} for side in sides
+        {(figure.optimizer_step, figure.name): figure for figure in side.tensors if figure.kind == kind}
+        for side in sides
     )
     if not first or not second:
         return {}
-    found = {}
+    distances = {}
     for key in first.keys() | second.keys():
-        one, other = first.get(key), second.get(key)
-        if one is None or other is None:
-            found[key] = (math.inf, 1.0)
+        first_figure, second_figure = first.get(key), second.get(key)
+        if first_figure is None or second_figure is None:
+            distances[key] = (math.inf, 1.0)
         else:
-            apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(one.sketch, other.sketch, strict=True)))
-            found[key] = (apart, other.norm)
-    return found
+            apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(first_figure.sketch, second_figure.sketch, strict=True)))
+            distances[key] = (apart, second_figure.norm)
+    return distances
 
 
 def _of_tensors(
@@ -342,7 +345,7 @@ def _of_tensors(
     Gradients are computed from the last layer to the first. In a coarse precision rounding sends tokens to other
     experts, so those of a layer's experts and router are compared together, and of all count an `EXPERT_GRADIENT`-th.
     """
-    figures, limit = _distances(kind, sides), limits[quantity]
+    figures, limit = _compute_distances(kind, sides), limits[quantity]
     if not figures:
         return
     total = {step: math.hypot(*(norm for (of, _), (_, norm) in figures.items() if of == step)) for step, _ in figures}
@@ -356,7 +359,7 @@ def _of_tensors(
     if is_routed:
         apart = {key: value / EXPERT_GRADIENT for key, value in apart.items()}
     sign = -1 if kind == "gradient" else 1
-    order = sorted(apart, key=lambda key: (key[0], sign * layer_of(key[1]), key[1]))
+    order = sorted(apart, key=lambda key: (key[0], sign * find_layer(key[1]), key[1]))
     worst = max(order, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
     past = [key for key in order if not apart[key] <= limit]
     yield Difference(quantity, apart[worst], limit, (past[0] if past else worst)[1])
@@ -367,7 +370,7 @@ def _with_experts_together(figures: Figures) -> Figures:
     together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
     layers: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for step, name in figures.keys() - together.keys():
-        layers.setdefault((step, layer_of(name)), []).append((step, name))
+        layers.setdefault((step, find_layer(name)), []).append((step, name))
     for keys in layers.values():
         distances, norms = zip(*(figures[key] for key in keys), strict=True)
         together[max(keys, key=lambda key: (figures[key][0], key))] = math.hypot(*distances), math.hypot(*norms)
@@ -376,7 +379,7 @@ def _with_experts_together(figures: Figures) -> Figures:
 
 def _has_experts(sides: tuple[Replayed, Replayed]) -> bool:
     """Whether the model is a mixture of experts, by the names of its tensors."""
-    return any(_is_routed(one.name) for side in sides for one in side.tensors)
+    return any(_is_routed(figure.name) for side in sides for figure in side.tensors)
 
 
 def _is_routed(name: str) -> bool:
@@ -389,7 +392,7 @@ def _of_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Diffe
 
     Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
     """
-    figures = _distances("update", sides)
+    figures = _compute_distances("update", sides)
     if figures:
         distance = math.hypot(*(apart for apart, _ in figures.values()))
         norm = math.hypot(*(norm for _, norm in figures.values()))

@@ -54,7 +54,7 @@ class RecordedStep:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """[sequences], int64: tokens of each rollout, prompt included."""
-        return np.array([len(one.token_ids) for one in self.trajectories], dtype=np.int64)
+        return np.array([len(trajectory.token_ids) for trajectory in self.trajectories], dtype=np.int64)
 
     @property
     def predicts(self) -> NDArray[np.bool_]:
@@ -63,21 +63,26 @@ class RecordedStep:
         True up to the token before the last sampled one: later tokens of the sequence attend to earlier ones. The last
         sampled token, such as a stop token, and an environment's words behind it predict nothing.
         """
-        lasts = [max((span.end for span in one.spans if span.end > span.start), default=0) for one in self.trajectories]
+        lasts = [
+            max((span.end for span in trajectory.spans if span.end > span.start), default=0)
+            for trajectory in self.trajectories
+        ]
         positions = [np.arange(length) < last - 1 for length, last in zip(self.lengths, lasts, strict=True)]
         return np.concatenate(positions)
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
         """[tokens], bool: whether the model sampled the token."""
-        return self.at_sampled([np.ones(one.response_tokens) for one in self.trajectories]) > 0
+        return self.at_sampled([np.ones(trajectory.response_tokens) for trajectory in self.trajectories]) > 0
 
     def tokens(self) -> TokenBatch:
         """All rollouts end to end: token_ids (int32), sampled (bool) and generation_logprobs (float32)."""
         fields = TokenFields(
-            token_ids=torch.from_numpy(np.concatenate([one.token_ids for one in self.trajectories])),
+            token_ids=torch.from_numpy(np.concatenate([trajectory.token_ids for trajectory in self.trajectories])),
             sampled=torch.from_numpy(self.sampled),
-            generation_logprobs=torch.from_numpy(self.at_sampled([one.logprobs for one in self.trajectories])),
+            generation_logprobs=torch.from_numpy(
+                self.at_sampled([trajectory.logprobs for trajectory in self.trajectories])
+            ),
         )
         return TokenBatch(self.lengths.tolist(), fields)
 
@@ -89,14 +94,14 @@ class RecordedStep:
         """
         entry = np.zeros(int(self.lengths.sum()), dtype=np.float32)
         ends = np.cumsum(self.lengths)
-        for one, own, end in zip(self.trajectories, values, ends, strict=True):
-            if own is None:
+        for trajectory, trajectory_values, end in zip(self.trajectories, values, ends, strict=True):
+            if trajectory_values is None:
                 raise ValueError(f"step {self.step} of {self.run_dir} has no such values: it failed, or needed none")
-            begin, done = end - len(one.token_ids), 0
-            for span in one.spans:
+            begin, used = end - len(trajectory.token_ids), 0
+            for span in trajectory.spans:
                 size = span.end - span.start
-                entry[begin + span.start : begin + span.end] = own[done : done + size]
-                done += size
+                entry[begin + span.start : begin + span.end] = trajectory_values[used : used + size]
+                used += size
         return entry
 
 
@@ -134,9 +139,9 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         run_dir=run_dir,
         step=step,
         config=config,
-        checkpoint=_checkpoint_before(run_dir, step, config),
+        checkpoint=_find_checkpoint_before(run_dir, step, config),
         model=model,
-        trajectories=[one for group in groups for one in group],
+        trajectories=[trajectory for group in groups for trajectory in group],
         advantages=[row["advantages"] for row in rows],
         prev_logprobs=[row["prev_logprobs"] for row in rows],
         figures=figures,
@@ -147,21 +152,23 @@ def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
     """Check that the rollouts of a step are recorded, all of them."""
     steps = find_recorded_steps(run_dir)
     if step not in steps:
-        known = f"there are {min(steps)} to {max(steps)}" if steps else "there are none at all"
-        text = f"has no rollouts in {file}: {known}; logger.replay_every=N or logger.rollouts=all keeps them"
+        recorded = f"there are {min(steps)} to {max(steps)}" if steps else "there are none at all"
+        text = f"has no rollouts in {file}: {recorded}; logger.replay_every=N or logger.rollouts=all keeps them"
         raise ConfigError([Problem(f"step={step}", text)])
     try:
-        found = examine_file(file)
+        examined = examine_file(file)
     except ValueError as error:
         raise ConfigError([Problem(f"step={step}", f"{file} {error}; {DAMAGE_ADVICE}")]) from None
-    run = found.record.run
+    run = examined.record.run
     expected = run.prompts_per_step * run.samples_per_prompt
-    if found.rollouts != expected:
-        text = f"{file} has {found.rollouts} of the step's {expected} rollouts: the run kept a sample (logger.rollouts)"
+    if examined.rollouts != expected:
+        text = (
+            f"{file} has {examined.rollouts} of the step's {expected} rollouts: the run kept a sample (logger.rollouts)"
+        )
         raise ConfigError([Problem(f"step={step}", text)])
 
 
-def _checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
+def _find_checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
     """The intact checkpoint that holds the state before a step; None: the run began with the step."""
     path = run_dir / "checkpoints" / f"step_{step - 1}"
     resume = config.checkpointing.resume
@@ -172,8 +179,14 @@ def _checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
     elif step == 1:
         return None
     if not path.is_dir():
-        kept = sorted(int(one.name.removeprefix("step_")) + 1 for one in (run_dir / "checkpoints").glob("step_*"))
-        steps = f"steps {', '.join(map(str, kept))} have one" if kept else "the run has no checkpoint"
+        steps_with_checkpoint = sorted(
+            int(folder.name.removeprefix("step_")) + 1 for folder in (run_dir / "checkpoints").glob("step_*")
+        )
+        steps = (
+            f"steps {', '.join(map(str, steps_with_checkpoint))} have one"
+            if steps_with_checkpoint
+            else "the run has no checkpoint"
+        )
         text = f"begins with the state of {path}, which is not there; {steps}. logger.replay_every=N keeps them"
         raise ConfigError([Problem(f"step={step}", text)])
     try:

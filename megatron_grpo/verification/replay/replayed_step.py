@@ -38,7 +38,7 @@ from megatron_grpo.trainer.microbatch_schedule import (
 )
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.verification.doctor.layer_outputs import logprobs_and_states
+from megatron_grpo.verification.doctor.layer_outputs import compute_logprobs_and_states
 from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import RecordedStep
 
@@ -101,15 +101,15 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
     """
     task = replay_task(record, hidden_tokens)
     config = record.config
-    found = run_on_ranks(
+    results = run_on_ranks(
         replay_on_rank, task, config.policy.parallel, seed=config.training_loop.seed, timeout_s=timeout_s, gpus=gpus
     )
     captured = np.flatnonzero(task.captured)
     return Replayed(
-        logprobs=found[0]["logprobs"],
-        result=_result(task, found),
-        tensors=[TensorFigure(**row) for one in found for row in one["tensors"]],
-        hidden=assemble_pieces((Piece(**row) for one in found for row in one["pieces"]), len(captured)),
+        logprobs=results[0]["logprobs"],
+        result=_make_result(task, results),
+        tensors=[TensorFigure(**row) for result in results for row in result["tensors"]],
+        hidden=assemble_pieces((Piece(**row) for result in results for row in result["pieces"]), len(captured)),
         captured=captured,
     )
 
@@ -119,7 +119,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     config = record.config
     settings = make_policy_settings(config, record.model)
     _require_replayable(record, settings)
-    outcomes = [one.outcome for one in record.trajectories]
+    outcomes = [trajectory.outcome for trajectory in record.trajectories]
     step, batch = StepBatch.from_outcomes(config, outcomes), record.tokens()
     threshold = config.training_loop.seq_logprob_error_threshold
     if threshold is not None:
@@ -148,8 +148,10 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         settings=settings,
         checkpoint=None if record.checkpoint is None else str((record.checkpoint / POLICY_FOLDER).absolute()),
         batch=batch,
-        members=[np.concatenate(step.partitions[mine]) for mine in split_among_replicas(step, policy.parallel.data)],
-        captured=_captured(record, hidden_tokens),
+        members=[
+            np.concatenate(step.partitions[replica]) for replica in split_among_replicas(step, policy.parallel.data)
+        ],
+        captured=_capture_states(record, hidden_tokens),
         logprobs=assign_microbatches(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
         loss=config.loss_fn,
@@ -157,7 +159,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     )
 
 
-def _captured(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
+def _capture_states(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
     """[tokens], bool: whether the hidden states of the token are kept (`replay_step`)."""
     predicts, ends = record.predicts, np.cumsum(record.lengths)
     counts = np.cumsum(predicts)[ends - 1]  # tokens that predict others, up to each sequence's end
@@ -165,14 +167,14 @@ def _captured(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
     chosen = counts <= max(hidden_tokens, *first)
     captured = predicts & np.repeat(chosen, record.lengths)
     if record.figures is not None:
-        captured[[one.token for one in record.figures.states]] = True
+        captured[[state.token for state in record.figures.states]] = True
     return captured & predicts
 
 
 def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
     """Raise a ConfigError if the configuration cannot be replayed, or its layout does not fit the model."""
     config, vocab = record.config, settings.shape.vocab
-    largest = max(int(one.token_ids.max()) for one in record.trajectories)
+    largest = max(int(trajectory.token_ids.max()) for trajectory in record.trajectories)
     text = "cannot be replayed: the experts that engines chose are not recorded"
     rules = [
         (config.value_model is not None, "algorithm=", "cannot be replayed: values and returns are not recorded"),
@@ -182,7 +184,7 @@ def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
     ]
     problems = [
         *find_broken_rules(config, rules),
-        *(one for one in find_config_problems(config) if one.subject.startswith("policy.")),
+        *(problem for problem in find_config_problems(config) if problem.subject.startswith("policy.")),
     ]
     if problems:
         raise ConfigError(problems)
@@ -204,57 +206,66 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     if task.checkpoint is not None:
         enter("loading the checkpoint")
         rank.checkpoint.load(task.checkpoint)
-    mine = task.members[parallel_state.get_data_parallel_rank()]
-    batch, places = task.batch.select(mine.tolist()), find_token_indices(np.asarray(task.batch.lengths), mine)
+    members = task.members[parallel_state.get_data_parallel_rank()]
+    batch, token_indices = (
+        task.batch.select(members.tolist()),
+        find_token_indices(np.asarray(task.batch.lengths), members),
+    )
     enter("log-probabilities")
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
-    plan = _own(task.logprobs, mine)
+    plan = _select_own(task.logprobs, members)
     numbers = np.cumsum(task.captured) - 1  # of the captured tokens alone, whose states are gathered in one tensor
-    own, pieces = logprobs_and_states(rank, forward, plan, np.where(task.captured[places], numbers[places], -1))
-    logprobs = _shared(task, own, places)
+    logprobs_of_rank, pieces = compute_logprobs_and_states(
+        rank, forward, plan, np.where(task.captured[token_indices], numbers[token_indices], -1)
+    )
+    logprobs = _share_results(task, logprobs_of_rank, token_indices)
     if task.uses_prev:
-        batch.fields.prev_logprobs = logprobs[places]
+        batch.fields.prev_logprobs = logprobs[token_indices]
     if task.settings.reference is not None:
-        batch.fields.reference_logprobs = _shared(task, rank.compute_reference_logprobs(forward, plan), places)[places]
+        batch.fields.reference_logprobs = _share_results(
+            task, rank.compute_reference_logprobs(forward, plan), token_indices
+        )[token_indices]
     enter("optimizer steps")
     rank.recorder.begin()
     loss_fn = ClippedPGLossFn(task.loss)
-    shares = [rank.train(batch, _own(plan, mine), loss_fn, counts) for plan, counts in task.steps]
+    shares = [rank.train(batch, _select_own(batches, members), loss_fn, counts) for batches, counts in task.steps]
     enter("gathering the tensors")
     return {
         "logprobs": logprobs if dist.get_rank() == 0 else None,
-        "pieces": [{name: getattr(one, name) for name in Piece.__slots__} for one in pieces],
-        "tensors": [asdict(one) for one in rank.recorder.end()],
-        "shares": [asdict(one) for one in shares],
+        "pieces": [{name: getattr(piece, name) for name in Piece.__slots__} for piece in pieces],
+        "tensors": [asdict(piece) for piece in rank.recorder.end()],
+        "shares": [asdict(piece) for piece in shares],
     }
 
 
-def _own(plan: Plan, mine: NDArray[np.int64]) -> list[list[int]]:
+def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
     """This replica's microbatches of a plan, with the numbers of the sequences among its own (`mine`)."""
-    place = {int(number): index for index, number in enumerate(mine)}
-    return [[place[int(number)] for number in one] for one in plan[parallel_state.get_data_parallel_rank()]]
+    index_of = {int(number): index for index, number in enumerate(members)}
+    return [
+        [index_of[int(number)] for number in microbatch] for microbatch in plan[parallel_state.get_data_parallel_rank()]
+    ]
 
 
-def _shared(task: ReplayTask, values: Tensor | None, places: NDArray[np.int64]) -> Tensor:
+def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
     """Send outputs, [tokens of the replica], from ranks that have them to all: [tokens of the batch], float32.
 
     Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, and all
     ranks of the last pipeline stage need them for the loss.
     """
     device = detect_platform().device
-    whole = torch.zeros(sum(task.batch.lengths), device=device)
+    all_values = torch.zeros(sum(task.batch.lengths), device=device)
     if values is not None:
-        whole[torch.from_numpy(places).to(device)] = values.to(device)
-    dist.all_reduce(whole)
-    return whole.cpu()
+        all_values[torch.from_numpy(token_indices).to(device)] = values.to(device)
+    dist.all_reduce(all_values)
+    return all_values.cpu()
 
 
-def _result(task: ReplayTask, found: list[dict[str, Any]]) -> TrainResult:
+def _make_result(task: ReplayTask, answers: list[dict[str, Any]]) -> TrainResult:
     """The result of the optimizer steps, as a run combines the shares of its ranks."""
     results = []
     for number in range(len(task.steps)):
-        shares = [one["shares"][number] for one in found]
-        metrics = combine_metrics(one for share in shares for one in share["metrics"] or [])
+        shares = [answer["shares"][number] for answer in answers]
+        metrics = combine_metrics(row for share in shares for row in share["metrics"] or [])
         loss = metrics.pop("loss")
         results.append(TrainResult(loss, shares[0]["grad_norm"], shares[0]["learning_rate"], metrics))
     return combine_results(results, [counts.tokens for _, counts in task.steps])

@@ -28,7 +28,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.verification.problem import SMALL, TINY, counts_of, make_loss
+from megatron_grpo.verification.problem import SMALL, TINY, count_tokens, make_loss
 from tests.cuda.null.kernels import Answers
 
 SIZES: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Trial:
 
     def train(self) -> RankTrainResult:
         """One optimizer step on the batch."""
-        counts = counts_of(self.batch)
+        counts = count_tokens(self.batch)
         with self.answers:
             return self.rank.train(self.batch, self.microbatches, make_loss(), counts)
 

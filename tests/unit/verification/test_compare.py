@@ -15,7 +15,7 @@ from megatron_grpo.batch.replay_files import StateFigure, StepFigures, TensorFig
 from megatron_grpo.config.schema import Fp8Config, PolicyConfig
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.step_record import sketch
-from megatron_grpo.verification.replay.compare import TOLERANCES, Difference, compare, recorded, tolerances
+from megatron_grpo.verification.replay.compare import TOLERANCES, Difference, choose_tolerances, compare, read_recorded
 from megatron_grpo.verification.replay.record import RecordedStep, open_step
 from megatron_grpo.verification.replay.replayed_step import Replayed
 from tests.support.recorded_run import make_recorded_run
@@ -225,7 +225,7 @@ def test_recorded_sketches_name_point_and_token(record: RecordedStep) -> None:
     figures = StepFigures(
         loss=0.5, grad_norm=2.0, learning_rate=0.1, tensors=[], states=sketches, config={}, device="cpu"
     )
-    of_run = recorded(replace(record, figures=figures))
+    of_run = read_recorded(replace(record, figures=figures))
     assert list(of_run.hidden) == list(states), "in the order of computation"
     again = {point: rows.clone() for point, rows in states.items()}
     again["embedding"][watched[0] - 1] += 1.0  # not recorded
@@ -288,9 +288,9 @@ def test_log_probabilities_and_numbers_of_the_step(record: RecordedStep) -> None
 def test_the_coarser_precision_decides() -> None:
     plain, half = PolicyConfig(precision="float32"), PolicyConfig(precision="bfloat16")
     eight = PolicyConfig(precision="bfloat16", fp8=Fp8Config(format="hybrid"))
-    assert tolerances(plain, plain) is TOLERANCES["float32"]
-    assert tolerances(plain, half) is TOLERANCES["bfloat16"]
-    assert tolerances(eight, plain) is TOLERANCES["fp8"]
+    assert choose_tolerances(plain, plain) is TOLERANCES["float32"]
+    assert choose_tolerances(plain, half) is TOLERANCES["bfloat16"]
+    assert choose_tolerances(eight, plain) is TOLERANCES["fp8"]
 
 
 def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp_path: Path) -> None:

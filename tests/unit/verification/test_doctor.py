@@ -19,7 +19,7 @@ from megatron_grpo.batch.rollout_files import TrainedValues
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.doctor import layer_outputs as hidden_states
-from megatron_grpo.verification.doctor.examination import Diagnosis, diagnose
+from megatron_grpo.verification.doctor.examination import Diagnosis, examine_run
 from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from megatron_grpo.verification.doctor.suspects.weights import pursue
 from tests.support.rare import rare
@@ -55,7 +55,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 def examined(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagnosis:
     scratch.mkdir()
-    return diagnose(run.run_dir, run.config, run.versions[0], scratch, step=step)
+    return examine_run(run.run_dir, run.config, run.versions[0], scratch, step=step)
 
 
 def only(found: Diagnosis) -> tuple[str, str]:

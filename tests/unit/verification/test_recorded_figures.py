@@ -13,9 +13,9 @@ import pytest
 from megatron_grpo import doctor
 from megatron_grpo.verification.doctor.recorded_figures import (
     RecordedFigures,
+    find_suspicious_steps,
     is_beyond,
     read_run_figures,
-    suspicious_steps,
 )
 from tests.support.recorded_runs import RecordedRun, make_run, sampled
 
@@ -41,13 +41,13 @@ def test_figures_that_were_not_finite_are_not_missing(tmp_path: Path) -> None:
 def test_suspicious_steps_are_those_that_stand_out_or_were_noticed() -> None:
     noise = {number: RecordedFigures(error=1.002 + 1e-4 * number) for number in range(1, 8)}
     two_more = {**noise, 8: RecordedFigures(error=1.2), 9: RecordedFigures(error=9.2)}
-    assert suspicious_steps(noise, "bfloat16", has_older_tokens=False) == []
-    assert suspicious_steps(two_more, "bfloat16", has_older_tokens=False) == [9, 8]
-    assert suspicious_steps(two_more, "bfloat16", has_older_tokens=True) == [9]
+    assert find_suspicious_steps(noise, "bfloat16", has_older_tokens=False) == []
+    assert find_suspicious_steps(two_more, "bfloat16", has_older_tokens=False) == [9, 8]
+    assert find_suspicious_steps(two_more, "bfloat16", has_older_tokens=True) == [9]
     noticed = {**noise, 8: RecordedFigures(error=1.004, is_off=1.0)}
-    assert suspicious_steps(noticed, "bfloat16", has_older_tokens=True) == [8]
+    assert find_suspicious_steps(noticed, "bfloat16", has_older_tokens=True) == [8]
     wrong = dict.fromkeys(range(4), RecordedFigures(error=9.2)) | {4: RecordedFigures(error=1.0 + 3e-7)}
-    assert suspicious_steps(wrong, "float32", has_older_tokens=False) == [0, 1, 2, 3]
+    assert find_suspicious_steps(wrong, "float32", has_older_tokens=False) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,16 @@ class Part:
         return values
 
 
-def single_tensors(tensors: Mapping[str, Tensor]) -> list[Part]:
+def list_single_tensors(tensors: Mapping[str, Tensor]) -> list[Part]:
     """Each tensor."""
     return [Part(name, {name: ()}) for name in tensors]
 
 
-def layers_of(tensors: Mapping[str, Tensor], count: int) -> list[Part]:
+def list_layers(tensors: Mapping[str, Tensor], count: int) -> list[Part]:
     """Each layer."""
     return [
-        Part(f"layer {number}", _whole(tensors, _of_layers(tensors, number, number + 1))) for number in range(count)
+        Part(f"layer {number}", _list_whole(tensors, _of_layers(tensors, number, number + 1)))
+        for number in range(count)
     ]
 
 
@@ -75,11 +76,11 @@ def _of_layers(tensors: Mapping[str, Tensor], begin: int, end: int) -> list[str]
     return [name for name in tensors if any(f".layers.{number}." in name for number in range(begin, end))]
 
 
-def _whole(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Region]:
+def _list_whole(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Region]:
     return {name: () for name in names if name in tensors}
 
 
-def stages_of(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]) -> Iterator[Part]:
+def list_stages(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]) -> Iterator[Part]:
     """The pipeline stages of layouts with `sizes` stages, embedding and head included."""
     for size in sorted(set(sizes)):
         if not 1 < size <= layers:
@@ -89,36 +90,36 @@ def stages_of(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]) 
             names = _of_layers(tensors, begin, end)
             names += [EMBEDDING] if number == 0 else []
             names += [HEAD, NORM] if number == size - 1 else []
-            yield Part(f"stage {number} of {size} (layers {begin} to {end - 1})", _whole(tensors, names))
+            yield Part(f"stage {number} of {size} (layers {begin} to {end - 1})", _list_whole(tensors, names))
 
 
-def kinds_of(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
+def list_kinds(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
     """One kind of tensor in every layer, and kinds that programs keep together."""
     for kind, expression in FUSED.items():
         names = [name for name in tensors if re.search(expression, name)]
         if len(names) > 1:
-            yield Part(f"all {kind}", _whole(tensors, names))
+            yield Part(f"all {kind}", _list_whole(tensors, names))
     kinds: dict[str, list[str]] = {}
     for name in tensors:
         if _NUMBER.search(name):
             kinds.setdefault(_NUMBER.split(name)[1], []).append(name)
     for kind, names in kinds.items():
         if len(names) > 1:
-            yield Part(f"{kind} of every layer", _whole(tensors, names))
+            yield Part(f"{kind} of every layer", _list_whole(tensors, names))
 
 
-def shards_of(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
+def list_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
     """What each of `size` tensor-parallel ranks has, and each expert-parallel rank, over all layers."""
     for size in sorted(set(sizes)):
         for rank in range(size if size > 1 else 0):
-            shard = {name: region for name, value in tensors.items() if (region := _shard(name, value, rank, size))}
+            shard = {name: region for name, value in tensors.items() if (region := _cut_shard(name, value, rank, size))}
             yield Part(f"the shard of rank {rank} of {size} (tensor parallel)", shard)
             experts = {name: (_slice(len(value), rank, size),) for name, value in tensors.items() if value.dim() == 3}
             if experts:
                 yield Part(f"the experts of rank {rank} of {size} (expert parallel)", experts)
 
 
-def _shard(name: str, value: Tensor, rank: int, size: int) -> Region | None:
+def _cut_shard(name: str, value: Tensor, rank: int, size: int) -> Region | None:
     if _COLUMN.search(name) or name in (HEAD, EMBEDDING):
         return (_slice(len(value), rank, size),)
     if _ROW.search(name):
@@ -130,7 +131,7 @@ def _slice(length: int, rank: int, size: int) -> slice:
     return slice(length * rank // size, length * (rank + 1) // size)
 
 
-def experts_of(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
+def list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
     """Each expert of each layer, and each matrix of it, by the names that model files have.
 
     Transformers stacks the experts of a layer: [experts, rows, columns].
@@ -152,7 +153,7 @@ def experts_of(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
             yield Part(f"{stack}.{expert}", {name: (slice(expert, expert + 1),) for name in names})
 
 
-def width_of_heads(config: Any) -> int:
+def find_head_width(config: Any) -> int:
     """Width of an attention head."""
     width = getattr(config, "head_dim", None)
     return int(width or config.hidden_size // config.num_attention_heads)

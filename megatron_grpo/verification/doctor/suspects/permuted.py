@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.verification.doctor.suspects.parts import width_of_heads
+from megatron_grpo.verification.doctor.suspects.parts import find_head_width
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
 from megatron_grpo.verification.doctor.suspects.versions import REFIT
 
@@ -24,22 +24,22 @@ MATRICES = (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "k_proj")
 NORMS = (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm"))
 
 
-def permuted_suspects(side: Side) -> Iterator[Candidate]:
+def iterate_permutations(side: Side) -> Iterator[Candidate]:
     """Weights in each other's place in each layer, and in every layer."""
     tensors, count = side.oracle.tensors(), len(side.oracle.layers)
     of_layers = [_of_layer(tensors, number) for number in range(count)]
-    for name, text, exchange in _exchanges(of_layers[-1], side.oracle.model.config):
-        changes = [_named(number, exchange(layer)) for number, layer in enumerate(of_layers)]
+    for name, text, exchange in _iterate_exchanges(of_layers[-1], side.oracle.model.config):
+        changes = [_select_named(number, exchange(layer)) for number, layer in enumerate(of_layers)]
         if count > 1:
             everywhere = {tensor: value for change in changes for tensor, value in change.items()}
-            yield from _candidates(name, f"{text} in every layer", everywhere)
+            yield from _iterate_candidates(name, f"{text} in every layer", everywhere)
         for number, change in enumerate(changes):
-            yield from _candidates(name, f"{text} in layer {number}", change)
-    yield from _exchanged_layers(of_layers)
-    yield from _ends(tensors)
+            yield from _iterate_candidates(name, f"{text} in layer {number}", change)
+    yield from _iterate_exchanged_layers(of_layers)
+    yield from _iterate_ends(tensors)
 
 
-def _candidates(name: str, text: str, values: Tensors) -> Iterator[Candidate]:
+def _iterate_candidates(name: str, text: str, values: Tensors) -> Iterator[Candidate]:
     if values:
         yield Suspect(name, "weights", f"has {text}", REFIT), partial(_with_values, values)
 
@@ -54,11 +54,11 @@ def _of_layer(tensors: Tensors, number: int) -> dict[str, Tensor]:
     return {name.partition(mark)[2]: value for name, value in tensors.items() if mark in name}
 
 
-def _named(number: int, change: Tensors) -> dict[str, Tensor]:
+def _select_named(number: int, change: Tensors) -> dict[str, Tensor]:
     return {f"model.layers.{number}.{name}": value for name, value in change.items()}
 
 
-def _exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str, Exchange]]:
+def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str, Exchange]]:
     """(name of the finding, text, exchange) of everything that is tried in a layer."""
     for first, second in (*MATRICES, *NORMS):
         name = "gate_up_swapped" if first == "gate_proj" else "permuted_weights"
@@ -69,31 +69,39 @@ def _exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str
     yield "permuted_weights", text, partial(_split_stack, (0, 3, 2, 1))
     text = "gate_proj and up_proj split over two ranks as one matrix"
     yield "permuted_weights", text, partial(_split_stack, (0, 2, 1, 3))
-    for projection, heads in _heads(layer, config).items():
-        for text, order in _orders(heads).items():
+    for projection, heads in _iterate_head_orders(layer, config).items():
+        for text, order in _list_orders(heads).items():
             yield "permuted_weights", f"heads of {projection} {text}", partial(_order_heads, projection, order)
     yield (
         "permuted_weights",
         "query and key rows in the order of interleaved rotary pairs",
-        partial(_pairs, False, config),
+        partial(_list_pairs, False, config),
     )
     yield (
         "permuted_weights",
         "query and key rows out of the order of interleaved rotary pairs",
-        partial(_pairs, True, config),
+        partial(_list_pairs, True, config),
     )
     experts = next((len(value) for value in layer.values() if value.dim() == 3), 0)
     for expert in range(experts):
         text = f"gate_proj and up_proj of expert {expert} in each other's place"
-        yield "gate_up_swapped", text, partial(_swap_of_expert, expert)
-    for text, order in _orders(experts).items():
+        yield "gate_up_swapped", text, partial(_swap_in_expert, expert)
+    for text, order in _list_orders(experts).items():
         yield "permuted_weights", f"experts {text}", partial(_order_experts, order)
     for projection in ("o_proj", "down_proj"):
-        yield "permuted_weights", f"the halves of {projection}'s columns exchanged", partial(_halves, projection, 1)
+        yield (
+            "permuted_weights",
+            f"the halves of {projection}'s columns exchanged",
+            partial(_iterate_halves, projection, 1),
+        )
     for projection in ("gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "qkv_proj"):
-        yield "permuted_weights", f"the halves of {projection}'s rows exchanged", partial(_halves, projection, 0)
+        yield (
+            "permuted_weights",
+            f"the halves of {projection}'s rows exchanged",
+            partial(_iterate_halves, projection, 0),
+        )
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-        yield "permuted_weights", f"{projection} transposed", partial(_transposed, projection)
+        yield "permuted_weights", f"{projection} transposed", partial(_iterate_transposed, projection)
 
 
 def _swap_names(first: str, second: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -101,14 +109,14 @@ def _swap_names(first: str, second: str, layer: dict[str, Tensor]) -> dict[str, 
     for name, value in layer.items():
         if name.endswith("gate_up_proj") and (first, second) == MATRICES[0]:  # [experts, gate rows and up rows, hidden]
             changed[name] = torch.cat(value.chunk(2, dim=1)[::-1], dim=1)
-        for here, there in ((first, second), (second, first)):
-            other = layer.get(name.replace(here, there)) if re.search(rf"{here}(\.|$)", name) else None
-            if other is not None and other.shape == value.shape:
-                changed[name] = other
+        for old_word, new_word in ((first, second), (second, first)):
+            swapped = layer.get(name.replace(old_word, new_word)) if re.search(rf"{old_word}(\.|$)", name) else None
+            if swapped is not None and swapped.shape == value.shape:
+                changed[name] = swapped
     return changed
 
 
-def _swap_of_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _swap_in_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     """The stacked gate and up matrices with those of one expert exchanged."""
     changed = {}
     for name, value in layer.items():
@@ -130,9 +138,9 @@ def _split_stack(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, 
     return {name: value for name, value in changed.items() if value.shape == layer[name].shape}
 
 
-def _heads(layer: Tensors, config: Any) -> dict[str, int]:
+def _iterate_head_orders(layer: Tensors, config: Any) -> dict[str, int]:
     """Number of heads by projection whose rows (columns of o_proj) are those of heads."""
-    width = width_of_heads(config)
+    width = find_head_width(config)
     heads = {}
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
         weight = layer.get(f"self_attn.{projection}.weight")
@@ -142,7 +150,7 @@ def _heads(layer: Tensors, config: Any) -> dict[str, int]:
     return heads
 
 
-def _orders(count: int) -> dict[str, list[int]]:
+def _list_orders(count: int) -> dict[str, list[int]]:
     """Other orders of heads or experts, by description."""
     if count < 2:
         return {}
@@ -182,9 +190,9 @@ def _order_experts(order: list[int], layer: dict[str, Tensor]) -> dict[str, Tens
     return {name: value[order] for name, value in layer.items() if value.dim() == 3 and len(value) == len(order)}
 
 
-def _pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _list_pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows of each head from pairs (0, 1), (2, 3) to halves, which rotary embeddings are defined on; or back."""
-    width = width_of_heads(config)
+    width = find_head_width(config)
     changed = {}
     for name, value in layer.items():
         if name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")) and len(value) % width == 0:
@@ -196,36 +204,36 @@ def _pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tenso
     return changed
 
 
-def _halves(projection: str, dim: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _iterate_halves(projection: str, dim: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     names = [name for name, value in layer.items() if f"{projection}." in name and value.dim() == 2]
     return {name: torch.cat(layer[name].chunk(2, dim=dim)[::-1], dim=dim) for name in names}
 
 
-def _transposed(projection: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _iterate_transposed(projection: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     names = [name for name in layer if name.endswith(f"{projection}.weight")]
     return {name: layer[name].T.contiguous() for name in names if layer[name].shape[0] == layer[name].shape[1]}
 
 
-def _exchanged_layers(of_layers: list[dict[str, Tensor]]) -> Iterator[Candidate]:
+def _iterate_exchanged_layers(of_layers: list[dict[str, Tensor]]) -> Iterator[Candidate]:
     """Two neighbouring layers in each other's place."""
     for number, (first, second) in enumerate(pairwise(of_layers)):
         if {name: value.shape for name, value in first.items()} == {
             name: value.shape for name, value in second.items()
         }:
-            values = _named(number, second) | _named(number + 1, first)
+            values = _select_named(number, second) | _select_named(number + 1, first)
             text = f"layers {number} and {number + 1} in each other's place"
-            yield from _candidates("permuted_weights", text, values)
+            yield from _iterate_candidates("permuted_weights", text, values)
 
 
-def _ends(tensors: Tensors) -> Iterator[Candidate]:
+def _iterate_ends(tensors: Tensors) -> Iterator[Candidate]:
     """Rows of the embedding and of the head in another order."""
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         value = tensors.get(name)
         if value is None:
             continue
-        for text, other in (
+        for text, transposed in (
             ("the halves of its rows exchanged", torch.cat(value.chunk(2)[::-1])),
             ("its rows moved up by one", value.roll(-1, 0)),
             ("its rows moved down by one", value.roll(1, 0)),
         ):
-            yield from _candidates("permuted_weights", f"{name} with {text}", {name: other})
+            yield from _iterate_candidates("permuted_weights", f"{name} with {text}", {name: transposed})

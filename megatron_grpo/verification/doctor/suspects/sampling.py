@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.verification.doctor.evidence import Rollout
-from megatron_grpo.verification.doctor.law import Law, Tokens, residual
+from megatron_grpo.verification.doctor.law import Law, Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit_law
 
 LOGPROBS_MODE = "generation.engine_args.logprobs_mode must be processed_logprobs (the default)"
@@ -36,21 +36,21 @@ BIASED = 4
 """Most tokens whose logits are tried with a bias: those with the largest differences."""
 
 
-def sampling_suspects(stops: frozenset[int], side: Side) -> Iterator[Candidate]:
+def iterate_sampling_suspects(stops: frozenset[int], side: Side) -> Iterator[Candidate]:
     """Other distributions over the same logits than the configured one.
 
     `stops`: tokens that end a response.
     """
-    for suspect, law in (*_left_out(side.law), *_fitted(side), *_biased(side, stops)):
+    for suspect, law in (*_iterate_omissions(side.law), *_fit_option(side), *_find_bias(side, stops)):
         if law != side.law:
-            yield suspect, partial(_predict, law)
+            yield suspect, partial(_predict_law, law)
 
 
-def _predict(law: Law, side: Side) -> Tensor:
+def _predict_law(law: Law, side: Side) -> Tensor:
     return side.predict(law=law)
 
 
-def _left_out(law: Law) -> Iterator[tuple[Suspect, Law]]:
+def _iterate_omissions(law: Law) -> Iterator[tuple[Suspect, Law]]:
     """The configured distribution without some of its options."""
     key = f"generation.temperature={law.temperature:g}"
     yield (
@@ -71,15 +71,17 @@ def _left_out(law: Law) -> Iterator[tuple[Suspect, Law]]:
     yield Suspect("rounded_logits", "precision", text, "generation.engine.dtype"), replace(law, rounds_logits=True)
 
 
-def _fitted(side: Side) -> Iterator[tuple[Suspect, Law]]:
+def _fit_option(side: Side) -> Iterator[tuple[Suspect, Law]]:
     """The configured distribution with another number for one of its options."""
     law = side.law
     best = fit_law(side, TEMPERATURES, lambda number: replace(law, temperature=number))
     # The head multiplies the last norm, so these three cannot be told apart by log-probabilities.
     text = f"has temperature {best:.4g}, and generation.temperature={law.temperature:g} is configured"
-    same = f"which is the same as model.norm.weight or the head (lm_head.weight) times {law.temperature / best:.4g}"
+    equivalent = (
+        f"which is the same as model.norm.weight or the head (lm_head.weight) times {law.temperature / best:.4g}"
+    )
     key = f"generation.temperature={law.temperature:g}"
-    yield Suspect("temperature", "sampling", f"{text}, {same}", key, assumes=2), replace(law, temperature=best)
+    yield Suspect("temperature", "sampling", f"{text}, {equivalent}", key, assumes=2), replace(law, temperature=best)
     best = fit_law(side, CAPS, lambda number: replace(law, cap=number))
     text = f"bends logits to a soft cap of {best:.4g}"
     key = "final_logit_softcapping of config.json in policy.model.path, and generation.engine_args.hf_overrides"
@@ -98,7 +100,7 @@ def _with_option(law: Law, name: str, number: float) -> Law:
     return replace(law, **{name: option})
 
 
-def _biased(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
+def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
     """The configured distribution with a bias on a token's logit, or with tokens that are never drawn."""
     law, key = side.law, SENT.format(name="stop_token_ids")
     if stops:
@@ -106,16 +108,16 @@ def _biased(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
         banned = tuple((token, -torch.inf) for token in sorted(stops))
         yield Suspect("token_bias", "sampling", text, key), replace(law, bias=banned)
     base = side.predict()
-    apart = residual(side.recorded, base)
-    sampled = torch.cat([tokens.ids[tokens.places] for tokens in side.tokens])
+    apart = compute_residual(side.recorded, base)
+    sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in side.tokens])
     worst = list(dict.fromkeys(sampled[apart.argsort(descending=True)].tolist()))[:BIASED]
     for token in worst:
         number = fit_law(side, BIASES, partial(_with_bias, law, token))
         text = f"adds {number:.4g} to the logit of token {token}"
-        same = f"which is the same as a wrong row {token} of the head's bias"
-        suspect = Suspect("token_bias", "sampling", f"{text}, {same}", SENT.format(name="logit_bias"), assumes=2)
+        equivalent = f"which is the same as a wrong row {token} of the head's bias"
+        suspect = Suspect("token_bias", "sampling", f"{text}, {equivalent}", SENT.format(name="logit_bias"), assumes=2)
         yield suspect, _with_bias(law, token, number)
-    token = _banned_token(side, base)
+    token = _find_banned_token(side, base)
     text = f"never draws token {token}"
     yield (
         Suspect("token_bias", "sampling", text, "generation.bad_words", assumes=2),
@@ -127,11 +129,11 @@ def _with_bias(law: Law, token: int, number: float) -> Law:
     return replace(law, bias=((token, number),))
 
 
-def _banned_token(side: Side, base: Tensor) -> int:
+def _find_banned_token(side: Side, base: Tensor) -> int:
     """The token without which the other tokens' probabilities come closest to the record."""
     chances = torch.cat([chance for tokens in side.tokens for chance in side.oracle.chances([tokens], side.law)])
-    left = (side.recorded - base)[:, None] + torch.log1p(-chances.clamp(max=1 - 1e-6))
-    return int(left.abs().mean(0).argmin())
+    residual = (side.recorded - base)[:, None] + torch.log1p(-chances.clamp(max=1 - 1e-6))
+    return int(residual.abs().mean(0).argmin())
 
 
 OtherPrompts = Callable[[Sequence[Rollout]], Mapping[str, tuple[str, Sequence[Tokens]]]]
@@ -140,16 +142,16 @@ MOST_LENGTHS = 12
 """Most lengths to which prompts are cut."""
 
 
-def prompt_suspects(others: OtherPrompts, side: Side) -> Iterator[Candidate]:
+def iterate_prompt_suspects(other_prompts: OtherPrompts, side: Side) -> Iterator[Candidate]:
     """Other prompts before the same responses."""
-    for text, (key, _) in others(side.rollouts).items():
+    for text, (key, _) in other_prompts(side.rollouts).items():
         suspect = Suspect("wrong_template", "tokens", f"has seen another prompt: {text}", key)
-        yield suspect, partial(_with_prompts, others, text)
+        yield suspect, partial(_with_prompts, other_prompts, text)
     yield from _cut_prompts(side)
 
 
-def _with_prompts(others: OtherPrompts, text: str, side: Side) -> Tensor:
-    return side.predict(tokens=others(side.rollouts)[text][1])
+def _with_prompts(other_prompts: OtherPrompts, text: str, side: Side) -> Tensor:
+    return side.predict(tokens=other_prompts(side.rollouts)[text][1])
 
 
 def _cut_prompts(side: Side) -> Iterator[Candidate]:
@@ -162,19 +164,19 @@ def _cut_prompts(side: Side) -> Iterator[Candidate]:
         "without its last token": lambda ids: ids[:-1],
     }
     steps = sorted({2**power for power in range(3, 17)} | {length - 1 for length in lengths} - {0})
-    for most in [step for step in steps if step < max(lengths)][-MOST_LENGTHS:]:
-        cuts[f"cut to its last {most} tokens"] = itemgetter(slice(-most, None))
-        cuts[f"cut to its first {most} tokens"] = itemgetter(slice(most))
+    for length in [step for step in steps if step < max(lengths)][-MOST_LENGTHS:]:
+        cuts[f"cut to its last {length} tokens"] = itemgetter(slice(-length, None))
+        cuts[f"cut to its first {length} tokens"] = itemgetter(slice(length))
     for text, cut in cuts.items():
         suspect = Suspect("cut_prompt", "tokens", f"has seen the prompt {text}", key)
         yield suspect, partial(_with_cut_prompts, cut)
 
 
 def _with_cut_prompts(cut: Callable[[list[int]], list[int]], side: Side) -> Tensor:
-    return side.predict(tokens=[_recut(rollout, cut) for rollout in side.rollouts])
+    return side.predict(tokens=[_cut_again(rollout, cut) for rollout in side.rollouts])
 
 
-def _recut(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
+def _cut_again(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
     """The sequence behind the prompt that `cut` leaves; the whole one if nothing would be left of the prompt."""
     first = int(rollout.row["spans"][0][0])
     prompt = cut(rollout.tokens.ids[:first].tolist())

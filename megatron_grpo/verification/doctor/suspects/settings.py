@@ -24,7 +24,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 CAPS = (10.0, 20.0, 30.0, 50.0)
 
 
-def engine_setting_suspects(settings: Mapping[str, Any], side: Side) -> Iterator[Candidate]:
+def iterate_engine_settings(settings: Mapping[str, Any], side: Side) -> Iterator[Candidate]:
     """Settings of the model that the engine had and the policy's folder has not, each alone and together.
 
     `settings`: entries of the model's configuration, by name, that the engine was started with.
@@ -42,23 +42,25 @@ def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> 
     """The suspect of a model with other settings, unless transformers cannot build this model."""
 
     @cache
-    def other() -> Oracle:
+    def load_changed() -> Oracle:
         return Oracle(side.oracle.folder, side.oracle.model.dtype, changes)
 
     try:
-        other()
+        load_changed()
     except RunError:
         return
-    yield suspect, lambda some: some.predict(oracle=other())
+    yield suspect, lambda some: some.predict(oracle=load_changed())
 
 
-def setting_suspects(side: Side) -> Iterator[Candidate]:
+def iterate_settings(side: Side) -> Iterator[Candidate]:
     """Settings of the model that programs get wrong: epsilon, scale, window, caps, activation, and those of experts."""
     config = side.oracle.model.config
-    yield from _fitted(side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon)
+    yield from _fit_setting(
+        side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon
+    )
     text = "multiplies the products of queries and keys by"
-    yield from _fitted(side, "attention_scale", text, SCALES, side.oracle.other_scale)
-    for name, values in _other_values(config).items():
+    yield from _fit_setting(side, "attention_scale", text, SCALES, side.oracle.other_scale)
+    for name, values in _list_values(config).items():
         before = getattr(config, name)
         for value in values:
             if value != before:
@@ -67,7 +69,7 @@ def setting_suspects(side: Side) -> Iterator[Candidate]:
                 yield from _with_settings(side, suspect, {name: value})
 
 
-def _fitted(
+def _fit_setting(
     side: Side,
     name: str,
     text: str,
@@ -83,7 +85,7 @@ def _fitted(
     yield suspect, partial(predict, best)
 
 
-def _other_values(config: Any) -> dict[str, tuple[Any, ...]]:
+def _list_values(config: Any) -> dict[str, tuple[Any, ...]]:
     """Other values of the settings that the model has, by name."""
     window = getattr(config, "sliding_window", None)
     count, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
@@ -93,7 +95,7 @@ def _other_values(config: Any) -> dict[str, tuple[Any, ...]]:
         if window is None
         else (1 << 20, *WINDOWS, window - 1, window + 1, window // 2, 2 * window),
         "num_experts_per_tok": tuple(range(1, min(count, 2 * chosen) + 1)) if count and chosen else (),
-        "layer_types": _other_kinds(getattr(config, "layer_types", None)),
+        "layer_types": _list_kinds(getattr(config, "layer_types", None)),
         "norm_topk_prob": (True, False),
         "routed_scaling_factor": (1.0,),
         "hidden_act": ACTIVATIONS,
@@ -101,10 +103,10 @@ def _other_values(config: Any) -> dict[str, tuple[Any, ...]]:
         "attn_logit_softcapping": (None, *CAPS),
         "final_logit_softcapping": (None, *CAPS),
     }
-    return {name: others for name, others in values.items() if hasattr(config, name)}
+    return {name: alternatives for name, alternatives in values.items() if hasattr(config, name)}
 
 
-def _other_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
+def _list_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
     """The kinds of the layers in other orders, and one kind for all."""
     if not kinds or len(set(kinds)) < 2:
         return ()
@@ -112,23 +114,27 @@ def _other_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
     return ([kinds[0]] * len(kinds), [kinds[-1]] * len(kinds), list(kinds[::-1]), *moved)
 
 
-def rope_suspects(side: Side) -> Iterator[Candidate]:
+def iterate_ropes(side: Side) -> Iterator[Candidate]:
     """Other rotary embeddings: without the model's scaling, with another factor or base, or with a scaling it lacks."""
-    whole: dict[str, Any] = side.oracle.model.config.rope_parameters
+    rope_parameters: dict[str, Any] = side.oracle.model.config.rope_parameters
     # Some families have parameters of their own for each kind of layer.
-    of_kinds = {"": whole} if "rope_type" in whole else {f" of {kind}": rope for kind, rope in whole.items()}
+    of_kinds = (
+        {"": rope_parameters}
+        if "rope_type" in rope_parameters
+        else {f" of {kind}": rope for kind, rope in rope_parameters.items()}
+    )
     if len(of_kinds) == 2:
-        first, second = whole
-        exchanged = {first: whole[second], second: whole[first]}
+        first, second = rope_parameters
+        exchanged = {first: rope_parameters[second], second: rope_parameters[first]}
         text = f"has the rotary embeddings of {first} and {second} in each other's place"
         yield Suspect("rope_scaling", "layer", text, ROPE), partial(_with_rope, exchanged)
     for kind, rope in of_kinds.items():
-        for text, other in _other_ropes(rope):
-            everywhere = {**whole, kind.removeprefix(" of "): other} if kind else other
+        for text, changed_rope in _list_ropes(rope):
+            everywhere = {**rope_parameters, kind.removeprefix(" of "): changed_rope} if kind else changed_rope
             suspect = Suspect("rope_scaling", "layer", f"has rotary embeddings{kind} {text}", ROPE)
             yield suspect, partial(_with_rope, everywhere)
-        based = partial(_based, whole, kind, rope)
-        fitted = fit(side, _bases(rope), partial(_with_bases, based, side))
+        based = partial(_set_base, rope_parameters, kind, rope)
+        fitted = fit(side, _list_bases(rope), partial(_with_bases, based, side))
         text = f"has rotary embeddings{kind} of rope_theta={fitted:.4g} instead of {rope['rope_theta']:g}"
         suspect = Suspect("rope_scaling", "layer", text, ROPE, assumes=2)
         yield suspect, partial(_with_rope, based(fitted))
@@ -143,33 +149,33 @@ def _with_bases(based: Callable[[float], dict[str, Any]], side: Side, bases: Seq
     return (_with_rope(based(base), side) for base in bases)
 
 
-def _based(whole: Mapping[str, Any], kind: str, rope: Mapping[str, Any], base: float) -> dict[str, Any]:
-    other = {**rope, "rope_theta": base}
-    return {**whole, kind.removeprefix(" of "): other} if kind else other
+def _set_base(rope_parameters: Mapping[str, Any], kind: str, rope: Mapping[str, Any], base: float) -> dict[str, Any]:
+    changed_rope = {**rope, "rope_theta": base}
+    return {**rope_parameters, kind.removeprefix(" of "): changed_rope} if kind else changed_rope
 
 
-def _bases(rope: Mapping[str, Any]) -> list[float]:
-    own = float(rope["rope_theta"])
-    return sorted({own * factor for factor in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)} | {1e4, 1e5, 5e5, 1e6, 1e7})
+def _list_bases(rope: Mapping[str, Any]) -> list[float]:
+    base = float(rope["rope_theta"])
+    return sorted({base * factor for factor in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)} | {1e4, 1e5, 5e5, 1e6, 1e7})
 
 
-def _other_ropes(own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _list_ropes(rope: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(description, transformers' rope_parameters) of other rotary embeddings than a model's own."""
-    plain = {"rope_type": "default", "rope_theta": own["rope_theta"]}
-    if "partial_rotary_factor" in own:
-        plain["partial_rotary_factor"] = own["partial_rotary_factor"]
-    if own["rope_type"] != "default":
-        yield f"without its scaling (rope_type={own['rope_type']}, factor={own.get('factor')})", plain
-    scaled = dict(own) if own.get("factor") else {**plain, "rope_type": "linear", "factor": 1.0}
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    if "partial_rotary_factor" in rope:
+        plain["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if rope["rope_type"] != "default":
+        yield f"without its scaling (rope_type={rope['rope_type']}, factor={rope.get('factor')})", plain
+    scaled = dict(rope) if rope.get("factor") else {**plain, "rope_type": "linear", "factor": 1.0}
     for times in (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0):
         factor = scaled["factor"] * times
         yield f"scaled by factor {factor:g} (rope_type={scaled['rope_type']})", {**scaled, "factor": factor}
     for theta in (1e4, 5e5, 1e6):
-        if theta != own["rope_theta"]:
-            yield f"of rope_theta={theta:g} instead of {own['rope_theta']:g}", {**own, "rope_theta": theta}
+        if theta != rope["rope_theta"]:
+            yield f"of rope_theta={theta:g} instead of {rope['rope_theta']:g}", {**rope, "rope_theta": theta}
 
 
-def router_suspects(side: Side) -> Iterator[Candidate]:
+def iterate_routers(side: Side) -> Iterator[Candidate]:
     """Routers in bfloat16, with the number of tokens that go to other experts then."""
     if not side.oracle.routers:
         return
@@ -186,15 +192,13 @@ def router_suspects(side: Side) -> Iterator[Candidate]:
         with side.oracle.rounded_routers(set(parts)):
             after = side.oracle.hidden_states(side.tokens)
         routers = [point for point in before if point.endswith("router")]
-        other = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
-        most = max(routers, key=other.__getitem__)
-        counted = (
-            f"{other[most]} of {len(before[most])} tokens go to other experts in {most.removesuffix('.mlp.router')}"
-        )
-        yield Suspect("router_precision", "routing", f"{text}: {counted}", key), partial(_rounded_routers, parts)
+        moved_tokens = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
+        router = max(routers, key=moved_tokens.__getitem__)
+        counted = f"{moved_tokens[router]} of {len(before[router])} tokens go to other experts in {router.removesuffix('.mlp.router')}"
+        yield Suspect("router_precision", "routing", f"{text}: {counted}", key), partial(_round_routers, parts)
 
 
-def _rounded_routers(parts: tuple[RouterPart, ...], side: Side) -> Tensor:
+def _round_routers(parts: tuple[RouterPart, ...], side: Side) -> Tensor:
     with side.oracle.rounded_routers(set(parts)):
         return side.predict()
 
@@ -202,14 +206,14 @@ def _rounded_routers(parts: tuple[RouterPart, ...], side: Side) -> Tensor:
 PRECISION = "generation.engine.dtype and policy.precision (one type for both); engine_args.quantization, kv_cache_dtype"
 
 
-def rounded_weight_suspects(side: Side) -> Iterator[Candidate]:
+def iterate_rounded_weights(side: Side) -> Iterator[Candidate]:
     """Weights rounded to a smaller type, and computed with in float32."""
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         suspect = Suspect("weight_precision", "precision", f"has weights rounded to {name}", PRECISION)
-        yield suspect, partial(_rounded_weights, dtype)
+        yield suspect, partial(_round_weights, dtype)
 
 
-def _rounded_weights(dtype: torch.dtype, side: Side) -> Tensor:
+def _round_weights(dtype: torch.dtype, side: Side) -> Tensor:
     rounded = {name: value.to(dtype).float() for name, value in side.oracle.tensors().items()}
     with side.oracle.replaced(rounded):
         return side.predict()

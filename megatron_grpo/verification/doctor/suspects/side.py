@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.verification.doctor.evidence import Rollout
-from megatron_grpo.verification.doctor.law import Law, Tokens, residual
+from megatron_grpo.verification.doctor.law import Law, Tokens, compute_residual
 from megatron_grpo.verification.oracle import Oracle
 
 Cause = Literal[
@@ -53,7 +53,7 @@ class Side:
     @property
     def lengths(self) -> list[int]:
         """Scored tokens of each rollout."""
-        return [len(rollout.kept) for rollout in self.rollouts]
+        return [len(rollout.indices) for rollout in self.rollouts]
 
     def of_rollouts(self, numbers: Sequence[int]) -> Side:
         """The side with some of its rollouts."""
@@ -96,7 +96,7 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
     """
     best, before, idle = tried[0], math.inf, 0
     for _ in range(rounds):
-        errors = [float(residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]
+        errors = [float(compute_residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]
         at = min(range(len(tried)), key=errors.__getitem__)
         idle = idle + 1 if errors[at] > 0.9 * before else 0
         if errors[at] < FITTED or idle > 1:
@@ -109,4 +109,6 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
 
 def fit_law(side: Side, tried: Sequence[float], law_of: Callable[[float], Law], rounds: int = 8) -> float:
     """The number of a distribution under which the record is predicted best; takes the same as `fit`."""
-    return fit(side, tried, lambda numbers: side.oracle.logprobs(side.tokens, [law_of(one) for one in numbers]), rounds)
+    return fit(
+        side, tried, lambda numbers: side.oracle.logprobs(side.tokens, [law_of(number) for number in numbers]), rounds
+    )

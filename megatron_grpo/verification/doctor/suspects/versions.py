@@ -24,8 +24,8 @@ Load = Callable[[int], Oracle]
 """From a version to its model, which is loaded when it is needed, so that few models are in memory at once."""
 
 
-def version_suspects(
-    version: int, others: Sequence[int], load: Load, has_adapters: bool, side: Side
+def iterate_versions(
+    version: int, versions: Sequence[int], load: Load, has_adapters: bool, side: Side
 ) -> Iterator[Candidate]:
     """All weights of another version.
 
@@ -36,7 +36,7 @@ def version_suspects(
         has_adapters: whether the run trains adapters, so that version 0 is the model without them.
         side: the record.
     """
-    for number in others:
+    for number in versions:
         behind = version - number
         steps = f"{abs(behind)} version{'s' * (abs(behind) > 1)} {'behind' if behind > 0 else 'ahead'}"
         text = f"has the weights of version {number}, {steps}, and says version {version}"
@@ -51,7 +51,7 @@ def _of_version(load: Load, number: int, side: Side) -> Tensor:
     return side.predict(oracle=load(number))
 
 
-def adapter_suspects(load: Load, side: Side) -> Iterator[Candidate]:
+def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
     """Adapters that are merged with another factor; `load` gives version 0, the model without adapters."""
     ours, bare = side.oracle.tensors(), load(0).tensors()
 
@@ -76,58 +76,60 @@ def adapter_suspects(load: Load, side: Side) -> Iterator[Candidate]:
     )
 
 
-def cache_suspects(version: int, others: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
+def iterate_stale_caches(version: int, versions: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
     """Keys and values that another version has left: of prompts, or of responses that a refit interrupted.
 
-    Takes the same as `version_suspects`.
+    Takes the same as `iterate_versions`.
     """
-    interrupted = any(len(_starts(side, number)) > 1 for number in range(len(side.rollouts)))
+    interrupted = any(len(_list_starts(side, number)) > 1 for number in range(len(side.rollouts)))
     key = "generation.engine.enable_prefix_caching=false"
     again = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
-    for number in others:
+    for number in versions:
         text = f"has the keys and values of prompts cached from version {number}"
         suspect = Suspect("stale_cache", "staleness", text, key)
-        yield suspect, partial(_behind_blocks, load, number)
-        for left in LEFT:
-            suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {left} tokens", key)
-            yield suspect, partial(_behind_prompt, load, number, left)
+        yield suspect, partial(_predict_behind_blocks, load, number)
+        for recent_tokens in LEFT:
+            suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {recent_tokens} tokens", key)
+            yield suspect, partial(_predict_behind_prompt, load, number, recent_tokens)
         if interrupted:
             text = f"goes on with the keys and values of version {number} after a refit"
             suspect = Suspect("stale_cache", "staleness", text, again)
-            yield suspect, partial(_behind_interruption, load, number, version)
+            yield suspect, partial(_predict_behind_interruption, load, number, version)
 
 
-def _behind_blocks(load: Load, number: int, side: Side) -> Tensor:
-    return _behind(load(number), side, _blocks(side))
+def _predict_behind_blocks(load: Load, number: int, side: Side) -> Tensor:
+    return _predict_behind(load(number), side, _list_blocks(side))
 
 
-def _behind_prompt(load: Load, number: int, left: int, side: Side) -> Tensor:
-    return _behind(load(number), side, [max(0, length + 1 - left) for length in _prompts(side)])
+def _predict_behind_prompt(load: Load, number: int, recent_tokens: int, side: Side) -> Tensor:
+    return _predict_behind(
+        load(number), side, [max(0, length + 1 - recent_tokens) for length in _list_prompt_ends(side)]
+    )
 
 
-def _behind_interruption(load: Load, number: int, version: int, side: Side) -> Tensor:
-    return _behind(load(number), side, _interruptions(side, version))
+def _predict_behind_interruption(load: Load, number: int, version: int, side: Side) -> Tensor:
+    return _predict_behind(load(number), side, _list_interruptions(side, version))
 
 
-def _behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:
-    firsts = [int(tokens.places[0]) if len(tokens.places) else 0 for tokens in side.tokens]
+def _predict_behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:
+    firsts = [int(tokens.chosen[0]) if len(tokens.chosen) else 0 for tokens in side.tokens]
     allowed = [min(cut, max(0, first - 1)) for cut, first in zip(cuts, firsts, strict=True)]
     return side.oracle.logprobs_behind(oracle, side.tokens, allowed, side.law)
 
 
-def _starts(side: Side, number: int) -> list[int]:
+def _list_starts(side: Side, number: int) -> list[int]:
     return [int(start) for start, _, _ in side.rollouts[number].row["spans"]]
 
 
-def _prompts(side: Side) -> list[int]:
-    return [max(0, _starts(side, number)[0] - 1) for number in range(len(side.rollouts))]
+def _list_prompt_ends(side: Side) -> list[int]:
+    return [max(0, _list_starts(side, number)[0] - 1) for number in range(len(side.rollouts))]
 
 
-def _blocks(side: Side) -> list[int]:
-    return [length // BLOCK * BLOCK for length in _prompts(side)]
+def _list_blocks(side: Side) -> list[int]:
+    return [length // BLOCK * BLOCK for length in _list_prompt_ends(side)]
 
 
-def _interruptions(side: Side, version: int) -> list[int]:
+def _list_interruptions(side: Side, version: int) -> list[int]:
     """Tokens before the first span of the version in each rollout that has spans of several versions, else 0."""
     cuts = []
     for rollout in side.rollouts:

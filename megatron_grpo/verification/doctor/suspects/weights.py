@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_grpo.verification.doctor.law import residual
+from megatron_grpo.verification.doctor.law import compute_residual
 from megatron_grpo.verification.doctor.suspects.parts import (
     EMBEDDING,
     HEAD,
     Part,
-    experts_of,
-    kinds_of,
-    layers_of,
-    shards_of,
-    single_tensors,
-    stages_of,
+    list_experts,
+    list_kinds,
+    list_layers,
+    list_shards,
+    list_single_tensors,
+    list_stages,
 )
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
 from megatron_grpo.verification.doctor.suspects.versions import REFIT
@@ -33,7 +33,7 @@ MOST_STALE = 16
 """Most parts that are named together; if more are stale, the whole version is under suspicion."""
 
 
-def parts_of(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -> list[Part]:
+def list_parts(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -> list[Part]:
     """The parts that are tried, small ones first.
 
     Args:
@@ -43,16 +43,18 @@ def parts_of(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -> 
     """
     tensors, layers = oracle.tensors(), len(oracle.layers)
     return [
-        *single_tensors(tensors),
-        *experts_of(tensors),
-        *layers_of(tensors, layers),
-        *stages_of(tensors, layers, [2, *pipelines]),
-        *kinds_of(tensors),
-        *shards_of(tensors, [2, *ranks]),
+        *list_single_tensors(tensors),
+        *list_experts(tensors),
+        *list_layers(tensors, layers),
+        *list_stages(tensors, layers, [2, *pipelines]),
+        *list_kinds(tensors),
+        *list_shards(tensors, [2, *ranks]),
     ]
 
 
-def stale_suspects(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
+def iterate_stale_parts(
+    parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side
+) -> Iterator[Candidate]:
     """Each part with another version's numbers, and the head and the embedding of a tied pair alone.
 
     Args:
@@ -96,7 +98,7 @@ WRONG_NORMS = ((0.0, 1.0, "ones for"), (1.0, 1.0, "one more than"), (1.0, -1.0, 
 """(factor, added number, words) of wrong weights, and of wrong weights of norms."""
 
 
-def missing_suspects(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
+def iterate_missing_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
     """Parts that were never loaded, doubled or negated, and norms that are off by one, as in Gemma's form."""
     ours = side.oracle.tensors()
     for part in parts:
@@ -106,7 +108,7 @@ def missing_suspects(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
             yield suspect, partial(_with_values, part.changed(ours, factor, added))
 
 
-def scaled_suspects(parts: Sequence[Part], base: Callable[[Side], Tensor], side: Side) -> Iterator[Candidate]:
+def iterate_scaled_parts(parts: Sequence[Part], base: Callable[[Side], Tensor], side: Side) -> Iterator[Candidate]:
     """Parts multiplied by the number that explains most of the record.
 
     The effect of a small factor gives a first estimate of the number, and each correction starts from the last one.
@@ -119,7 +121,7 @@ def scaled_suspects(parts: Sequence[Part], base: Callable[[Side], Tensor], side:
     plain = base(side)
     gap = side.recorded - plain
     for part in parts:
-        factor = _fitted_factor(part, side, plain, gap)
+        factor = _fit_factor(part, side, plain, gap)
         if factor is not None:
             text = f"has {part.name} times {factor:.4g}"
             suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2)
@@ -129,35 +131,35 @@ def scaled_suspects(parts: Sequence[Part], base: Callable[[Side], Tensor], side:
             ("the head, tied to the embedding,", _with_head),
             ("the embedding without the head", None),
         ):
-            yield from _scaled_end(text, scaled, side, plain, gap)
+            yield from _scale_end(text, scaled, side, plain, gap)
 
 
-def _fitted_factor(part: Part, side: Side, plain: Tensor, gap: Tensor) -> float | None:
+def _fit_factor(part: Part, side: Side, plain: Tensor, gap: Tensor) -> float | None:
     """The factor that explains the record best; None if the first corrections leave most of the difference."""
     ours = side.oracle.tensors()
-    return _corrected(lambda factor: _with_values(part.changed(ours, factor), side), side, plain, gap)
+    return _correct_factor(lambda factor: _with_values(part.changed(ours, factor), side), side, plain, gap)
 
 
-def _corrected(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
+def _correct_factor(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
     factor, step = 1.0, FIRST_FACTOR - 1.0
-    now, left = plain, gap
+    now, remainder = plain, gap
     for number in range(ROUNDS):
         effect = predict(factor + step) - now
         square = float(effect.square().sum())
-        if not square or not left.isfinite().all():
+        if not square or not remainder.isfinite().all():
             return None
-        move = float(left @ effect) / square * step
+        move = float(remainder @ effect) / square * step
         move = max(-2.0, min(2.0, move))
         factor += move
         now = predict(factor)
-        left = side.recorded - now
-        if number == 1 and float(residual(side.recorded, now).mean()) > 0.5 * float(gap.abs().mean()):
+        remainder = side.recorded - now
+        if number == 1 and float(compute_residual(side.recorded, now).mean()) > 0.5 * float(gap.abs().mean()):
             return None
         step = max(1e-4, min(abs(move), FIRST_FACTOR - 1.0))
     return factor
 
 
-def _scaled_end(
+def _scale_end(
     text: str, with_head: Callable[[Tensor, Side], Tensor] | None, side: Side, plain: Tensor, gap: Tensor
 ) -> Iterator[Candidate]:
     """The head, or the embedding, of a tied pair multiplied by the number that explains most of the record."""
@@ -168,13 +170,13 @@ def _scaled_end(
             return with_head(weight * factor, some)
         return _with_embedding({EMBEDDING: weight * factor}, weight, some)
 
-    factor = _corrected(lambda number: predict(number, side), side, plain, gap)
+    factor = _correct_factor(lambda number: predict(number, side), side, plain, gap)
     if factor is not None:
         suspect = Suspect("scaled_tensor", "weights", f"has {text} times {factor:.4g}", REFIT, assumes=2)
         yield suspect, partial(predict, factor)
 
 
-def stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
+def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
     """A set of tensors of another version whose effects add up to the gap.
 
     Weights change little in a step, so the effect of a set of tensors is nearly the sum of their effects.
@@ -185,7 +187,7 @@ def stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, sid
     effects = {name: _with_values(values, side) - plain for name, values in changes.items()}
     chosen = pursue(side.recorded - plain, effects)
     if len(chosen) > 1:
-        values = _joined(ours, [changes[name] for name in chosen])
+        values = _join_names(ours, [changes[name] for name in chosen])
         suspect = Suspect("stale_tensor", "weights", f"kept {', '.join(chosen)} of {text}", REFIT, assumes=len(chosen))
         yield suspect, partial(_with_values, values)
 
@@ -201,18 +203,18 @@ def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
         Names of the units, at most `MOST_STALE`; empty if each leaves the gap wider than it was.
     """
     chosen: list[str] = []
-    left = gap
+    remainder = gap
     while len(chosen) < min(MOST_STALE, len(effects)):
-        best = min(effects.keys() - set(chosen), key=lambda name: float((left - effects[name]).abs().mean()))
-        closer = left - effects[best]
-        if float(closer.abs().mean()) >= float(left.abs().mean()):
+        best = min(effects.keys() - set(chosen), key=lambda name: float((remainder - effects[name]).abs().mean()))
+        closer = remainder - effects[best]
+        if float(closer.abs().mean()) >= float(remainder.abs().mean()):
             break
         chosen.append(best)
-        left = closer
+        remainder = closer
     return chosen
 
 
-def _joined(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
+def _join_names(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
     """Values with several changes, of which several may be to parts of one tensor."""
     joined: dict[str, Tensor] = {}
     for change in changes:
