@@ -28,7 +28,7 @@ RouterPart = Literal["inputs", "weights", "logits", "scores"]
 
 
 def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
-    """Load a model whose attention and experts are transformers' plain torch code, without fused kernels.
+    """Load a model in transformers' plain torch code, without fused kernels.
 
     `settings`: entries of the model's configuration that are not those of the folder.
     """
@@ -42,7 +42,7 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
 
 
 def keep_stored_tensors(model: Any) -> dict[str, Tensor]:
-    """Parameters, and the buffers that a model's files have too, by their names in transformers."""
+    """Parameters and stored buffers by their names in transformers."""
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers
@@ -76,8 +76,11 @@ class Oracle:
         """Whether the head has the weights of the embedding."""
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights by their names in transformers, in memory: experts are stacked, tied weights named once."""
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Weights by their names in transformers, in memory.
+
+        Experts are stacked, tied weights named once.
+        """
         return {name: tensor.detach() for name, tensor in keep_stored_tensors(self.model).items()}
 
     @property
@@ -86,7 +89,7 @@ class Oracle:
         return list(self.model.model.layers)
 
     @torch.no_grad()
-    def logprobs(self, sequences: Sequence[Tokens], laws: Sequence[Law]) -> Tensor:
+    def compute_logprobs(self, sequences: Sequence[Tokens], laws: Sequence[Law]) -> Tensor:
         """Log-probabilities of the chosen tokens under each law.
 
         Returns:
@@ -107,20 +110,23 @@ class Oracle:
                 options["position_ids"] = torch.nn.utils.rnn.pad_sequence(plain, batch_first=True)
             hidden = self.model.model(padded, **options).last_hidden_state
             for number, tokens, states in zip(numbers, batch, hidden, strict=True):
-                logits = self._logits(states[tokens.chosen - 1])
-                logprobs[number] = torch.stack([law.logprobs(logits, tokens) for law in laws])
+                logits = self._compute_logits(states[tokens.chosen - 1])
+                logprobs[number] = torch.stack([law.compute_logprobs(logits, tokens) for law in laws])
         return torch.cat([logprobs[number] for number in range(len(sequences))], dim=1)
 
     @torch.no_grad()
-    def chances(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
-        """Probabilities of all tokens at the chosen ones: [chosen tokens, vocabulary], float32, by sequence."""
+    def compute_chances(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
+        """Probabilities of all tokens at the chosen ones, by sequence.
+
+        Each is [chosen tokens, vocabulary], float32.
+        """
         chances = []
         for tokens in sequences:
             states = self.model.model(tokens.ids[None], use_cache=False).last_hidden_state[0]
-            chances.append(law.distribution(self._logits(states[tokens.chosen - 1]), tokens).exp())
+            chances.append(law.compute_distribution(self._compute_logits(states[tokens.chosen - 1]), tokens).exp())
         return chances
 
-    def _logits(self, states: Tensor) -> Tensor:
+    def _compute_logits(self, states: Tensor) -> Tensor:
         """[tokens, vocabulary], float32, of the last hidden states, [tokens, width]."""
         head = self.model.get_output_embeddings()
         logits = head(states) if self._head is None else torch.nn.functional.linear(states, self._head)
@@ -128,11 +134,13 @@ class Oracle:
         return (logits if limit is None else torch.tanh(logits / limit) * limit).float()
 
     @torch.no_grad()
-    def logprobs_behind(self, older: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law) -> Tensor:
-        """Log-probabilities with keys and values of another model for the first tokens of each sequence.
+    def compute_logprobs_behind(
+        self, older: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law
+    ) -> Tensor:
+        """Log-probabilities behind keys and values of another model.
 
         Args:
-            other: the model of the first tokens.
+            older: the model of the first tokens.
             sequences: the tokens.
             cuts: for each sequence the number of its first tokens; below the position of its first chosen token.
             law: the distribution.
@@ -143,11 +151,11 @@ class Oracle:
         logprobs = []
         for tokens, cut in zip(sequences, cuts, strict=True):
             if cut == 0:
-                logprobs.append(self.logprobs([tokens], [law])[0])
+                logprobs.append(self.compute_logprobs([tokens], [law])[0])
                 continue
             cache = older.model.model(tokens.ids[None, :cut], use_cache=True).past_key_values
             states = self.model.model(tokens.ids[None, cut:], past_key_values=cache, use_cache=True).last_hidden_state
-            logprobs.append(law.logprobs(self._logits(states[0][tokens.chosen - 1 - cut]), tokens))
+            logprobs.append(law.compute_logprobs(self._compute_logits(states[0][tokens.chosen - 1 - cut]), tokens))
         return torch.cat(logprobs)
 
     @contextmanager
@@ -187,7 +195,10 @@ class Oracle:
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compute the body with other values of some tensors, by name; each has the shape of the tensor."""
+        """Compute the body with other values of some tensors.
+
+        They stand by name, each in the shape of its tensor.
+        """
         parameters = keep_stored_tensors(self.model)
         before = {name: parameters[name].data for name in values}
         try:
@@ -235,11 +246,12 @@ class Oracle:
                 del router.forward  # that of the class comes back
 
     @torch.no_grad()
-    def first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
-        """Position of each sequence's first token whose choice of experts rounding may change; else its length.
+    def find_first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
+        """Position of the first token whose experts rounding may change.
 
-        At such a token a chosen expert and one that is not chosen have equal scores within `TIE`, so that two correct
-        programs may compute different experts for it, and different numbers for what follows.
+        It is the sequence's length if there is none. At such a token a chosen expert and one that is not chosen have equal
+        scores within `TIE`, so that two correct programs may compute different experts for it, and different numbers for what
+        follows.
         """
         closest: list[Tensor] = []
         handles = [
@@ -259,8 +271,8 @@ class Oracle:
         return ties
 
     @torch.no_grad()
-    def hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
-        """Outputs of the embedding, of the layers and their halves, and of the experts' routers, by point.
+    def compute_hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
+        """Outputs of embedding, layers, their halves and routers, by point.
 
         Returns:
             [tokens of all sequences, width] for each point of `verification.doctor.layer_outputs`, in the order of
@@ -296,7 +308,10 @@ def _keep_tensors(point: str, kept_states: dict[str, list[Tensor]]) -> Any:
 
 
 def _compute_margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Absolute difference of the lowest score of a chosen expert and the highest of the others, [tokens], float32."""
+    """Distance from the lowest chosen score to the highest unchosen.
+
+    [tokens], float32.
+    """
     scores, chosen = output[0].float(), output[2]
     bias = getattr(router, "e_score_correction_bias", None)
     if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias
@@ -335,7 +350,7 @@ def _round_weights(value: Tensor) -> Tensor:
 
 
 def _split_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of the sequences of each forward pass: of similar lengths, so that little is padded."""
+    """Split sequences into batches of similar lengths."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH_TOKENS:

@@ -73,7 +73,10 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 
 
 def _find_folder(model: str, *, weights: bool) -> Path:
-    """The folder of a model, downloaded from the hub if necessary; without `weights` only its config.json."""
+    """Find a model's folder, or download it from the hub.
+
+    Without `weights` only its config.json.
+    """
     if weights or not is_hub_name(model):
         return fetch_model_folder(model, "model")
     reason = download_config(model) if find_local_folder(model) is None else None
@@ -84,7 +87,10 @@ def _find_folder(model: str, *, weights: bool) -> Path:
 
 
 def _make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
-    """Write a model whose weights are all random, biases and norms (around their initial 1 or 0) included."""
+    """Write a model of random weights.
+
+    Biases, and norms around their initial 1 or 0, are random too.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
@@ -135,9 +141,9 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
 
 
 def make_loss() -> ClippedPGLossFn:
-    """Minus the mean of advantage times log-probability (REINFORCE), whose value depends on the weights.
+    """Minus the mean of advantage times log-probability (REINFORCE).
 
-    The value of PPO's loss does not before the first update, when every ratio is 1.
+    Its value depends on the weights. The value of PPO's loss does not before the first update, when every ratio is 1.
     """
     return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
 
@@ -153,7 +159,9 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
 
 
 def solve(folder: Path, batch: TokenBatch) -> Truth:
-    """transformers' results for a batch, one sequence at a time: no padding, no packing, no layout.
+    """Compute a batch in transformers, one sequence at a time.
+
+    There is no padding, no packing, no layout.
 
     Raises:
         RunError: transformers cannot load or compute the model.
@@ -194,9 +202,10 @@ def _solve_cached(folder: Path, batch: TokenBatch) -> Truth:
 
 
 def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
-    """The losses of `MOE` for one layer and one sequence: logits [tokens, experts], float32, to [].
+    """The losses of `MOE` for one layer and one sequence, [].
 
-    For softmax scores the balancing loss is transformers' own, which counts a token once for each of its experts.
+    Logits are [tokens, experts], float32. For softmax scores the balancing loss is transformers' own, which counts a token
+    once for each of its experts.
     """
     if experts.score == "softmax":
         level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k

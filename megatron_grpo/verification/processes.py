@@ -29,7 +29,9 @@ Body = Callable[[T, Enter], dict[str, Any]]
 def run_on_ranks(
     body: Body[T], task: T, parallel: ParallelConfig, *, seed: int, timeout_s: float, gpus: int | None = None
 ) -> list[dict[str, Any]]:
-    """Call `body(task, enter)` on every rank of a layout whose process groups are set up; returns results by rank.
+    """Call `body(task, enter)` on every rank of a layout.
+
+    Process groups are set up before; returns results by rank.
 
     Args:
         body: a function of a module, which processes can import.
@@ -96,7 +98,7 @@ def _serve(
     port: int,
     folder: Path,
 ) -> None:
-    """The body of a rank's process, which writes its phase and its results into the folder."""
+    """Body of a rank's process; it writes phase and results to the folder."""
     if gpus is not None:  # before CUDA starts in this process, which then sees one GPU, or none
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]

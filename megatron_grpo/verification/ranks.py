@@ -57,9 +57,9 @@ class Findings:
 
 
 def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
-    """Build the rank's part of the model and measure it; returns the fields of `Findings` by name.
+    """Build the rank's part of the model and measure it.
 
-    `enter` gets the name of each phase as it begins.
+    Returns the fields of `Findings` by name. `enter` gets the name of each phase as it begins.
     """
     enter("building the model")
     config = _build_config(task)
@@ -125,7 +125,10 @@ def _join_shards(rank: PolicyRank) -> dict[str, Tensor]:
 
 
 def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
-    """The gradients, exported like weights: each is copied into its parameter for the export."""
+    """Export the gradients like weights.
+
+    Each is copied into its parameter for the export.
+    """
     parameters = rank.gather_parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
@@ -183,7 +186,10 @@ class Row:
 def compare_layout(
     name: str, packed: bool, findings: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
 ) -> Row:
-    """Compare the results of a layout's ranks with transformers and with one rank (None: this is one rank)."""
+    """Compare a layout's ranks with transformers and with one rank.
+
+    None: this is one rank.
+    """
     logprobs = {number: values for rank in findings for number, values in rank.logprobs.items()}
     expected = truth.logprobs.split(batch.lengths)
     assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
@@ -205,7 +211,10 @@ def compare_layout(
 
 
 def _compute_relative_error(findings: Sequence[Findings], truth: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest relative error over all tensors, and the name of its tensor; infinite if one is missing or not finite."""
+    """Largest relative error over all tensors, with its tensor's name.
+
+    Infinite if a tensor is missing or not finite.
+    """
     gradients = {name: tensor for rank in findings for name, tensor in rank.gradients.items()}
     errors = dict.fromkeys(truth, math.inf)
     for name in truth.keys() & gradients.keys():

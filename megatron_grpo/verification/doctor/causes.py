@@ -78,7 +78,9 @@ ONE_EDIT = 2
 
 
 class Causes:
-    """The search for the cause of a side's difference; models are loaded when they are needed.
+    """The search for the cause of a side's difference.
+
+    Models are loaded when they are needed.
 
     Args:
         run_dir: the run's folder.
@@ -108,18 +110,21 @@ class Causes:
         self._timeout_s = timeout_s
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
-    def oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
-        """The model of a version in transformers; that of the examined version and the latest other one are kept."""
+    def load_oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
+        """The model of a version in transformers.
+
+        The models of the examined version and of the latest other one stay loaded.
+        """
         key, keys_to_keep = (version, dtype), (self._version, torch.float32)
         if key not in self._oracles:
             self._oracles = {
                 loaded_key: oracle for loaded_key, oracle in self._oracles.items() if loaded_key == keys_to_keep
             }
-            self._oracles[key] = Oracle(self._weights.folder(version), dtype)
+            self._oracles[key] = Oracle(self._weights.find_folder(version), dtype)
         return self._oracles[key]
 
     def explain(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
-        """The finding for a record that differs from the oracle by more than rounding.
+        """Explain a record that differs from the oracle beyond rounding.
 
         Args:
             side: the record.
@@ -130,19 +135,21 @@ class Causes:
         """
         apart = find_rollouts_apart(side, base, rounding)  # one of several engines may be wrong
         part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
-        finding = find_damage(part, base, rounding) or self._explained(part, base, version, rounding, stops)
+        finding = find_damage(part, base, rounding) or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
             return finding
         names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= NAMED else ""
         where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
         return replace(finding, text=f"{finding.text} ({where})")
 
-    def _explained(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
+    def _explain_side(
+        self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]
+    ) -> Finding:
         edits = find_edits(side, base, rounding)
         if edits is not None and edits[1] <= ONE_EDIT:
             return edits[0]
         search = Search(side, base, rounding, time.monotonic() + self._timeout_s)
-        for groups in self._tiers(side, version, stops):
+        for groups in self._list_tiers(side, version, stops):
             if search.try_groups(groups):
                 break
         if search.untried:
@@ -150,14 +157,17 @@ class Causes:
             self._remarks.append(text)
         finding = search.conclude()
         if finding is not None and side.name == "trainer" and REFIT in finding.key:
-            finding = replace(finding, key=self._command(side))
+            finding = replace(finding, key=self._name_command(side))
         if finding is None and edits is not None:
             finding = edits[0]
-        return finding or self._unexplained(side, base, version, search.mentioned())
+        return finding or self._describe_unexplained(side, base, version, search.describe_mentioned())
 
-    def _tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
-        """Groups of suspects; a tier is tried only if none before it reproduces the record."""
-        nearest = self._near(version)[:NEAREST]
+    def _list_tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
+        """List groups of suspects in tiers.
+
+        A tier is tried only if none before it reproduces the record.
+        """
+        nearest = self._describe_near(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
         first: list[Group] = [partial(iterate_sampling_suspects, stops)]
         if side.name == "engine":
@@ -166,27 +176,31 @@ class Causes:
                 partial(iterate_engine_settings, settings),
                 partial(iterate_prompt_suspects, self._prompts.other_sequences),
             ]
-            first += [partial(iterate_stale_caches, version, nearest, self.oracle)]
+            first += [partial(iterate_stale_caches, version, nearest, self.load_oracle)]
         else:
             packs = read_packs(self._run_dir, self._step, self._config, self._weights.shape)
             first += [partial(iterate_packing_suspects, packs)]
-        first += [partial(iterate_versions, version, nearest, self.oracle, has_adapters)]
+        first += [partial(iterate_versions, version, nearest, self.load_oracle, has_adapters)]
         if has_adapters and version != 0:
-            first += [partial(iterate_adapters, self.oracle)]
+            first += [partial(iterate_adapters, self.load_oracle)]
         yield first
         yield [iterate_ropes, iterate_settings, iterate_routers, iterate_rounded_weights]
         policy, generation = self._config.policy.parallel, self._config.generation.parallel
         pipelines = [policy.pipeline, generation.pipeline]
         parts = list_parts(side.oracle, pipelines, [policy.tensor, generation.tensor, policy.expert, generation.expert])
-        near = self._near(version)
+        near = self._describe_near(version)
         earlier = list(dict.fromkeys([*near[:1], *near[-1:]]))
         texts = {number: self._name_of(number, has_adapters) for number in earlier}
-        stale = [partial(iterate_stale_parts, parts, partial(self.oracle, number), texts[number]) for number in earlier]
+        stale = [
+            partial(iterate_stale_parts, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
+        ]
         yield [*stale, partial(iterate_missing_parts, parts), iterate_permutations]
         yield [partial(iterate_scaled_parts, parts, Side.predict)]
-        yield [partial(iterate_stale_sets, parts, partial(self.oracle, number), texts[number]) for number in earlier]
+        yield [
+            partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
+        ]
 
-    def _near(self, version: int) -> list[int]:
+    def _describe_near(self, version: int) -> list[int]:
         """Other available versions, the nearest first, earlier ones before later ones."""
         versions = [number for number in self._weights.versions if number != version]
         return sorted(versions, key=lambda number: (abs(version - number), number > version))
@@ -195,23 +209,23 @@ class Causes:
     def _name_of(version: int, has_adapters: bool) -> str:
         return "the base model, without its adapter" if has_adapters and version == 0 else f"version {version}"
 
-    def _unexplained(self, side: Side, base: Tensor, version: int, near_causes: list[str]) -> Finding:
+    def _describe_unexplained(self, side: Side, base: Tensor, version: int, near_causes: list[str]) -> Finding:
         """The finding for a record that no suspect explains."""
-        before = Distance.between(side.recorded, base)
-        for find in (self._structured, self._eight_bits, self._rounding, self._by_layers):
+        before = Distance.measure(side.recorded, base)
+        for find in (self._find_structured, self._find_eight_bits, self._find_rounding, self._compare_layers):
             finding = find(side, base, version)
             if finding is not None:
                 return replace(finding, before=before, others=near_causes)
         where = describe_apart(side.lengths, side.recorded, base, measure_rounding(base, None))
         text = f"no suspect explains the {side.name}: {where}"
-        return Finding("unexplained", "unexplained", text, self._command(side), before, others=near_causes)
+        return Finding("unexplained", "unexplained", text, self._name_command(side), before, others=near_causes)
 
-    def _command(self, side: Side) -> str:
+    def _name_command(self, side: Side) -> str:
         """The command that finds what no suspect explains."""
         return UNKNOWN[side.name].replace("RUN_DIR step=N", f"{self._run_dir} step={self._step}")
 
-    def _structured(self, side: Side, base: Tensor, _version: int) -> Finding | None:
-        """A finding if the engine draws from fewer tokens than the model has, as configured."""
+    def _find_structured(self, side: Side, base: Tensor, _version: int) -> Finding | None:
+        """Find that the engine draws from fewer tokens, as configured."""
         generation = self._config.generation
         forms = ("regex", "json_schema", "choice")
         form = [f"structured.{name}" for name in forms if getattr(generation.structured, name) is not None]
@@ -221,8 +235,11 @@ class Causes:
         keys = ", ".join(f"generation.{name}" for name in masks)
         return Finding("structured", "sampling", f"the engine draws only from tokens that {keys} allow", keys)
 
-    def _eight_bits(self, side: Side, _base: Tensor, _version: int) -> Finding | None:
-        """A finding if a side keeps or multiplies numbers in 8 bits, whose rounding the oracle does not show."""
+    def _find_eight_bits(self, side: Side, _base: Tensor, _version: int) -> Finding | None:
+        """Find that a side keeps or multiplies numbers in 8 bits.
+
+        The oracle does not show their rounding.
+        """
         policy, arguments = self._config.policy, self._config.generation.engine_args
         if side.name == "engine":
             names = ("quantization", "kv_cache_dtype")
@@ -235,22 +252,25 @@ class Causes:
         listed = ", ".join(keys)
         return Finding("eight_bits", "precision", f"the {side.name} rounds to 8 bits: {listed}", listed)
 
-    def _rounding(self, side: Side, base: Tensor, version: int) -> Finding | None:
-        """A finding if a record in float32 has the signature of a computation in bfloat16."""
-        coarse = side.predict(oracle=self.oracle(version, torch.bfloat16))
+    def _find_rounding(self, side: Side, base: Tensor, version: int) -> Finding | None:
+        """Find the signature of bfloat16 in a float32 record."""
+        coarse = side.predict(oracle=self.load_oracle(version, torch.bfloat16))
         if not is_rounding(side, base, coarse):
             return None
         text = (
             f"the {side.name} differs from float32 as a computation in bfloat16 does: in every rollout, to both sides, "
             "and in the same direction at the same tokens"
         )
-        return Finding("precision", "precision", text, PRECISION, after=Distance.between(side.recorded, coarse))
+        return Finding("precision", "precision", text, PRECISION, after=Distance.measure(side.recorded, coarse))
 
-    def _by_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
-        """A finding from the side's own code, run again with the same weights; None: it was not asked for."""
+    def _compare_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
+        """Run the side's own code again and compare layers.
+
+        None: it was not asked for.
+        """
         if side.name == "engine" and not self._again:
             return None
-        folder, tokens, law = self._weights.folder(version), side.tokens, side.law
+        folder, tokens, law = self._weights.find_folder(version), side.tokens, side.law
         try:
             if side.name == "engine":  # vLLM computes the log-probabilities of a prompt's tokens from its raw logits
                 law = Law()
@@ -260,7 +280,7 @@ class Causes:
         except RunError as error:
             self._remarks.append(f"the layers of the {side.name} were not compared: {error}")
             return None
-        before, again = Distance.between(side.recorded, base), Distance.between(logprobs, side.predict(law=law))
+        before, again = Distance.measure(side.recorded, base), Distance.measure(logprobs, side.predict(law=law))
         name = side.name
         if again.mean < before.mean / 10:
             text = f"the {name} agrees with transformers when it computes again from the weights of version {version}"
@@ -273,14 +293,14 @@ class Causes:
         if self._weights.shape.post_norms:  # norms after the halves of a layer belong to different modules
             states = {point: state for point, state in states.items() if point.count(".") == 1}
         apart = find_first_apart(
-            states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision]
+            states, side.oracle.compute_hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision]
         )
         if apart is None:
             return None
         point, difference = apart
         text = f"the {name} computes {point} otherwise, by {difference:.1e} of its norm: the first hidden state apart"
         cause: Cause = "routing" if point.endswith("router") else "layer"
-        return Finding("first_layer", cause, text, self._command(side), after=again)
+        return Finding("first_layer", cause, text, self._name_command(side), after=again)
 
 
 def _is_eight_bits(value: Any) -> bool:

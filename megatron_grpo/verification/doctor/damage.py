@@ -25,7 +25,7 @@ DIGITS = 4
 
 
 def find_damage(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """What was done to a whole record that differs from the oracle; None: nothing that its numbers show.
+    """Find what was done to a whole record; None: nothing shows.
 
     Args:
         side: the record.
@@ -40,7 +40,7 @@ def find_damage(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
 
 
 def _find_coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
-    """A record whose numbers have few decimal places, or fit into a small type."""
+    """Find numbers of few decimal places, or of a small type."""
     recorded = side.recorded
     if len(recorded) < 8 or not recorded.isfinite().all() or not recorded.any():
         return None
@@ -65,8 +65,8 @@ def _find_coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | Non
 
 
 def _make_finding(side: Side, text: str, key: str, base: Tensor, after: Tensor | None = None) -> Finding:
-    before = Distance.between(side.recorded, base)
-    remaining = Distance(0.0, 0.0) if after is None else Distance.between(side.recorded, after)
+    before = Distance.measure(side.recorded, base)
+    remaining = Distance(0.0, 0.0) if after is None else Distance.measure(side.recorded, after)
     return Finding("damaged_record", "record", f"the record of the {side.name} {text}", key, before, remaining)
 
 
@@ -108,8 +108,8 @@ def _find_other_units(side: Side, base: Tensor, rounding: Distance) -> Finding |
     )
     added = float(finite_values.mean() - slope * plain.mean())
     fitted = slope * base + added
-    before, after = Distance.between(side.recorded, base), Distance.between(side.recorded, fitted)
-    if not after.within(rounding) or after.mean > before.mean / 3:
+    before, after = Distance.measure(side.recorded, base), Distance.measure(side.recorded, fitted)
+    if not after.is_within(rounding) or after.mean > before.mean / 3:
         return None
     text = f"has {slope:.4g} times the log-probabilities of transformers, plus {added:.2g}, at every token"
     return _make_finding(side, text, WRITER, base, fitted)
@@ -124,7 +124,7 @@ def _find_shifted(side: Side, base: Tensor, rounding: Distance) -> Finding | Non
     ):
         recorded_values = torch.cat([recorded[ours] for recorded, _ in pairs])
         moved = torch.cat([plain[theirs] for _, plain in pairs])
-        if len(recorded_values) >= 4 and Distance.between(recorded_values, moved).within(rounding):
+        if len(recorded_values) >= 4 and Distance.measure(recorded_values, moved).is_within(rounding):
             return _make_finding(side, f"has the log-probability of every token one token {text}", WRITER, base)
     return None
 
@@ -140,10 +140,10 @@ def _find_exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | N
     for number, numbers in enumerate(recorded):
         for source, predicted in enumerate(plain):
             size = min(len(numbers), len(predicted))
-            is_own = Distance.between(numbers, plain[number]).within(rounding)
+            is_own = Distance.measure(numbers, plain[number]).is_within(rounding)
             if number == source or is_own or size < LEAST_MATCH:
                 continue
-            if Distance.between(numbers[:size], predicted[:size]).within(rounding):
+            if Distance.measure(numbers[:size], predicted[:size]).is_within(rounding):
                 sources[number] = source
     if len(sources) < max(2, len(recorded) - 1):
         return None
@@ -158,9 +158,9 @@ def _find_exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | N
 
 
 def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, int] | None:
-    """Single tokens and single numbers that were changed, in rollouts that agree otherwise, and how many numbers.
+    """Find changed tokens and numbers in rollouts that agree otherwise.
 
-    Takes the same as `find_damage`.
+    Arguments are those of `find_damage`; returns how many numbers were changed, too.
     """
     texts, repaired, numbers = [], [], 0
     pieces = zip(side.rollouts, side.tokens, side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
@@ -197,15 +197,18 @@ def _describe_both(recorded: Tensor, plain: Tensor, number: int) -> str:
 def _find_original_id(
     side: Side, sequence: Tokens, recorded: Tensor, first: int, rounding: Distance
 ) -> tuple[int, Tensor] | None:
-    """The id with which a rollout agrees from its first different token on, and what is predicted with it."""
-    (chances,) = side.oracle.chances([sequence], side.law)
+    """Find the id with which a rollout agrees from its first difference on.
+
+    Returns what is predicted with it, too.
+    """
+    (chances,) = side.oracle.compute_chances([sequence], side.law)
     nearest = (chances[first].log() - recorded[first]).abs()
     for token_id in nearest.argsort()[:MOST_IDS].tolist():
         if float(nearest[token_id]) > rounding.worst:
             break
         ids = sequence.ids.clone()
         ids[sequence.chosen[first]] = token_id
-        (predicted,) = side.oracle.logprobs([replace(sequence, ids=ids)], [side.law])
-        if Distance.between(recorded, predicted).within(rounding):
+        (predicted,) = side.oracle.compute_logprobs([replace(sequence, ids=ids)], [side.law])
+        if Distance.measure(recorded, predicted).is_within(rounding):
             return token_id, predicted
     return None

@@ -24,14 +24,14 @@ class Distance:
     """Largest absolute difference."""
 
     @staticmethod
-    def between(first: Tensor, second: Tensor) -> Distance:
+    def measure(first: Tensor, second: Tensor) -> Distance:
         """The distance of two [tokens] of log-probabilities; 0 without tokens."""
         if not len(first):
             return Distance(0.0, 0.0)
         apart = compute_residual(first, second)
         return Distance(float(apart.mean()), float(apart.max()))
 
-    def within(self, rounding: Distance) -> bool:
+    def is_within(self, rounding: Distance) -> bool:
         """Whether this distance can be rounding."""
         return self.mean <= rounding.mean and self.worst <= rounding.worst
 
@@ -52,7 +52,7 @@ def measure_rounding(exact: Tensor, rounded: Tensor | None) -> Distance:
     """
     if rounded is None:
         return FLOAT32
-    measured = Distance.between(exact, rounded)
+    measured = Distance.measure(exact, rounded)
     return Distance(max(MARGIN * measured.mean, FLOAT32.mean), max(MARGIN * measured.worst, FLOAT32.worst))
 
 
@@ -74,7 +74,10 @@ class Finding:
 
     @property
     def explained(self) -> float:
-        """Share of the mean difference that this explains, 0 to 1; 1 for what the record itself shows."""
+        """Share of the mean difference that this explains, 0 to 1.
+
+        It is 1 for what the record itself shows.
+        """
         if self.before is None or self.after is None:
             return 1.0
         return max(0.0, 1.0 - self.after.mean / self.before.mean) if self.before.mean else 0.0
@@ -100,35 +103,39 @@ def record_findings(
     of_turns = {row["task_name"] for row in evidence.rows if len(join_spans(row)) > 1}
     single = [row for row in evidence.rows if row["task_name"] not in of_turns]
 
-    def stopped(row: dict[str, Any]) -> bool:
+    def is_stopped(row: dict[str, Any]) -> bool:
         return int(row["token_ids"][row["spans"][-1][1] - 1]) in stops
 
-    def beyond(row: dict[str, Any]) -> bool:
+    def is_beyond_stop(row: dict[str, Any]) -> bool:
         return any(stops & set(row["token_ids"][start : end - 1].tolist()) for start, end, _ in row["spans"])
 
-    def surplus(row: dict[str, Any]) -> int:
+    def count_surplus(row: dict[str, Any]) -> int:
         return sum(end - start for start, end, _ in row["spans"]) - len(row["logprobs"])
 
     checks = (
-        ("stop_token", [row for row in evidence.rows if beyond(row)], "has tokens in the loss behind a stop token"),
         (
             "stop_token",
-            [row for row in single if row["stop_reason"] == "length" and stopped(row)],
+            [row for row in evidence.rows if is_beyond_stop(row)],
+            "has tokens in the loss behind a stop token",
+        ),
+        (
+            "stop_token",
+            [row for row in single if row["stop_reason"] == "length" and is_stopped(row)],
             "ends in a stop token, and was ended by a limit of its length",
         ),
         (
             "stop_token",
-            [row for row in evidence.rows if surplus(row) == 1 and stopped(row)],
+            [row for row in evidence.rows if count_surplus(row) == 1 and is_stopped(row)],
             "counts a stop token as sampled that has no log-probability",
         ),
         (
             "lost_tokens",
-            [row for row in evidence.rows if surplus(row) and not (surplus(row) == 1 and stopped(row))],
+            [row for row in evidence.rows if count_surplus(row) and not (count_surplus(row) == 1 and is_stopped(row))],
             "has more or fewer sampled tokens than log-probabilities",
         ),
         (
             "truncated",
-            [row for row in single if row["stop_reason"] == "stop" and stops and not (stop_strings or stopped(row))],
+            [row for row in single if row["stop_reason"] == "stop" and stops and not (stop_strings or is_stopped(row))],
             "has stopped without a stop token",
         ),
     )
@@ -159,7 +166,7 @@ LOST = "rollouts were changed after they were sampled; record them again, and lo
 def stop_token_finding(
     evidence: Evidence, recorded: Tensor, base: Tensor, stops: frozenset[int], rounding: Distance
 ) -> Finding | None:
-    """A finding if the record differs from the oracle nowhere but at stop tokens that end a rollout.
+    """Find that only stop tokens at the end of rollouts differ.
 
     Args:
         evidence: the record.
@@ -171,20 +178,20 @@ def stop_token_finding(
     sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in evidence.tokens])
     ending = evidence.last & torch.isin(sampled, torch.tensor(sorted(stops)))
     apart = ending & (compute_residual(recorded, base) > rounding.worst)
-    if not apart.any() or not Distance.between(recorded[~apart], base[~apart]).within(rounding):
+    if not apart.any() or not Distance.measure(recorded[~apart], base[~apart]).is_within(rounding):
         return None
     text = (
         f"{int(apart.sum())} of {int(ending.sum())} stop tokens that end a rollout are in the loss with a "
         "log-probability that the model does not give them, and all other tokens agree: these tokens were not sampled"
     )
-    before, after = Distance.between(recorded, base), Distance.between(recorded[~apart], base[~apart])
+    before, after = Distance.measure(recorded, base), Distance.measure(recorded[~apart], base[~apart])
     return Finding("stop_token", "tokens", text, STOP_KEY, before, after)
 
 
 def find_first_apart(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float
 ) -> tuple[str, float] | None:
-    """The first point, in the order of computation, at which hidden states differ; None: they do not.
+    """Find the first point at which hidden states differ; None: nowhere.
 
     Args:
         ours: [tokens, width] by point (`verification.doctor.layer_outputs`).
@@ -203,7 +210,7 @@ def find_first_apart(
 
 
 def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[int]:
-    """Numbers of the rollouts whose record differs from the oracle by more than rounding explains.
+    """Find the rollouts that differ from the oracle beyond rounding.
 
     Args:
         side: the record.
@@ -214,12 +221,15 @@ def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[in
     return [
         number
         for number, (trained, engine_values) in enumerate(pairs)
-        if not Distance.between(trained, engine_values).within(rounding)
+        if not Distance.measure(trained, engine_values).is_within(rounding)
     ]
 
 
 def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
-    """Where a record that nothing explains differs from the oracle, as text; `lengths`: tokens of each rollout."""
+    """Describe where a record differs from the oracle.
+
+    `lengths`: tokens of each rollout.
+    """
     apart = compute_residual(recorded, base) > rounding.worst
     pieces: Sequence[Tensor] = apart.split(list(lengths))
     first = [int(piece.nonzero()[0]) for piece in pieces if piece.any()]

@@ -17,7 +17,7 @@ _MODES = ("logprobs_mode", "dtype", "quantization", "kv_cache_dtype")
 
 
 def read_engine_settings(run_dir: Path, config: Config, model_config: Any) -> dict[str, Any]:
-    """Entries of the model's configuration that engines have otherwise than the policy, by name.
+    """Read model settings that engines have otherwise than the policy.
 
     They are those that the engines reported at their start and, where they reported none, those of hf_overrides.
 
@@ -60,7 +60,10 @@ def read_engines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def list_differing_modes(run_dir: Path, config: Config) -> list[str]:
-    """Settings of engines other than the model's that are not those of the configuration, in words."""
+    """Describe engine settings that are not those of the configuration.
+
+    Settings of the model are left out.
+    """
     configured = {"logprobs_mode": "processed_logprobs", "dtype": config.engine_dtype}
     arguments = config.generation.engine_args
     configured |= {name: str(arguments[name]) for name in _MODES if name in arguments}
@@ -90,7 +93,10 @@ def _rename_settings(settings: dict[str, Any], model_config: Any) -> dict[str, A
 
 
 def _is_same(value: Any, second: Any) -> bool:
-    """Whether two entries say the same, read from JSON or not; of mappings only what both have."""
+    """True if two values say the same, read from JSON or not.
+
+    Of mappings only the keys of both are compared.
+    """
     if isinstance(value, Mapping) and isinstance(second, Mapping):
         return all(_is_same(value[name], second[name]) for name in value.keys() & second.keys())
     if isinstance(value, list | tuple) and isinstance(second, list | tuple):

@@ -34,7 +34,9 @@ LINES = 5
 
 
 def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute sequences in a new engine of one rank, with the run's engine settings but without CUDA graphs.
+    """Compute sequences in a new engine of one rank.
+
+    It has the run's engine settings, but no CUDA graphs.
 
     Args:
         config: the run's configuration.
@@ -102,7 +104,10 @@ def _serve(request: Path, result: Path) -> None:
 
 
 def _make_hook(model: Any, states: dict[str, list[Tensor]]) -> None:
-    """Keep the hidden states of every forward pass. A layer of vLLM returns its output and the residual unadded."""
+    """Keep the hidden states of every forward pass.
+
+    A layer of vLLM returns its output and the residual unadded.
+    """
 
     def keep(point: str) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:

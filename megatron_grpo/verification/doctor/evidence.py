@@ -23,7 +23,7 @@ from megatron_grpo.verification.doctor.law import Tokens, compute_residual
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A recorded rollout, and those of its sampled tokens that depend on a single weight version."""
+    """A recorded rollout, with the sampled tokens of one weight version."""
 
     row: dict[str, Any]
     """The row of the file (`read_rollouts`)."""
@@ -36,31 +36,34 @@ class Rollout:
         """The rollout for messages: row of the data, and number of the sample."""
         return f"prompt {self.row['prompt_idx']}, sample {self.row['sample']}"
 
-    def up_to(self, position: int) -> Rollout:
+    def keep_up_to(self, position: int) -> Rollout:
         """The rollout with its chosen tokens up to a position, this one included."""
-        return self.without(self.tokens.chosen > position)
+        return self.drop_tokens(self.tokens.chosen > position)
 
-    def without(self, left_out: Tensor) -> Rollout:
+    def drop_tokens(self, left_out: Tensor) -> Rollout:
         """The rollout without some of its chosen tokens: [chosen tokens], bool."""
         remaining, tokens = ~left_out, self.tokens
         return Rollout(
             self.row, Tokens(tokens.ids, tokens.chosen[remaining], tokens.begins[remaining]), self.indices[remaining]
         )
 
-    def behind(self, prompt: Sequence[int]) -> Tokens:
+    def keep_behind(self, prompt: Sequence[int]) -> Tokens:
         """The sequence with another prompt, token ids, before its first response."""
         tokens, first = self.tokens, int(self.row["spans"][0][0])
         shift = len(prompt) - first
         ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), tokens.ids[first:]])
         return Tokens(ids, tokens.chosen + shift, tokens.begins + shift)
 
-    def column(self, name: str) -> Tensor:
+    def read_column(self, name: str) -> Tensor:
         """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
         return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.indices]
 
 
 def join_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Begin and end of each response of a rollout: a response has several spans if its version changed."""
+    """Begin and end of each response of a rollout.
+
+    A response has several spans if its version changed.
+    """
     joined: list[tuple[int, int]] = []
     before = None
     for start, end, version in row["spans"]:
@@ -73,13 +76,16 @@ def join_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollout | None:
-    """The rollout of a row, with the sampled tokens that depend on `version` alone; None: there are none.
+    """Read the sampled tokens of a row that depend on `version` alone.
 
     Args:
         row: row of the file of rollouts.
         version: a weight version.
         recomputed: whether the engines computed their cache anew after a refit. If not, tokens after a change of
             version depend on several versions, and are left out.
+
+    Returns:
+        The rollout; None: it has no such tokens.
     """
     spans = [Span(*span) for span in row["spans"]]
     positions_of_spans = [np.arange(span.start, span.end) for span in spans]
@@ -97,7 +103,7 @@ def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Roll
 
 
 class Weights:
-    """Folders in Hugging Face format with the weights of a run's versions; checkpoints are exported when asked for.
+    """Hugging Face folders of a run's versions; checkpoints are exported on demand.
 
     Version N is the policy after N steps; version 0 is the model that the run started from.
 
@@ -121,8 +127,8 @@ class Weights:
         """Versions whose weights are available, in ascending order."""
         return sorted({0, *self._checkpoints})
 
-    def folder(self, version: int) -> Path:
-        """The folder with the weights of a version, in the precision of the run.
+    def find_folder(self, version: int) -> Path:
+        """The folder of a version's weights, in the run's precision.
 
         Raises:
             RunError: the checkpoint cannot be loaded.
@@ -167,7 +173,10 @@ class Evidence:
 
     @property
     def recorded_error(self) -> float | None:
-        """Mean of exp(abs(trainer - engine)) of all recorded tokens; None: the step did not record the trainer's."""
+        """Mean of exp(abs(trainer - engine)) of all recorded tokens.
+
+        None: the step did not record the trainer's.
+        """
         pairs = [(row["prev_logprobs"], row["logprobs"]) for row in self.rows]
         if any(prev is None or len(prev) != len(logprobs) for prev, logprobs in pairs):
             return None
@@ -180,11 +189,14 @@ class Evidence:
         """The scored sequences."""
         return [rollout.tokens for rollout in self.rollouts]
 
-    def column(self, name: str) -> Tensor | None:
-        """A column at the scored tokens, [tokens], float32; None: the step did not record it."""
+    def read_column(self, name: str) -> Tensor | None:
+        """A column at the scored tokens, [tokens], float32.
+
+        None: the step did not record it.
+        """
         if any(rollout.row[name] is None for rollout in self.rollouts):
             return None
-        return torch.cat([rollout.column(name) for rollout in self.rollouts])
+        return torch.cat([rollout.read_column(name) for rollout in self.rollouts])
 
     @property
     def last(self) -> Tensor:
@@ -195,7 +207,9 @@ class Evidence:
 def read_evidence(
     run_dir: Path, step: int | None, suspicious: Sequence[int], weights: Weights, config: Config, most_tokens: int
 ) -> Evidence:
-    """The rollouts of a step; without `step`, of a suspicious one, or the newest one whose weights are available.
+    """Read the rollouts of a step.
+
+    Without `step` it is a suspicious one, or the newest one whose weights are available.
 
     Args:
         run_dir: the run's folder.
@@ -255,9 +269,10 @@ def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config,
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rollouts in the order of scoring: in turn those that differ most, and others of all prompts.
+    """Put rollouts in the order of scoring.
 
-    Samples of a prompt may come from different engines, so each prompt begins with another sample.
+    In turn those that differ most, and others of all prompts. Samples of a prompt may come from different engines, so each
+    prompt begins with another sample.
     """
     samples = max((row["sample"] for row in rows), default=0) + 1
     spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
@@ -271,7 +286,10 @@ def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _measure_difference(row: dict[str, Any]) -> float:
-    """Mean absolute difference of the log-probabilities that the record has of both sides; 0: it has but one."""
+    """Mean absolute difference of both sides' recorded log-probabilities.
+
+    0: the record has but one side.
+    """
     if row["prev_logprobs"] is None or len(row["prev_logprobs"]) != len(row["logprobs"]):
         return 0.0
     pairs = torch.tensor(np.array(row["prev_logprobs"])), torch.tensor(np.array(row["logprobs"]))

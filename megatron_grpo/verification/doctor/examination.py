@@ -151,42 +151,42 @@ class Examination:
     def _leave_out_ties(self) -> None:
         """Leave out tokens for which rounding in float32 may have chosen other experts."""
         before = self._evidence.rollouts
-        ties = self._causes.oracle(self._evidence.version).first_ties(self._evidence.tokens)
-        after = [rollout.up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
+        ties = self._causes.load_oracle(self._evidence.version).find_first_ties(self._evidence.tokens)
+        after = [rollout.keep_up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
         self._keep(after, "two experts of an earlier token have equal scores")
 
     def _keep(self, after: list[Rollout], reason: str) -> None:
-        """Score fewer tokens of the rollouts, and say why, unless none would be left."""
+        """Score fewer tokens and say why, unless none would remain."""
         before = self._evidence.rollouts
         omitted = sum(len(rollout.indices) for rollout in before) - sum(len(rollout.indices) for rollout in after)
         if omitted and any(len(rollout.indices) for rollout in after):
             self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.indices)])
             self._diagnosis.remarks.append(f"{omitted} tokens were left out: {reason}")
 
-    def _trainer_logprobs(self) -> tuple[int, Tensor]:
-        """Version of the trainer's weights, and its log-probabilities, recorded or computed again, [tokens], float32.
+    def _compute_trainer_logprobs(self) -> tuple[int, Tensor]:
+        """The trainer's version and its log-probabilities, [tokens], float32.
 
-        Tokens that a filter removes in training are left out of the evidence.
+        They are the recorded ones, or computed again. Tokens that a filter removes in training are left out of the evidence.
         """
         evidence, version = self._evidence, self._evidence.step - 1
-        recorded = evidence.column("prev_logprobs")
+        recorded = evidence.read_column("prev_logprobs")
         if version not in self._weights.versions:
             version, recorded = evidence.version, None
         if recorded is None:
-            folder = self._weights.folder(version)
+            folder = self._weights.find_folder(version)
             recorded, _ = run_trainer_again(self._config, folder, evidence.tokens, hidden=False)
             self._diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         removed = recorded.isneginf()
         if not removed.any() or removed.all() or not self._config.generation.has_training_filter:
             return version, recorded
         pieces = removed.split([len(rollout.indices) for rollout in evidence.rollouts])
-        after = [rollout.without(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
+        after = [rollout.drop_tokens(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
         self._keep(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
         return version, recorded[~removed]
 
     def run(self) -> Diagnosis:
         """Examine the rollouts, the prompts, the engine and the trainer."""
-        version, recorded = self._trainer_logprobs()
+        version, recorded = self._compute_trainer_logprobs()
         self._trainer_version = version
         diagnosis, evidence = self._diagnosis, self._evidence
         scored = evidence.rollouts
@@ -196,15 +196,17 @@ class Examination:
             self._config.training_loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
         )
         diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
-        diagnosis.findings += self._prompts.findings()
-        engine = self._side("engine", evidence.version, evidence.column("logprobs"), build_engine_law(self._config))
-        diagnosis.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
-        trainer = self._side("trainer", version, recorded, build_training_law(self._config))
-        diagnosis.findings += self._judged(trainer, self._config.policy.precision, version)
-        diagnosis.gap = Distance.between(engine.recorded, trainer.recorded)
+        diagnosis.findings += self._prompts.find_mistakes()
+        engine = self._build_side(
+            "engine", evidence.version, evidence.read_column("logprobs"), build_engine_law(self._config)
+        )
+        diagnosis.findings += self._reach_verdict(engine, self._config.engine_dtype, evidence.version)
+        trainer = self._build_side("trainer", version, recorded, build_training_law(self._config))
+        diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
+        diagnosis.gap = Distance.measure(engine.recorded, trainer.recorded)
         diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
         if not diagnosis.findings:
-            diagnosis.findings += self._configured_gaps(engine, trainer)
+            diagnosis.findings += self._find_configured_gaps(engine, trainer)
         if version != evidence.version:
             text = f"the trainer had version {version}: this part of the gap is the policy's own change"
             diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
@@ -227,19 +229,19 @@ class Examination:
         """Tokens that end a response."""
         return frozenset(self._ends.token_ids)
 
-    def _side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
+    def _build_side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
         assert recorded is not None, "generation always records its log-probabilities"
         rollouts, tokens = self._evidence.rollouts, self._evidence.tokens
-        return Side(name, self._causes.oracle(version), rollouts, tokens, law, recorded)
+        return Side(name, self._causes.load_oracle(version), rollouts, tokens, law, recorded)
 
-    def _judged(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
-        """What is wrong with a side, if its record differs from the oracle by more than rounding."""
+    def _reach_verdict(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
+        """Find what is wrong with a side that differs beyond rounding."""
         base = side.predict()
-        rounded = None if dtype == "float32" else side.predict(oracle=self._causes.oracle(version, torch.bfloat16))
+        rounded = None if dtype == "float32" else side.predict(oracle=self._causes.load_oracle(version, torch.bfloat16))
         rounding = measure_rounding(base, rounded)
-        distance = Distance.between(side.recorded, base)
+        distance = Distance.measure(side.recorded, base)
         self._diagnosis.sides[side.name] = distance, rounding
-        if distance.within(rounding):
+        if distance.is_within(rounding):
             return
         if side.name == "engine":
             stop = stop_token_finding(self._evidence, side.recorded, base, self._stops, rounding)
@@ -248,17 +250,17 @@ class Examination:
                 return
         yield self._causes.explain(side, base, version, rounding, self._stops)
 
-    def _configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
-        """Reasons in the configuration for a gap between two sides that are each correct."""
+    def _find_configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
+        """Reasons in the configuration for a gap between correct sides."""
         law, law_of_training = engine.law, trainer.law
         if law != law_of_training:
             before, after = (
-                Distance.between(engine.recorded, predicted)
+                Distance.measure(engine.recorded, predicted)
                 for predicted in (engine.predict(law=law_of_training), engine.predict())
             )
             named = [f"generation.{name}" for name in OPTIONS if getattr(law, name) != getattr(law_of_training, name)]
             text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
-            if not before.within(self._diagnosis.sides["engine"][1]):
+            if not before.is_within(self._diagnosis.sides["engine"][1]):
                 yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
         types = self._config.engine_dtype, self._config.policy.precision
         if types[0] != types[1]:
@@ -272,7 +274,7 @@ class Examination:
 
     @property
     def _is_comparable(self) -> bool:
-        """Whether the scored tokens are like those of which the run computed its error.
+        """True if the scored tokens are like those of the run's error.
 
         They are not if the trainer's weights are gone, or if other tokens of the step are of another version.
         """
@@ -281,12 +283,12 @@ class Examination:
 
     @property
     def _is_off(self) -> bool:
-        """Whether the run noticed the step, or its error is more than older weights explain."""
+        """True if the run noticed the step, or older weights explain less."""
         return bool(self._recorded.is_off) or not self._recorded.excess <= STALE_EXCESS
 
     @property
     def shows_less_than_recorded(self) -> bool:
-        """Whether the run recorded a larger error of the step than the scored tokens have."""
+        """True if the recorded error exceeds that of the scored tokens."""
         if self._recorded.error is None:
             return False
         of_record = self._evidence.recorded_error
@@ -302,7 +304,7 @@ class Examination:
         return is_beyond(self._recorded.excess, self._diagnosis.error - 1, self._rounding)
 
     def compare_with_record(self, suspicious: list[int]) -> None:
-        """Add a finding if the run measured more than was found, in this step or in another.
+        """Add a finding if the run measured more than was found.
 
         `suspicious`: steps whose recorded figures are far from those of the others.
         """
@@ -310,7 +312,7 @@ class Examination:
         if self._recorded.error is None:
             diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
         elif self.shows_less_than_recorded:
-            diagnosis.findings.append(self._against_record())
+            diagnosis.findings.append(self._explain_record())
         elif not self._is_comparable and self._is_off and not diagnosis.findings:
             text = (
                 f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
@@ -340,8 +342,8 @@ class Examination:
                 key = "step=N; logger.rollouts=all and checkpointing.save_period=1 keep what an examination needs"
                 diagnosis.findings.append(Finding("recorded_error", "layout", f"{text}; {examined}", key))
 
-    def _against_record(self) -> Finding:
-        """The finding for an error that the run recorded and one rank does not compute."""
+    def _explain_record(self) -> Finding:
+        """The finding for a recorded error that one rank does not compute."""
         diagnosis, config, step = self._diagnosis, self._config, self._evidence.step
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
@@ -363,7 +365,7 @@ class Examination:
 
 
 def _without_repetitions(findings: list[Finding]) -> list[Finding]:
-    """Findings without repetitions; of two with one name for one side, the one that explains a distance."""
+    """Drop repeated findings; the one that explains a distance stays."""
     findings_by_name: dict[tuple[str, bool], Finding] = {}
     for finding in findings:
         name = finding.name, finding.text.startswith("the trainer ")

@@ -55,19 +55,19 @@ class Search:
     @property
     def before(self) -> Distance:
         """The distance of the record from the oracle."""
-        return Distance.between(self.side.recorded, self.base)
+        return Distance.measure(self.side.recorded, self.base)
 
     def try_groups(self, groups: Sequence[Group]) -> bool:
-        """Try groups of suspects together; returns whether one of all suspects so far reproduces the record.
+        """Try groups of suspects; returns whether one reproduces the record.
 
         All suspects are tried on the rollouts that differ most, and the closest of a group on all rollouts.
         """
-        part = self._part()
+        part = self._select_part()
         for group in groups:
             tried: list[tuple[Distance, Suspect, Candidate]] = []
             for candidate in group(part):
                 suspect, predict = candidate
-                tried.append((Distance.between(part.recorded, predict(part)), suspect, candidate))
+                tried.append((Distance.measure(part.recorded, predict(part)), suspect, candidate))
                 if time.monotonic() > self.until:
                     self.untried = True
                     break
@@ -75,14 +75,14 @@ class Search:
                     tried = _find_closest(tried)
             for distance, suspect, (_, predict) in _find_closest(tried):
                 distance_of_record = (
-                    distance if part is self.side else Distance.between(self.side.recorded, predict(self.side))
+                    distance if part is self.side else Distance.measure(self.side.recorded, predict(self.side))
                 )
                 self.explanations.append(Explanation(suspect, distance_of_record))
         self.explanations.sort(key=lambda explanation: explanation.after.mean)
-        return bool(self.explanations) and self._reproduces(self.explanations[0])
+        return bool(self.explanations) and self._is_reproduced(self.explanations[0])
 
-    def _part(self) -> Side:
-        """The rollouts that differ most, with `SCREENED` tokens together; all if they have no more."""
+    def _select_part(self) -> Side:
+        """The rollouts that differ most, with `SCREENED` tokens or all."""
         lengths = self.side.lengths
         if sum(lengths) <= SCREENED:
             return self.side
@@ -98,31 +98,31 @@ class Search:
         before = self.before.mean
         return max(0.0, 1.0 - explanation.after.mean / before) if before else 0.0
 
-    def _reproduces(self, explanation: Explanation) -> bool:
-        return explanation.after.within(self.rounding) and self._share(explanation) >= REPRODUCED
+    def _is_reproduced(self, explanation: Explanation) -> bool:
+        return explanation.after.is_within(self.rounding) and self._share(explanation) >= REPRODUCED
 
     def conclude(self) -> Finding | None:
-        """The finding of the explanation that assumes least of those that come closest; None: none explains enough.
+        """Choose the explanation that assumes least of the closest.
 
-        Explanations that come equally close are mentioned, and so are the next ones.
+        None: none explains enough. Explanations that come equally close are mentioned, and so are the next ones.
         """
         if not self.explanations:
             return None
         closest = self.explanations[0]
-        if not self._reproduces(closest) and self._share(closest) < EXPLAINED:
+        if not self._is_reproduced(closest) and self._share(closest) < EXPLAINED:
             return None
         limit = max(EQUAL * closest.after.mean, EXACT)
         equals = [explanation for explanation in self.explanations if explanation.after.mean <= limit]
         chosen = min(equals, key=lambda explanation: explanation.suspect.assumes)
         suspect, name = chosen.suspect, self.side.name
         text = f"the {name} {suspect.text}"
-        if not self._reproduces(chosen):
+        if not self._is_reproduced(chosen):
             text += "; this explains most of the difference, and something else differs, too"
-        mentioned = self.mentioned(chosen)
+        mentioned = self.describe_mentioned(chosen)
         return Finding(suspect.name, suspect.cause, text, suspect.key, self.before, chosen.after, mentioned)
 
-    def mentioned(self, chosen: Explanation | None = None) -> list[str]:
-        """Texts of the explanations that come nearest beside the chosen one, with the share that each explains."""
+    def describe_mentioned(self, chosen: Explanation | None = None) -> list[str]:
+        """Texts of the next explanations, with the share that each explains."""
         texts: dict[str, float] = {}
         for explanation in self.explanations:
             share, text = self._share(explanation), explanation.suspect.text

@@ -20,7 +20,10 @@ LARGEST = 40.0
 
 
 def compute_residual(recorded: Tensor, predicted: Tensor) -> Tensor:
-    """Absolute differences of log-probabilities, [tokens], float32; a difference that is not finite is `LARGEST`."""
+    """Absolute differences of log-probabilities, [tokens], float32.
+
+    A difference that is not finite is `LARGEST`.
+    """
     return (recorded - predicted).nan_to_num(LARGEST, LARGEST, -LARGEST).abs().clamp(max=LARGEST)
 
 
@@ -40,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """The distribution that tokens are drawn from: vLLM's options, applied to logits in vLLM's order."""
+    """The distribution of drawn tokens: vLLM's options in vLLM's order."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -67,7 +70,7 @@ class Law:
         """Whether unlikely tokens are removed."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
-    def logprobs(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def compute_logprobs(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Log-probabilities of the chosen tokens.
 
         Args:
@@ -77,9 +80,9 @@ class Law:
         Returns:
             [chosen tokens], float32; -inf for a token that a filter removes.
         """
-        return self.distribution(logits, tokens).gather(1, tokens.ids[tokens.chosen][:, None])[:, 0]
+        return self.compute_distribution(logits, tokens).gather(1, tokens.ids[tokens.chosen][:, None])[:, 0]
 
-    def distribution(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def compute_distribution(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Log-probabilities of all tokens of the vocabulary, [chosen tokens, vocabulary], float32.
 
         Takes the same as `compute_logprobs`.
@@ -91,15 +94,18 @@ class Law:
         for token, number in self.bias:
             logits = logits.index_add(1, torch.tensor([token]), torch.full((len(logits), 1), number))
         if self.penalises:
-            logits = self._penalised(logits, tokens)
+            logits = self._penalise(logits, tokens)
         if self.temperature > GREEDY:
             logits = logits / self.temperature
         if self.filters:
-            logits = self._filtered(logits)
+            logits = self._filter(logits)
         return logits.log_softmax(-1)
 
-    def _penalised(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Logits after the penalties; `repetition_penalty` counts the prompt too, the others only the response."""
+    def _penalise(self, logits: Tensor, tokens: Tokens) -> Tensor:
+        """Logits after the penalties.
+
+        `repetition_penalty` counts the prompt too, the others only the response.
+        """
         occurrences = torch.zeros(len(tokens.ids) + 1, logits.shape[1])
         occurrences[1:].scatter_(1, tokens.ids[:, None], 1.0)
         counts = occurrences.cumsum(0)  # of each token, how often it occurs before a position
@@ -108,7 +114,7 @@ class Law:
         logits = torch.where(logits > 0, logits / penalty, logits * penalty)
         return logits - self.frequency_penalty * response_counts - self.presence_penalty * (response_counts > 0)
 
-    def _filtered(self, logits: Tensor) -> Tensor:
+    def _filter(self, logits: Tensor) -> Tensor:
         if self.min_p > 0:
             probabilities = logits.softmax(-1)
             logits = logits.masked_fill(probabilities < self.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)

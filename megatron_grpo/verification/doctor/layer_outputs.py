@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def compute_logprobs_and_states(
     rank: PolicyRank, batch: TokenBatch, microbatches: Microbatches, token_indices: NDArray[np.int64]
 ) -> tuple[Tensor | None, list[Piece]]:
-    """Compute log-probabilities in one forward pass, and keep the hidden states of the pass on the host.
+    """Compute log-probabilities and keep hidden states on the host.
 
     Collective over the ranks of a layout. Each rank returns its pieces (`capture_states`, whose arguments these are);
     `assemble_pieces` makes whole tensors of the pieces of all ranks.
 
     Returns:
-        The log-probabilities as `PolicyRank.logprobs` returns them, and the pieces.
+        The log-probabilities of the rank's tokens, and the pieces.
     """
     pieces: list[Piece] = []
     with capture_states(
@@ -47,7 +47,7 @@ def compute_logprobs_and_states(
 def run_trainer_again(
     config: Config, folder: Path, sequences: Sequence[Tokens], *, hidden: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute recorded sequences again by the trainer's code, on one rank in this process, in the run's precision.
+    """Compute recorded sequences by the trainer's code, on one rank here.
 
     Args:
         config: the run's configuration; its layout is replaced by one rank.

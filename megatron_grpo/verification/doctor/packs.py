@@ -25,7 +25,9 @@ Packs = Mapping[tuple[int, int], tuple[list[Tensor], Tensor]]
 
 
 def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> Packs:
-    """The sequences before each rollout of a step in its pack; empty without packing.
+    """Read the sequences before each rollout in its pack.
+
+    Empty without packing.
 
     Raises:
         ValueError: the record cannot be read.
@@ -78,7 +80,7 @@ def _predict_leaked(packs: Packs, restarts: bool, side: Side) -> Tensor:
 
 
 def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
-    """Each rollout behind as many of those before it in the record as predict it best."""
+    """Predict each rollout behind as many predecessors as fit best."""
     order = sorted(packs)
     ids_by_name = {name: ids for name, (_, ids) in packs.items()}
     pieces = []
@@ -88,7 +90,7 @@ def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor
         for count in range(min(MOST_BEFORE, at) + 1):
             before = [ids_by_name[name] for name in order[at - count : at]]
             tokens = _predict_after(before, side.tokens[number], restarts)
-            (predicted,) = side.oracle.logprobs([tokens], [side.law])
+            (predicted,) = side.oracle.compute_logprobs([tokens], [side.law])
             tried.append(predicted)
         errors = [float(compute_residual(recorded, predicted).mean()) for predicted in tried]
         pieces.append(tried[errors.index(min(errors))])

@@ -46,8 +46,8 @@ class Prompts:
             return []
         return list(iterate_other_renderings(self._config, self._model, sorted(self._configured.prompts)))
 
-    def findings(self) -> Iterator[Finding]:
-        """A finding if the recorded prompts are not those of the data under this configuration."""
+    def find_mistakes(self) -> Iterator[Finding]:
+        """A finding if the recorded prompts are not the configured ones."""
         expected = self._configured
         if expected is None:
             return
@@ -75,13 +75,13 @@ class Prompts:
             yield Finding("damaged_record", "record", text, CHANGED)
 
     def other_sequences(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, Sequence[Tokens]]]:
-        """By description of another data setting: its key, and the rollouts with the prompts of that setting."""
+        """Rollouts with the prompts of other data settings, with keys."""
         settings = [] if self._configured is None else [self._configured, *self._candidates]
         sequences: dict[str, tuple[str, Sequence[Tokens]]] = {}
         for setting in settings:
             prompts = [setting.prompts[rollout.row["prompt_idx"]] for rollout in rollouts]
             if all(prompts):
-                behind = [rollout.behind(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+                behind = [rollout.keep_behind(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
                 sequences[setting.text] = (setting.key, behind)
         return sequences
 
@@ -93,7 +93,7 @@ def _describe_prompt(row: dict[str, Any]) -> list[int]:
 
 
 def _find_first_difference(row: dict[str, Any], expected: Sequence[int]) -> str:
-    """The first token of a recorded prompt that is not the expected one, with its rollout."""
+    """Find the first unexpected token of a recorded prompt."""
     recorded = _describe_prompt(row)
     pairs = enumerate(zip(recorded, expected, strict=False))
     position = next((number for number, (first, second) in pairs if first != second), min(len(recorded), len(expected)))

@@ -55,14 +55,17 @@ class RecordedFigures:
 
     @property
     def excess(self) -> float:
-        """How far the error is above 1, infinite where it is not finite; 0 without an error."""
+        """How far the error is above 1.
+
+        It is infinite where the error is not finite, and 0 without an error.
+        """
         if self.error is None:
             return 0.0
         return self.error - 1.0 if math.isfinite(self.error) else math.inf
 
 
 def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
-    """The figures of a run's steps, by step; empty without a file of metrics.
+    """Read a run's figures by step; empty without a file of metrics.
 
     Raises:
         ValueError: the file of metrics is damaged; the message names file and line.
@@ -83,7 +86,7 @@ NOT_SERVED = ("is not served:", "must not serve:")
 
 
 def read_refused_refit(run_dir: Path) -> str | None:
-    """The reason with which a run ended, if a check of weights had refused a refit; else None.
+    """Read why a refit was refused, if that ended the run; else None.
 
     Raises:
         ValueError: the summary of the run is damaged; the message names the file.
@@ -95,7 +98,9 @@ def read_refused_refit(run_dir: Path) -> str | None:
 def find_suspicious_steps(
     figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool
 ) -> list[int]:
-    """Steps whose recorded error is far from the others', or that the run noticed, the worst first.
+    """Find steps whose error stands out or that the run noticed.
+
+    The worst come first.
 
     Args:
         figures: recorded figures by step.
@@ -113,7 +118,7 @@ def find_suspicious_steps(
 
 
 def is_beyond(recorded: float, computed: float, rounding: float) -> bool:
-    """Whether a recorded excess over 1 is more than a computed one and rounding explain.
+    """True if computation and rounding explain less than was recorded.
 
     Args:
         recorded: the run's error less 1; infinite or NaN if it was not finite.
@@ -136,7 +141,9 @@ class LayoutReplay:
 
 
 def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float) -> LayoutReplay:
-    """Do a step again in the run's layout and on one rank without packing, and say where they first differ.
+    """Replay a step in the run's layout and on one rank.
+
+    The text says where the two first differ.
 
     Args:
         run_dir: the run's folder.

@@ -65,9 +65,10 @@ EXPERT_GRADIENT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """How rounding in a precision coarser than float32 spreads over tokens, in shares and multiples of the tolerance.
+    """How coarse rounding spreads over tokens.
 
-    A few tokens, whose terms cancel or which went to other experts, are several times as far apart as the others.
+    In shares and multiples of the tolerance. A few tokens, whose terms cancel or which went to other experts, are several
+    times as far apart as the others.
     """
 
     share: float
@@ -115,7 +116,10 @@ _LAST = 1 << 30
 
 
 def find_layer(name: str) -> int:
-    """Number of the layer in the name of a tensor or of a point: -1 before the first layer, `_LAST` after the last."""
+    """Number of the layer in the name of a tensor or a point.
+
+    -1 before the first layer, `_LAST` after the last.
+    """
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1])
@@ -158,9 +162,9 @@ class Comparison:
 
 
 def read_recorded(record: RecordedStep) -> Replayed:
-    """What the run itself recorded of a step; hidden states as sketches, of some tokens."""
+    """Read what the run recorded of a step; hidden states as sketches."""
     has_all = all(logprobs_of_rollout is not None for logprobs_of_rollout in record.prev_logprobs)
-    logprobs = torch.from_numpy(record.at_sampled(record.prev_logprobs)) if has_all else None
+    logprobs = torch.from_numpy(record.place_at_sampled(record.prev_logprobs)) if has_all else None
     figures = record.figures
     if figures is None:
         return Replayed(logprobs, None, [], {})
@@ -169,7 +173,10 @@ def read_recorded(record: RecordedStep) -> Replayed:
 
 
 def _read_recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
-    """Recorded sketches by point in the order of computation, [captured, SKETCH], and the tokens, [captured]."""
+    """Recorded sketches by point in the order of computation.
+
+    Each is [captured, SKETCH]; the tokens are [captured].
+    """
     captured = np.unique(np.array([state.token for state in states], dtype=np.int64))
     rows: dict[str, Tensor] = {
         point: torch.full((len(captured), SKETCH), torch.nan)
@@ -190,7 +197,7 @@ def choose_tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
 def compare(
     names: tuple[str, str], record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Comparison:
-    """Compare two sides of a step in everything that both have, in the order of computation.
+    """Compare two sides of a step in all that both have, in order.
 
     Args:
         names: names of the sides, for the report.
@@ -234,10 +241,10 @@ def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
 def _of_hidden_states(
     record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """The first point past the limit, or the point most apart; nothing without a common point.
+    """The first point past the limit, or the point most apart.
 
-    Tokens that predict nothing are left out. So are, from a router on, tokens that go to other experts on the two
-    sides, if they are so few that rounding explains them (`TIES`).
+    Nothing without a common point. Tokens that predict nothing are left out. So are, from a router on, tokens that go to
+    other experts on the two sides, if they are so few that rounding explains them (`TIES`).
     """
     limit, is_coarse = limits["hidden states"], _is_coarse(limits)
     captured = np.intersect1d(sides[0].captured, sides[1].captured)
@@ -266,7 +273,10 @@ def _of_hidden_states(
 
 
 def _find_states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Both sides' states of some tokens at a point, [tokens, width], float32; sketches if a side has no more."""
+    """Both sides' states of some tokens at a point, [tokens, width].
+
+    They are float32, and sketches if a side has no more.
+    """
     as_sketches = any(side.is_sketched for side in sides)
 
     def states(side: Replayed) -> Tensor:
@@ -285,7 +295,7 @@ def _describe_at_token(
     numbers: NDArray[np.int64],
     tail: Tail | None,
 ) -> Difference:
-    """The difference of a quantity that has a number for each token, with the first token past the limit.
+    """Describe a difference by token, with the first past the limit.
 
     Args:
         record: the step.
@@ -307,7 +317,7 @@ def _describe_at_token(
 
 
 def _of_tokens(apart: Tensor, tail: Tail) -> float:
-    """One difference of all tokens, [tokens], float32: the largest that must not be past the tolerance."""
+    """The largest token difference that must not pass the tolerance."""
     largest = apart.sort(descending=True).values
     strays = max(1, int(tail.share * len(apart)))
     stray = float(largest[strays]) if strays < len(apart) else 0.0
@@ -319,7 +329,10 @@ Figures = dict[tuple[int, str], tuple[float, float]]
 
 
 def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
-    """Distances of tensors of a kind, from their sketches; infinite for a tensor that only one side has."""
+    """Distances of tensors of a kind, from their sketches.
+
+    Infinite for a tensor that only one side has.
+    """
     first, second = (
         {(figure.optimizer_step, figure.name): figure for figure in side.tensors if figure.kind == kind}
         for side in sides
@@ -340,7 +353,7 @@ def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
 def _of_tensors(
     quantity: Quantity, kind: str, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """The largest difference, with the name of the first tensor past the limit in the order of computation.
+    """The largest difference, with the first tensor past the limit.
 
     Gradients are computed from the last layer to the first. In a coarse precision rounding sends tokens to other
     experts, so those of a layer's experts and router are compared together, and of all count an `EXPERT_GRADIENT`-th.
@@ -366,7 +379,7 @@ def _of_tensors(
 
 
 def _with_experts_together(figures: Figures) -> Figures:
-    """One figure for the router and all experts of a layer, under the name of the tensor that is most apart."""
+    """One figure for a layer's router and experts, named by the worst."""
     together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
     layers: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for step, name in figures.keys() - together.keys():
@@ -378,17 +391,17 @@ def _with_experts_together(figures: Figures) -> Figures:
 
 
 def _has_experts(sides: tuple[Replayed, Replayed]) -> bool:
-    """Whether the model is a mixture of experts, by the names of its tensors."""
+    """True if the tensors' names are those of a mixture of experts."""
     return any(_is_routed(figure.name) for side in sides for figure in side.tensors)
 
 
 def _is_routed(name: str) -> bool:
-    """Whether a tensor, by its name in transformers, belongs to a router or to one of its experts."""
+    """True if a tensor belongs to a router or to one of its experts."""
     return ".experts." in name or ".gate." in name or ".router." in name
 
 
 def _of_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:
-    """The change of all weights together, and the tensor that contributes most to its difference.
+    """The change of all weights together, with the worst tensor.
 
     Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
     """

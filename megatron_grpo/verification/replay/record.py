@@ -31,7 +31,7 @@ from megatron_grpo.run.recorded_config import load_run_config, override_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One step of a run, opened: everything that doing it again needs, and what it computed."""
+    """One recorded step: what doing it again needs, and its results."""
 
     run_dir: Path
     step: int
@@ -58,10 +58,10 @@ class RecordedStep:
 
     @property
     def predicts(self) -> NDArray[np.bool_]:
-        """[tokens], bool: whether a sampled token's log-probability depends on the hidden state of the token.
+        """True where a token's hidden state reaches a sampled log-probability.
 
-        True up to the token before the last sampled one: later tokens of the sequence attend to earlier ones. The last
-        sampled token, such as a stop token, and an environment's words behind it predict nothing.
+        [tokens], bool. True up to the token before the last sampled one: later tokens of the sequence attend to earlier ones.
+        The last sampled token, such as a stop token, and an environment's words behind it predict nothing.
         """
         lasts = [
             max((span.end for span in trajectory.spans if span.end > span.start), default=0)
@@ -73,21 +73,23 @@ class RecordedStep:
     @property
     def sampled(self) -> NDArray[np.bool_]:
         """[tokens], bool: whether the model sampled the token."""
-        return self.at_sampled([np.ones(trajectory.response_tokens) for trajectory in self.trajectories]) > 0
+        return self.place_at_sampled([np.ones(trajectory.response_tokens) for trajectory in self.trajectories]) > 0
 
-    def tokens(self) -> TokenBatch:
+    def join_tokens(self) -> TokenBatch:
         """All rollouts end to end: token_ids (int32), sampled (bool) and generation_logprobs (float32)."""
         fields = TokenFields(
             token_ids=torch.from_numpy(np.concatenate([trajectory.token_ids for trajectory in self.trajectories])),
             sampled=torch.from_numpy(self.sampled),
             generation_logprobs=torch.from_numpy(
-                self.at_sampled([trajectory.logprobs for trajectory in self.trajectories])
+                self.place_at_sampled([trajectory.logprobs for trajectory in self.trajectories])
             ),
         )
         return TokenBatch(self.lengths.tolist(), fields)
 
-    def at_sampled(self, values: Sequence[NDArray[Any] | None]) -> NDArray[np.float32]:
-        """Values of each rollout's sampled tokens, [sampled tokens] each, to [all tokens], float32, with 0 elsewhere.
+    def place_at_sampled(self, values: Sequence[NDArray[Any] | None]) -> NDArray[np.float32]:
+        """Spread values of sampled tokens over all tokens, 0 elsewhere.
+
+        From [sampled tokens] of each rollout to [all tokens], float32.
 
         Raises:
             ValueError: a rollout has no values.
@@ -169,7 +171,7 @@ def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
 
 
 def _find_checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
-    """The intact checkpoint that holds the state before a step; None: the run began with the step."""
+    """Find the intact checkpoint before a step; None: it began the run."""
     path = run_dir / "checkpoints" / f"step_{step - 1}"
     resume = config.checkpointing.resume
     if not path.is_dir() and resume not in ("auto", "none"):

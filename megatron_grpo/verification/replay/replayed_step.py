@@ -69,7 +69,10 @@ class ReplayTask:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay of a step computed, or what a run recorded of it; fields that are not known are None or empty."""
+    """What a replay computed, or what a run recorded.
+
+    Fields that are not known are None or empty.
+    """
 
     logprobs: Tensor | None
     """[tokens], float32: log-probability of every sampled token before the step; 0 elsewhere."""
@@ -115,16 +118,19 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
 
 
 def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
-    """The input of the ranks, from a record; arguments and errors are those of `replay_step`."""
+    """Make the ranks' input from a record.
+
+    Arguments and errors are those of `replay_step`.
+    """
     config = record.config
     settings = make_policy_settings(config, record.model)
     _require_replayable(record, settings)
     outcomes = [trajectory.outcome for trajectory in record.trajectories]
-    step, batch = StepBatch.from_outcomes(config, outcomes), record.tokens()
+    step, batch = StepBatch.from_outcomes(config, outcomes), record.join_tokens()
     threshold = config.training_loop.seq_logprob_error_threshold
     if threshold is not None:
         mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
-        prev = torch.from_numpy(record.at_sampled(record.prev_logprobs))
+        prev = torch.from_numpy(record.place_at_sampled(record.prev_logprobs))
         generation = require_field(batch.fields.generation_logprobs)
         beyond, _ = find_inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
         step.in_loss &= ~beyond.numpy()
@@ -172,7 +178,7 @@ def _capture_states(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool
 
 
 def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
-    """Raise a ConfigError if the configuration cannot be replayed, or its layout does not fit the model."""
+    """Require a replayable configuration whose layout fits the model."""
     config, vocab = record.config, settings.shape.vocab
     largest = max(int(trajectory.token_ids.max()) for trajectory in record.trajectories)
     text = "cannot be replayed: the experts that engines chose are not recorded"
@@ -191,16 +197,19 @@ def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
 
 
 def _add_fields(record: RecordedStep, step: StepBatch, batch: TokenBatch) -> None:
-    """Add what the loss reads to the tokens: its mask, the recorded advantages, and which responses are correct."""
+    """Add the loss's mask, recorded advantages and correct responses."""
     sampled, fields = require_field(batch.fields.sampled), batch.fields
     fields.loss_mask = repeat_per_token(step.in_loss, step.lengths, sampled)
-    fields.advantages = torch.from_numpy(record.at_sampled(record.advantages))
+    fields.advantages = torch.from_numpy(record.place_at_sampled(record.advantages))
     if step.positive is not None:
         fields.positive = repeat_per_token(step.positive, step.lengths, sampled)
 
 
 def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str, Any]:
-    """The body of a rank: log-probabilities with hidden states, then all optimizer steps; `enter` gets each phase."""
+    """Body of a rank: log-probabilities, states, then optimizer steps.
+
+    `enter` gets each phase.
+    """
     enter("building the model")
     rank = PolicyRank(task.settings)
     if task.checkpoint is not None:
@@ -239,7 +248,7 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
 
 
 def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
-    """This replica's microbatches of a plan, with the numbers of the sequences among its own (`mine`)."""
+    """This replica's microbatches of a plan, by its own numbers."""
     index_of = {int(number): index for index, number in enumerate(members)}
     return [
         [index_of[int(number)] for number in microbatch] for microbatch in plan[parallel_state.get_data_parallel_rank()]
@@ -247,10 +256,10 @@ def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
-    """Send outputs, [tokens of the replica], from ranks that have them to all: [tokens of the batch], float32.
+    """Send outputs to all ranks, [tokens of the batch], float32.
 
-    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, and all
-    ranks of the last pipeline stage need them for the loss.
+    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, [tokens of the
+    replica], and all ranks of the last pipeline stage need them for the loss.
     """
     device = detect_platform().device
     all_values = torch.zeros(sum(task.batch.lengths), device=device)
@@ -261,7 +270,7 @@ def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArr
 
 
 def _make_result(task: ReplayTask, answers: list[dict[str, Any]]) -> TrainResult:
-    """The result of the optimizer steps, as a run combines the shares of its ranks."""
+    """Combine the ranks' shares of the optimizer steps, as a run does."""
     results = []
     for number in range(len(task.steps)):
         shares = [answer["shares"][number] for answer in answers]

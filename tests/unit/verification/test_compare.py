@@ -294,7 +294,7 @@ def test_the_coarser_precision_decides() -> None:
 
 
 def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp_path: Path) -> None:
-    tokens = record.tokens()
+    tokens = record.join_tokens()
     assert tokens.lengths == record.lengths.tolist()
     rows = zip(tokens.fields.sampled.split(tokens.lengths), record.trajectories, strict=True)  # type: ignore[union-attr]
     for sampled, one in rows:
@@ -305,4 +305,4 @@ def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp
     first = record.trajectories[0]
     assert generation[first.spans[0].start : first.spans[0].end].tolist() == first.logprobs.tolist()
     with pytest.raises(ValueError, match="has no such values"):
-        record.at_sampled(record.prev_logprobs)
+        record.place_at_sampled(record.prev_logprobs)

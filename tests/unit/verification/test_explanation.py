@@ -67,7 +67,7 @@ def test_what_leaves_much_of_the_gap_is_only_mentioned() -> None:
     tried = search(RECORDED, BASE)
     assert not tried.try_groups([lambda _: iter([candidate("innocent", BASE + 0.77 * (RECORDED - BASE))])])
     assert tried.conclude() is None
-    assert tried.mentioned() == ["is innocent: 77.0%"]
+    assert tried.describe_mentioned() == ["is innocent: 77.0%"]
 
 
 def test_what_leaves_a_little_is_named_as_not_all() -> None:

@@ -39,8 +39,11 @@ class Part:
     regions: Mapping[str, Region]
     """By the tensor's name in transformers."""
 
-    def mixed(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors with the other model's numbers in the part, by name, without tensors that stay the same."""
+    def mix(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors with the other model's numbers in the part, by name.
+
+        Tensors that stay the same are left out.
+        """
         values = {}
         for name, region in self.regions.items():
             value = ours[name].clone()
@@ -49,8 +52,8 @@ class Part:
                 values[name] = value
         return values
 
-    def changed(self, ours: Mapping[str, Tensor], factor: float, added: float = 0.0) -> dict[str, Tensor]:
-        """Tensors with the numbers of the part multiplied by `factor`, plus `added`, by name."""
+    def scale(self, ours: Mapping[str, Tensor], factor: float, added: float = 0.0) -> dict[str, Tensor]:
+        """The part's numbers times `factor`, plus `added`, by tensor name."""
         values = {}
         for name, region in self.regions.items():
             value = ours[name].clone()
@@ -109,7 +112,7 @@ def list_kinds(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
 
 
 def list_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
-    """What each of `size` tensor-parallel ranks has, and each expert-parallel rank, over all layers."""
+    """List what each tensor- and expert-parallel rank has, over layers."""
     for size in sorted(set(sizes)):
         for rank in range(size if size > 1 else 0):
             shard = {name: region for name, value in tensors.items() if (region := _cut_shard(name, value, rank, size))}
@@ -132,9 +135,9 @@ def _slice(length: int, rank: int, size: int) -> slice:
 
 
 def list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """Each expert of each layer, and each matrix of it, by the names that model files have.
+    """List each expert of each layer, and each of its matrices.
 
-    Transformers stacks the experts of a layer: [experts, rows, columns].
+    Names are those of model files. Transformers stacks the experts of a layer: [experts, rows, columns].
     """
     for name, value in tensors.items():
         if value.dim() != 3:

@@ -26,7 +26,7 @@ NORMS = (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm"))
 
 def iterate_permutations(side: Side) -> Iterator[Candidate]:
     """Weights in each other's place in each layer, and in every layer."""
-    tensors, count = side.oracle.tensors(), len(side.oracle.layers)
+    tensors, count = side.oracle.list_tensors(), len(side.oracle.layers)
     of_layers = [_of_layer(tensors, number) for number in range(count)]
     for name, text, exchange in _iterate_exchanges(of_layers[-1], side.oracle.model.config):
         changes = [_select_named(number, exchange(layer)) for number, layer in enumerate(of_layers)]
@@ -59,7 +59,7 @@ def _select_named(number: int, change: Tensors) -> dict[str, Tensor]:
 
 
 def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str, Exchange]]:
-    """(name of the finding, text, exchange) of everything that is tried in a layer."""
+    """Yield finding name, text and exchange of each trial in a layer."""
     for first, second in (*MATRICES, *NORMS):
         name = "gate_up_swapped" if first == "gate_proj" else "permuted_weights"
         yield name, f"{first} and {second} in each other's place", partial(_swap_names, first, second)
@@ -139,7 +139,7 @@ def _split_stack(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, 
 
 
 def _iterate_head_orders(layer: Tensors, config: Any) -> dict[str, int]:
-    """Number of heads by projection whose rows (columns of o_proj) are those of heads."""
+    """Heads by projection whose rows, or o_proj's columns, they are."""
     width = find_head_width(config)
     heads = {}
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -191,7 +191,10 @@ def _order_experts(order: list[int], layer: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _list_pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows of each head from pairs (0, 1), (2, 3) to halves, which rotary embeddings are defined on; or back."""
+    """Rows of each head from pairs (0, 1), (2, 3) to halves, or back.
+
+    Rotary embeddings are defined on halves.
+    """
     width = find_head_width(config)
     changed = {}
     for name, value in layer.items():

@@ -101,7 +101,7 @@ def _with_option(law: Law, name: str, number: float) -> Law:
 
 
 def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
-    """The configured distribution with a bias on a token's logit, or with tokens that are never drawn."""
+    """Try a bias on a token's logit, or tokens that are never drawn."""
     law, key = side.law, SENT.format(name="stop_token_ids")
     if stops:
         text = "never draws the tokens that end a response (min_tokens, ignore_eos)"
@@ -131,7 +131,9 @@ def _with_bias(law: Law, token: int, number: float) -> Law:
 
 def _find_banned_token(side: Side, base: Tensor) -> int:
     """The token without which the other tokens' probabilities come closest to the record."""
-    chances = torch.cat([chance for tokens in side.tokens for chance in side.oracle.chances([tokens], side.law)])
+    chances = torch.cat(
+        [chance for tokens in side.tokens for chance in side.oracle.compute_chances([tokens], side.law)]
+    )
     residual = (side.recorded - base)[:, None] + torch.log1p(-chances.clamp(max=1 - 1e-6))
     return int(residual.abs().mean(0).argmin())
 
@@ -177,7 +179,10 @@ def _with_cut_prompts(cut: Callable[[list[int]], list[int]], side: Side) -> Tens
 
 
 def _cut_again(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
-    """The sequence behind the prompt that `cut` leaves; the whole one if nothing would be left of the prompt."""
+    """The sequence behind the prompt that `cut` leaves.
+
+    It is the whole one if nothing would remain of the prompt.
+    """
     first = int(rollout.row["spans"][0][0])
     prompt = cut(rollout.tokens.ids[:first].tolist())
-    return rollout.behind(prompt) if prompt else rollout.tokens
+    return rollout.keep_behind(prompt) if prompt else rollout.tokens

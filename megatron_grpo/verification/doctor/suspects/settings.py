@@ -25,7 +25,7 @@ CAPS = (10.0, 20.0, 30.0, 50.0)
 
 
 def iterate_engine_settings(settings: Mapping[str, Any], side: Side) -> Iterator[Candidate]:
-    """Settings of the model that the engine had and the policy's folder has not, each alone and together.
+    """Yield settings that only the engine had, alone and together.
 
     `settings`: entries of the model's configuration, by name, that the engine was started with.
     """
@@ -39,7 +39,10 @@ def iterate_engine_settings(settings: Mapping[str, Any], side: Side) -> Iterator
 
 
 def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> Iterator[Candidate]:
-    """The suspect of a model with other settings, unless transformers cannot build this model."""
+    """The suspect of a model with other settings.
+
+    There is none if transformers cannot build this model.
+    """
 
     @cache
     def load_changed() -> Oracle:
@@ -53,7 +56,10 @@ def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> 
 
 
 def iterate_settings(side: Side) -> Iterator[Candidate]:
-    """Settings of the model that programs get wrong: epsilon, scale, window, caps, activation, and those of experts."""
+    """Yield settings of the model that programs get wrong.
+
+    Epsilon, scale, window, caps, activation, and those of experts.
+    """
     config = side.oracle.model.config
     yield from _fit_setting(
         side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon
@@ -115,7 +121,10 @@ def _list_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
 
 
 def iterate_ropes(side: Side) -> Iterator[Candidate]:
-    """Other rotary embeddings: without the model's scaling, with another factor or base, or with a scaling it lacks."""
+    """Yield other rotary embeddings.
+
+    Without the model's scaling, with another factor or base, or with a scaling that the model lacks.
+    """
     rope_parameters: dict[str, Any] = side.oracle.model.config.rope_parameters
     # Some families have parameters of their own for each kind of layer.
     of_kinds = (
@@ -176,11 +185,11 @@ def _list_ropes(rope: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def iterate_routers(side: Side) -> Iterator[Candidate]:
-    """Routers in bfloat16, with the number of tokens that go to other experts then."""
+    """Yield routers in bfloat16, and how many tokens they send elsewhere."""
     if not side.oracle.routers:
         return
     key = "generation.engine.dtype=float32 and policy.precision=float32; or policy.moe.replay_routing=true"
-    before = side.oracle.hidden_states(side.tokens)
+    before = side.oracle.compute_hidden_states(side.tokens)
     product: tuple[RouterPart, ...] = ("inputs", "weights", "logits")
     kinds: dict[str, tuple[RouterPart, ...]] = {
         "computes the routers of experts in bfloat16": product,
@@ -190,12 +199,14 @@ def iterate_routers(side: Side) -> Iterator[Candidate]:
     }
     for text, parts in kinds.items():
         with side.oracle.rounded_routers(set(parts)):
-            after = side.oracle.hidden_states(side.tokens)
+            after = side.oracle.compute_hidden_states(side.tokens)
         routers = [point for point in before if point.endswith("router")]
         moved_tokens = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
         router = max(routers, key=moved_tokens.__getitem__)
-        counted = f"{moved_tokens[router]} of {len(before[router])} tokens go to other experts in {router.removesuffix('.mlp.router')}"
-        yield Suspect("router_precision", "routing", f"{text}: {counted}", key), partial(_round_routers, parts)
+        layer = router.removesuffix(".mlp.router")
+        counted = f"{moved_tokens[router]} of {len(before[router])} tokens go to other experts in {layer}"
+        suspect = Suspect("router_precision", "routing", f"{text}: {counted}", key)
+        yield suspect, partial(_round_routers, parts)
 
 
 def _round_routers(parts: tuple[RouterPart, ...], side: Side) -> Tensor:
@@ -214,6 +225,6 @@ def iterate_rounded_weights(side: Side) -> Iterator[Candidate]:
 
 
 def _round_weights(dtype: torch.dtype, side: Side) -> Tensor:
-    rounded = {name: value.to(dtype).float() for name, value in side.oracle.tensors().items()}
+    rounded = {name: value.to(dtype).float() for name, value in side.oracle.list_tensors().items()}
     with side.oracle.replaced(rounded):
         return side.predict()

@@ -68,7 +68,7 @@ class Side:
     def predict(self, **changes: Any) -> Tensor:
         """The oracle's log-probabilities, [tokens], float32; `changes`: fields of the side."""
         side = replace(self, **changes) if changes else self
-        return side.oracle.logprobs(side.tokens, [side.law])[0]
+        return side.oracle.compute_logprobs(side.tokens, [side.law])[0]
 
 
 Candidate = tuple[Suspect, Callable[[Side], Tensor]]
@@ -108,7 +108,10 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
 
 
 def fit_law(side: Side, tried: Sequence[float], law_of: Callable[[float], Law], rounds: int = 8) -> float:
-    """The number of a distribution under which the record is predicted best; takes the same as `fit`."""
+    """Fit the number of a distribution to the record, as `fit` does."""
     return fit(
-        side, tried, lambda numbers: side.oracle.logprobs(side.tokens, [law_of(number) for number in numbers]), rounds
+        side,
+        tried,
+        lambda numbers: side.oracle.compute_logprobs(side.tokens, [law_of(number) for number in numbers]),
+        rounds,
     )

@@ -52,8 +52,11 @@ def _of_version(load: Load, number: int, side: Side) -> Tensor:
 
 
 def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
-    """Adapters that are merged with another factor; `load` gives version 0, the model without adapters."""
-    ours, bare = side.oracle.tensors(), load(0).tensors()
+    """Yield adapters that are merged with another factor.
+
+    `load` gives version 0, the model without adapters.
+    """
+    ours, bare = side.oracle.list_tensors(), load(0).list_tensors()
 
     def scaled(factor: float) -> AbstractContextManager[None]:
         return side.oracle.replaced(
@@ -77,9 +80,9 @@ def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
 
 
 def iterate_stale_caches(version: int, versions: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
-    """Keys and values that another version has left: of prompts, or of responses that a refit interrupted.
+    """Yield keys and values that another version has left.
 
-    Takes the same as `iterate_versions`.
+    They are of prompts, or of responses that a refit interrupted. Arguments are those of `iterate_versions`.
     """
     interrupted = any(len(_list_starts(side, number)) > 1 for number in range(len(side.rollouts)))
     key = "generation.engine.enable_prefix_caching=false"
@@ -114,7 +117,7 @@ def _predict_behind_interruption(load: Load, number: int, version: int, side: Si
 def _predict_behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:
     firsts = [int(tokens.chosen[0]) if len(tokens.chosen) else 0 for tokens in side.tokens]
     allowed = [min(cut, max(0, first - 1)) for cut, first in zip(cuts, firsts, strict=True)]
-    return side.oracle.logprobs_behind(oracle, side.tokens, allowed, side.law)
+    return side.oracle.compute_logprobs_behind(oracle, side.tokens, allowed, side.law)
 
 
 def _list_starts(side: Side, number: int) -> list[int]:
@@ -130,7 +133,10 @@ def _list_blocks(side: Side) -> list[int]:
 
 
 def _list_interruptions(side: Side, version: int) -> list[int]:
-    """Tokens before the first span of the version in each rollout that has spans of several versions, else 0."""
+    """Tokens before the version's first span, by rollout.
+
+    0 for rollouts of one version.
+    """
     cuts = []
     for rollout in side.rollouts:
         spans = rollout.row["spans"]

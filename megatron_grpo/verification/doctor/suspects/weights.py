@@ -41,7 +41,7 @@ def list_parts(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -
         pipelines: numbers of pipeline stages of the run's layouts.
         ranks: numbers of tensor-parallel ranks of these layouts.
     """
-    tensors, layers = oracle.tensors(), len(oracle.layers)
+    tensors, layers = oracle.list_tensors(), len(oracle.layers)
     return [
         *list_single_tensors(tensors),
         *list_experts(tensors),
@@ -55,7 +55,9 @@ def list_parts(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -
 def iterate_stale_parts(
     parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side
 ) -> Iterator[Candidate]:
-    """Each part with another version's numbers, and the head and the embedding of a tied pair alone.
+    """Yield each part with another version's numbers.
+
+    Head and embedding of a tied pair are tried alone, too.
 
     Args:
         parts: parts of the model.
@@ -63,9 +65,9 @@ def iterate_stale_parts(
         text: that version, for messages.
         side: the record.
     """
-    ours, theirs = side.oracle.tensors(), load().tensors()
+    ours, theirs = side.oracle.list_tensors(), load().list_tensors()
     for part in parts:
-        values = part.mixed(ours, theirs)
+        values = part.mix(ours, theirs)
         if values:
             suspect = Suspect("stale_tensor", "weights", f"kept {part.name} of {text}", REFIT)
             yield suspect, partial(_with_values, values)
@@ -99,13 +101,16 @@ WRONG_NORMS = ((0.0, 1.0, "ones for"), (1.0, 1.0, "one more than"), (1.0, -1.0, 
 
 
 def iterate_missing_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
-    """Parts that were never loaded, doubled or negated, and norms that are off by one, as in Gemma's form."""
-    ours = side.oracle.tensors()
+    """Yield parts that were never loaded, doubled or negated.
+
+    And norms that are off by one, as in Gemma's form.
+    """
+    ours = side.oracle.list_tensors()
     for part in parts:
         is_norm = all("norm" in name for name in part.regions)
         for factor, added, words in (*WRONG, *(WRONG_NORMS if is_norm else ())):
             suspect = Suspect("wrong_tensor", "weights", f"has {words} {part.name}", REFIT)
-            yield suspect, partial(_with_values, part.changed(ours, factor, added))
+            yield suspect, partial(_with_values, part.scale(ours, factor, added))
 
 
 def iterate_scaled_parts(parts: Sequence[Part], base: Callable[[Side], Tensor], side: Side) -> Iterator[Candidate]:
@@ -125,7 +130,7 @@ def iterate_scaled_parts(parts: Sequence[Part], base: Callable[[Side], Tensor], 
         if factor is not None:
             text = f"has {part.name} times {factor:.4g}"
             suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2)
-            yield suspect, partial(_with_values, part.changed(side.oracle.tensors(), factor))
+            yield suspect, partial(_with_values, part.scale(side.oracle.list_tensors(), factor))
     if side.oracle.is_tied:
         for text, scaled in (
             ("the head, tied to the embedding,", _with_head),
@@ -135,9 +140,12 @@ def iterate_scaled_parts(parts: Sequence[Part], base: Callable[[Side], Tensor], 
 
 
 def _fit_factor(part: Part, side: Side, plain: Tensor, gap: Tensor) -> float | None:
-    """The factor that explains the record best; None if the first corrections leave most of the difference."""
-    ours = side.oracle.tensors()
-    return _correct_factor(lambda factor: _with_values(part.changed(ours, factor), side), side, plain, gap)
+    """Fit the factor that explains the record best.
+
+    None: the first corrections leave most of the difference.
+    """
+    ours = side.oracle.list_tensors()
+    return _correct_factor(lambda factor: _with_values(part.scale(ours, factor), side), side, plain, gap)
 
 
 def _correct_factor(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
@@ -162,8 +170,8 @@ def _correct_factor(predict: Callable[[float], Tensor], side: Side, plain: Tenso
 def _scale_end(
     text: str, with_head: Callable[[Tensor, Side], Tensor] | None, side: Side, plain: Tensor, gap: Tensor
 ) -> Iterator[Candidate]:
-    """The head, or the embedding, of a tied pair multiplied by the number that explains most of the record."""
-    weight = side.oracle.tensors()[EMBEDDING]
+    """Scale head or embedding of a tied pair by the best number."""
+    weight = side.oracle.list_tensors()[EMBEDDING]
 
     def predict(factor: float, some: Side) -> Tensor:
         if with_head is not None:
@@ -177,13 +185,13 @@ def _scale_end(
 
 
 def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
-    """A set of tensors of another version whose effects add up to the gap.
+    """Yield a set of stale tensors whose effects add up to the gap.
 
     Weights change little in a step, so the effect of a set of tensors is nearly the sum of their effects.
     """
-    ours, theirs = side.oracle.tensors(), load().tensors()
+    ours, theirs = side.oracle.list_tensors(), load().list_tensors()
     plain = side.predict()
-    changes = {part.name: values for part in parts if (values := part.mixed(ours, theirs))}
+    changes = {part.name: values for part in parts if (values := part.mix(ours, theirs))}
     effects = {name: _with_values(values, side) - plain for name, values in changes.items()}
     chosen = pursue(side.recorded - plain, effects)
     if len(chosen) > 1:
@@ -193,7 +201,9 @@ def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: 
 
 
 def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
-    """The units whose effects add up to a gap: the one that comes closest, then each that brings the sum closer.
+    """Choose units whose effects add up to a gap, greedily.
+
+    The one that comes closest, then each that brings the sum closer.
 
     Args:
         gap: [tokens], float32.
@@ -215,7 +225,7 @@ def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
 
 
 def _join_names(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
-    """Values with several changes, of which several may be to parts of one tensor."""
+    """Join changes, of which several may be to one tensor."""
     joined: dict[str, Tensor] = {}
     for change in changes:
         for name, value in change.items():
