@@ -249,9 +249,9 @@ class Oracle:
     def find_first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
         """Position of the first token whose experts rounding may change.
 
-        It is the sequence's length if there is none. At such a token a chosen expert and one that is not chosen have equal
-        scores within `TIE`, so that two correct programs may compute different experts for it, and different numbers for what
-        follows.
+        It is the sequence's length if there is none. At such a token a chosen expert and one that is not chosen have
+        equal scores within `TIE`, so that two correct programs may compute different experts for it, and different
+        numbers for what follows.
         """
         closest: list[Tensor] = []
         handles = [

@@ -204,8 +204,8 @@ def _solve_cached(folder: Path, batch: TokenBatch) -> Truth:
 def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
     """The losses of `MOE` for one layer and one sequence, [].
 
-    Logits are [tokens, experts], float32. For softmax scores the balancing loss is transformers' own, which counts a token
-    once for each of its experts.
+    Logits are [tokens, experts], float32. For softmax scores the balancing loss is transformers' own, which counts a
+    token once for each of its experts.
     """
     if experts.score == "softmax":
         level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k

@@ -271,8 +271,8 @@ def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config,
 def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Put rollouts in the order of scoring.
 
-    In turn those that differ most, and others of all prompts. Samples of a prompt may come from different engines, so each
-    prompt begins with another sample.
+    In turn those that differ most, and others of all prompts. Samples of a prompt may come from different engines, so
+    each prompt begins with another sample.
     """
     samples = max((row["sample"] for row in rows), default=0) + 1
     spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))

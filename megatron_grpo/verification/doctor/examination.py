@@ -166,7 +166,8 @@ class Examination:
     def _compute_trainer_logprobs(self) -> tuple[int, Tensor]:
         """The trainer's version and its log-probabilities, [tokens], float32.
 
-        They are the recorded ones, or computed again. Tokens that a filter removes in training are left out of the evidence.
+        They are the recorded ones, or computed again. Tokens that a filter removes in training are left out of the
+        evidence.
         """
         evidence, version = self._evidence, self._evidence.step - 1
         recorded = evidence.read_column("prev_logprobs")

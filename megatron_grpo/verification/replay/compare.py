@@ -67,8 +67,8 @@ EXPERT_GRADIENT = 2.0
 class Tail:
     """How coarse rounding spreads over tokens.
 
-    In shares and multiples of the tolerance. A few tokens, whose terms cancel or which went to other experts, are several
-    times as far apart as the others.
+    In shares and multiples of the tolerance. A few tokens, whose terms cancel or which went to other experts, are
+    several times as far apart as the others.
     """
 
     share: float
@@ -243,8 +243,8 @@ def _of_hidden_states(
 ) -> Iterator[Difference]:
     """The first point past the limit, or the point most apart.
 
-    Nothing without a common point. Tokens that predict nothing are left out. So are, from a router on, tokens that go to
-    other experts on the two sides, if they are so few that rounding explains them (`TIES`).
+    Nothing without a common point. Tokens that predict nothing are left out. So are, from a router on, tokens that go
+    to other experts on the two sides, if they are so few that rounding explains them (`TIES`).
     """
     limit, is_coarse = limits["hidden states"], _is_coarse(limits)
     captured = np.intersect1d(sides[0].captured, sides[1].captured)

@@ -60,8 +60,8 @@ class RecordedStep:
     def predicts(self) -> NDArray[np.bool_]:
         """True where a token's hidden state reaches a sampled log-probability.
 
-        [tokens], bool. True up to the token before the last sampled one: later tokens of the sequence attend to earlier ones.
-        The last sampled token, such as a stop token, and an environment's words behind it predict nothing.
+        [tokens], bool. True up to the token before the last sampled one: later tokens of the sequence attend to earlier
+        ones. The last sampled token, such as a stop token, and an environment's words behind it predict nothing.
         """
         lasts = [
             max((span.end for span in trajectory.spans if span.end > span.start), default=0)

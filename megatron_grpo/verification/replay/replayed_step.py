@@ -258,8 +258,8 @@ def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
 def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
     """Send outputs to all ranks, [tokens of the batch], float32.
 
-    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, [tokens of the
-    replica], and all ranks of the last pipeline stage need them for the loss.
+    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, [tokens of
+    the replica], and all ranks of the last pipeline stage need them for the loss.
     """
     device = detect_platform().device
     all_values = torch.zeros(sum(task.batch.lengths), device=device)
