@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.generation_schema import GenerationConfig
-from megatron_grpo.models.tokenizer_files import declared_end_tokens
+from megatron_grpo.models.tokenizer_files import read_end_tokens
 
 if TYPE_CHECKING:
     from megatron_grpo.batch.trajectory import StopReason  # with NumPy, which the check of a configuration does without
@@ -37,7 +37,7 @@ def find_stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Pa
         tokenizer: the model's tokenizer, from transformers.
         model: folder of the model, for the end tokens of its generation_config.json.
     """
-    ids, strings = {*generation.stop_token_ids, *declared_end_tokens(model)}, []
+    ids, strings = {*generation.stop_token_ids, *read_end_tokens(model)}, []
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     added = list_added_tokens(tokenizer)

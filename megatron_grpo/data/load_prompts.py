@@ -40,7 +40,7 @@ from megatron_grpo.data.tokenizer import (
     make_sample_texts,
     read_tokenizer,
 )
-from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_vocabulary
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
 BATCH_ROWS = 1000  # tokenised together, on all cores
 
@@ -173,7 +173,7 @@ class _Reader:
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
         loaded = read_tokenizer(model) if tokenizer is None else _check_script_tokenizer(tokenizer, model)
         self.config, self.tokenizer = config, loaded.tokenizer
-        self._vocab = declared_vocabulary(model)
+        self._vocab = read_vocabulary_size(model)
         self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
         self.notes: list[str] = [*loaded.remarks, *self._find_unstopped_turns()]
         self._environments = {name: env.type for name, env in config.env.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_tokens
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, list_declared_tokens
 
 SAMPLE_TEXTS = (
     "How many of the 2023 cats\n  are in the hat?",
@@ -167,7 +167,7 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
 
 def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
     """Add the tokens that the settings of a folder declare to the tokenizer of its file, special ones as special."""
-    declared, special = set(declared_tokens(folder)), set(tokenizer.all_special_tokens)
+    declared, special = set(list_declared_tokens(folder)), set(tokenizer.all_special_tokens)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
             reference.add_special_tokens([token])

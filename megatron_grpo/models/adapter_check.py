@@ -1,9 +1,9 @@
 """Runs on ranks of a model: compares published weights with what layers with adapters compute.
 
-Everything that leaves a model, to engines or to a folder, is `BoundEntry.weight`, which merges a layer's adapter. What
-is derived from it cannot show a fault in it: an adapter that is missing in the weights is missing in their fingerprints
-too. So the layer itself is asked. Its forward pass, the one that training uses, is applied to unit vectors in float32,
-which gives columns of the matrix that it multiplies by. The published weight has to be this matrix, rounded once.
+All weights that leave a model, to engines or to a folder, come from `BoundEntry.compute_weight`, which merges a layer's
+adapter. Nothing derived from them can show a fault in it: an adapter that is missing in the weights is missing in their
+fingerprints too. So the layer's forward pass, the one that training uses, is applied to unit vectors in float32, which
+gives columns of the matrix that it multiplies by. The published weight has to be this matrix, rounded once.
 
 The test looks at single elements and not at norms, because the adapter of the first steps is small: in bfloat16 it
 changes only the few elements of a merged weight that are small themselves, and those exactly.
@@ -22,17 +22,17 @@ from torch import Tensor
 from megatron_grpo.models.hf_weights import bind_entries
 from megatron_grpo.models.shape import ModelShape
 
+# Most columns of a matrix that are compared, at equal distances.
 COLUMNS = 64
-"""Most columns of a matrix that are compared, at equal distances."""
 
+# Largest difference that the order of float32 sums explains, relative to the root mean square of an adapter's product.
+# A sum has as many terms as the adapter has ranks, and errs by about 1e-7.
 TOLERANCE = 1e-4
-"""Largest difference that the order of float32 sums explains, relative to the root mean square of an adapter's product.
-A sum has as many terms as the adapter has ranks, and errs by about 1e-7."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterCheck:
-    """The result of a rank."""
+    """The result of comparing one rank's layers."""
 
     faults: list[str]
     """A text on each layer whose published weight is not what the layer computes with."""
@@ -60,13 +60,13 @@ def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
                 continue
             bound = published[id(module.weight)]
             has_moved |= bool(module.lora_b.any())
-            if text := _fault(bound.weight(), module):
-                names = ", ".join(part.name for part in bound.entry.slices(shape, bound.layer, 0, 1))
+            if text := _find_fault(bound.compute_weight(), module):
+                names = ", ".join(part.name for part in bound.entry.list_slices(shape, bound.layer, 0, 1))
                 faults.append(f"{names}: {text}")
     return AdapterCheck(faults, has_moved)
 
 
-def _fault(published: Tensor, layer: Any) -> str | None:
+def _find_fault(published: Tensor, layer: Any) -> str | None:
     """The fault in the published weight of a layer, [rows, columns], in words; None: there is none."""
     width = published.shape[1]
     columns = torch.arange(0, width, -(-width // COLUMNS), device=published.device)

@@ -35,8 +35,8 @@ def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Seq
     # side's ranks may cut a matrix inside a block.
     for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
         expert = engine[0].experts[0] if entry.per_expert else 0
-        for split in sorted({shard.part(entry) for shard in sources}, key=lambda split: split.index):
-            for part in entry.slices(shape, 0, split.index, split.count, expert):
+        for split in sorted({shard.find_split(entry) for shard in sources}, key=lambda split: split.index):
+            for part in entry.list_slices(shape, 0, split.index, split.count, expert):
                 if _cuts_block(part):
                     yield f"{part.name} on policy ranks: {part.start} to {part.stop} of {part.shape}"
         for rank, shard in enumerate(engine):

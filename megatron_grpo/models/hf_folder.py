@@ -204,7 +204,7 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
     return dtype or torch.float32
 
 
-def _side_files(source: Path) -> Iterator[Path]:
+def _list_side_files(source: Path) -> Iterator[Path]:
     """Files of a model's folder that travel with the weights, those in folders of nothing else included.
 
     A folder of templates or of a tokenizer is one; one that has weights or a model's config.json of its own, such as a
@@ -227,7 +227,7 @@ def _is_side_file(file: Path) -> bool:
 
 
 def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
-    for file in _side_files(source):
+    for file in _list_side_files(source):
         target = folder / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)  # contents alone: the source may be read-only

@@ -99,7 +99,7 @@ class BoundEntry:
     adapted: AdaptedLayer | None = None
     """The layer that the parameter is the weight of, if that layer has an adapter."""
 
-    def weight(self) -> Tensor:
+    def compute_weight(self) -> Tensor:
         """The weight that the model computes with, [...] as the parameter, detached: adapter merged, FP8
         dequantised."""
         if self.adapted is not None:
@@ -131,7 +131,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     # Biases of expert selection have no gradient, so they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    experts = _experts_of_rank(model, shape)
+    experts = _list_rank_experts(model, shape)
     # A stage may lack parameters outside layers, such as the embedding; a chunk that is the whole model may not, except
     # for the copy of a tied embedding.
     whole = model.pre_process and model.post_process
@@ -176,11 +176,11 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
     """
     reader, groups = HFFolderReader(folder), chunks[0].pg_collection
-    experts = _experts_of_rank(chunks[0], shape)
+    experts = _list_rank_experts(chunks[0], shape)
     for bound in bind_entries(chunks, shape):
         entry = bound.entry
         split = groups.expt_tp if entry.per_expert else groups.tp
-        slices = entry.slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
+        slices = entry.list_slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
         if entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
             bound.parameter.zero_()
             continue
@@ -196,7 +196,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
 
 @torch.no_grad()
 def iter_hf_tensors(
-    chunks: Sequence[Any], shape: ModelShape, value: Callable[[BoundEntry], Tensor | None] = BoundEntry.weight
+    chunks: Sequence[Any], shape: ModelShape, value: Callable[[BoundEntry], Tensor | None] = BoundEntry.compute_weight
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
 
@@ -211,7 +211,7 @@ def iter_hf_tensors(
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
         Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
-    groups, here = chunks[0].pg_collection, len(_experts_of_rank(chunks[0], shape))
+    groups, here = chunks[0].pg_collection, len(_list_rank_experts(chunks[0], shape))
     for bound in bind_entries(chunks, shape):
         own = None if bound.entry.copy else value(bound)
         if own is None:
@@ -224,9 +224,9 @@ def iter_hf_tensors(
         shards = _gather(own, group, parted=parted) if replicas.rank() == 0 else []
         for part in range(group.size() // size):
             number = part * here + bound.expert
-            names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
+            names = [one.name for one in bound.entry.list_slices(shape, bound.layer, 0, 1, number)]
             if shards:
-                yield from zip(names, _full_tensors(bound, shards[part * size : (part + 1) * size], shape), strict=True)
+                yield from zip(names, _join_shards(bound, shards[part * size : (part + 1) * size], shape), strict=True)
             else:
                 yield from ((name, None) for name in names)
 
@@ -244,7 +244,7 @@ def iter_adapter_tensors(
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
-        names = [one.name.removesuffix(".weight") for one in bound.entry.slices(shape, bound.layer, 0, 1)]
+        names = [one.name.removesuffix(".weight") for one in bound.entry.list_slices(shape, bound.layer, 0, 1)]
         for part, letter in (("lora_a", "A"), ("lora_b", "B")):
             parted = bound.adapted.split == part
             own = value(getattr(bound.adapted, part))
@@ -252,11 +252,11 @@ def iter_adapter_tensors(
             tensors: list[Tensor | None] = [None] * len(names)
             if shards:
                 shared = part == "lora_a" and not parted
-                tensors = [own] * len(names) if shared else [*_full_tensors(bound, shards if parted else [own], shape)]
+                tensors = [own] * len(names) if shared else [*_join_shards(bound, shards if parted else [own], shape)]
             yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
 
 
-def _experts_of_rank(model: Any, shape: ModelShape) -> range:
+def _list_rank_experts(model: Any, shape: ModelShape) -> range:
     """Numbers of this rank's experts in every layer; range(1) in a model without experts."""
     if shape.experts is None:
         return range(1)
@@ -278,13 +278,13 @@ def _gather(own: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tens
     return received
 
 
-def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
+def _join_shards(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
     """The full Hugging Face tensors of a parameter, from the shards, [...] in one dtype, of the ranks that split it."""
     entry, size = bound.entry, len(shards)
     if entry.axis is None:
         return [shards[0]]
     parts = [
-        split_parameter(entry, shard, entry.slices(shape, bound.layer, rank, size), shape)
+        split_parameter(entry, shard, entry.list_slices(shape, bound.layer, rank, size), shape)
         for rank, shard in enumerate(shards)
     ]
     if size == 1:

@@ -7,23 +7,19 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-_CHUNK = 1 << 18
+# Parts of each weights file that are read, evenly spaced, so that hundreds of gigabytes take a second.
 _CHUNKS = 4
-"""Parts of each file of weights that are read, evenly spaced, so that hundreds of gigabytes take a second."""
+_CHUNK = 1 << 18
 
 
 def compute_model_digest(folder: Path) -> str | None:
-    """Digest of a model: its config.json, its vocabulary, and sizes and samples of its weights.
-
-    Chat templates and generation settings are left out, since a run may change them between two starts. Weights that
-    were trained further differ nearly everywhere, so that samples of each file tell them apart.
-
-    Args:
-        folder: a model's folder in Hugging Face format.
+    """Compute a digest of a model's config.json, vocabulary and samples of its weights.
 
     Returns:
-        Hexadecimal digest; None where a file is missing or cannot be read.
+        Hexadecimal digits; None where a file is missing or cannot be read.
     """
+    # Chat templates and generation settings are left out, since a run may change them between two starts. Weights that
+    # were trained further differ nearly everywhere, so samples of each file tell them apart.
     digest = xxh3_128()
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -39,7 +35,6 @@ def compute_model_digest(folder: Path) -> str | None:
 
 
 def _add_samples(digest: xxh3_128, file: Path) -> None:
-    """Add the name, the size and evenly spaced parts of a file to a digest."""
     size = file.stat().st_size
     digest.update(f"{file.name} {size} ".encode())
     with file.open("rb") as stream:

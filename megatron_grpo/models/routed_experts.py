@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from megatron_grpo.models.shape import ModelShape
 
 UNKNOWN = -1
-"""Placeholder for each expert of a token whose experts are not known."""
+"""Placeholder where a token's experts are not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedForm:
-    """Shape and type of arrays of chosen experts: [tokens, layers with experts * experts of a token]."""
+    """Layout of recorded router choices: a row per token, a column per layer and chosen expert."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with experts among all layers, from 0."""
@@ -41,11 +41,11 @@ class RoutedForm:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest signed type that numbers every expert; UNKNOWN needs the sign."""
+        """Smallest signed type that numbers every expert."""  # UNKNOWN needs the sign
         return np.dtype(np.int8 if self.experts <= 2**7 else np.int16)
 
     def from_engine(self, chosen: NDArray[np.integer]) -> NDArray[Any]:
-        """Convert the experts that vLLM reports for the tokens that it ran through the model.
+        """Convert the experts that vLLM reports.
 
         Args:
             chosen: [tokens, all layers, experts of a token], integers; layers without experts hold anything.
@@ -59,7 +59,7 @@ class RoutedForm:
         return chosen[:, list(self.layers)].astype(self.dtype).reshape(len(chosen), self.columns)
 
     def concatenate(self, sequences: Sequence[tuple[int, NDArray[Any] | None]]) -> NDArray[Any]:
-        """The experts of all tokens of some sequences.
+        """Concatenate the experts of sequences, with placeholders for unknown ones.
 
         Args:
             sequences: for each its number of tokens, and the experts of its first tokens, [first tokens, columns], of
@@ -68,11 +68,11 @@ class RoutedForm:
         Returns:
             [tokens of all sequences, columns], of `dtype`; UNKNOWN for tokens whose experts are not known.
         """
-        whole = np.full((sum(tokens for tokens, _ in sequences), self.columns), UNKNOWN, dtype=self.dtype)
+        choices = np.full((sum(tokens for tokens, _ in sequences), self.columns), UNKNOWN, dtype=self.dtype)
         begin = 0
-        for tokens, known in sequences:
-            if known is not None:
-                assert len(known) <= tokens, f"{len(known)} rows of {tokens} tokens"
-                whole[begin : begin + len(known)] = known
+        for tokens, recorded in sequences:
+            if recorded is not None:
+                assert len(recorded) <= tokens, f"{len(recorded)} rows of {tokens} tokens"
+                choices[begin : begin + len(recorded)] = recorded
             begin += tokens
-        return whole
+        return choices

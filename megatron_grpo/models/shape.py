@@ -143,7 +143,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """An integer of config.json that is at least 1.
 
     Args:
@@ -166,7 +166,7 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def number(raw: Mapping[str, Any], key: str, default: float) -> float:
+def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
     """A finite number of config.json above 0; the default when its key is missing or null.
 
     Raises:
@@ -180,7 +180,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
+def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
     """A boolean of config.json; the default when its key is missing.
 
     Raises:
@@ -192,7 +192,7 @@ def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
     return value
 
 
-def section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+def read_section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     """The first non-empty object among keys of one meaning; empty when there is none.
 
     Raises:

@@ -60,7 +60,7 @@ def download_config(path: str) -> str | None:
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
         hf_hub_download(path, "config.json")
     except list_hub_errors() as error:
-        return _reason(error)
+        return _describe_error(error)
     return None
 
 
@@ -81,7 +81,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=_WANTED))
     except list_hub_errors() as error:
-        raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
+        raise RunError(f"{key}={path} could not be downloaded: {_describe_error(error)}") from error
 
 
 def require_folder(folder: str) -> None:
@@ -101,7 +101,7 @@ def list_hub_errors() -> tuple[type[Exception], ...]:
     return (*(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), OSError)
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """The first line of an error's message, or the error's type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

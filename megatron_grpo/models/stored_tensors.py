@@ -15,7 +15,7 @@ from megatron_grpo.config.paths import LFS_POINTER, is_lfs_pointer
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes that weights are trained from; the others are of quantized weights and their scales."""
+"""Dtypes that weights are trained from; quantized weights and their scales have others."""
 _CHUNK = 2**24
 
 
@@ -29,7 +29,7 @@ class StoredTensor:
     """Name in safetensors, such as BF16 or F8_E4M3."""
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor in the folder, by name.
 
     Raises:
@@ -38,10 +38,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.is_file():
-        tensors = _tensors_in(single, f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        others = sorted(file.name for file in folder.glob("*.safetensors") if file != single)
-        if others:
-            text = f"{others[0]} lies beside {SINGLE_FILE}, and vLLM would read it too; keep one of them in {folder}"
+        tensors = _read_header(single, f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        strays = sorted(file.name for file in folder.glob("*.safetensors") if file != single)
+        if strays:
+            text = f"{strays[0]} lies beside {SINGLE_FILE}, and vLLM would read it too; keep one of them in {folder}"
             raise ValueError(f"{text}, or write an index of both")
         return tensors
     located = _read_index(index)
@@ -53,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{text}; remove one of them")
     tensors = {}
     for name in files:
-        tensors |= _tensors_in(folder / name, f"{folder / name} does not exist, but {INDEX_FILE} names it")
+        tensors |= _read_header(folder / name, f"{folder / name} does not exist, but {INDEX_FILE} names it")
     for name, tensor in tensors.items():
         if located.get(name) != tensor.file.name:
             where = f"in {located[name]}" if name in located else "in no file"
@@ -74,10 +74,10 @@ def _read_index(index: Path) -> dict[str, str]:
     raise ValueError(f'{index} is not a safetensors index (JSON with a "weight_map")')
 
 
-def _tensors_in(file: Path, missing: str) -> dict[str, StoredTensor]:
+def _read_header(file: Path, missing: str) -> dict[str, StoredTensor]:
     try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # safe_open is no dict
+        with safe_open(file, framework="numpy") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  # safe_open is no dict
             return {
                 name: StoredTensor(file, tuple(tensor.get_shape()), str(tensor.get_dtype()))
                 for name, tensor in slices.items()
@@ -97,7 +97,7 @@ def has_own_head(folder: Path) -> bool:
     whose weights cannot be read, has none: other checks report it.
     """
     try:
-        tensors = stored_tensors(folder)
+        tensors = list_stored_tensors(folder)
     except ValueError:
         return False
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
@@ -105,25 +105,26 @@ def has_own_head(folder: Path) -> bool:
         return False
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return True
-    of_head = head.file, HEAD, _version(head.file)
-    return not _are_equal(of_head, (embedding.file, EMBEDDING, _version(embedding.file)))
+    return not _are_equal(
+        (head.file, HEAD, _read_version(head.file)), (embedding.file, EMBEDDING, _read_version(embedding.file))
+    )
 
 
-def _version(file: Path) -> tuple[int, int]:
-    """What changes when a file is written anew."""
+def _read_version(file: Path) -> tuple[int, int]:
+    """Read time and size of a file, which change when it is written anew."""
     state = os.stat(file)
     return state.st_mtime_ns, state.st_size
 
 
 @lru_cache(maxsize=64)
-def _are_equal(one: tuple[Path, str, tuple[int, int]], other: tuple[Path, str, tuple[int, int]]) -> bool:
-    """Whether two tensors of one shape and dtype have equal bytes; each is a file, a name and the file's version."""
+def _are_equal(head: tuple[Path, str, tuple[int, int]], embedding: tuple[Path, str, tuple[int, int]]) -> bool:
+    """Compare bytes of two tensors, each given by file, name and the file's version."""
     begins, length = [], 0
-    for file, name, _ in (one, other):
-        begin, end = _bytes_of(file, name)
+    for file, name, _ in (head, embedding):
+        begin, end = _find_bytes(file, name)
         begins.append(begin)
         length = end - begin
-    with one[0].open("rb") as first, other[0].open("rb") as second:
+    with head[0].open("rb") as first, embedding[0].open("rb") as second:
         first.seek(begins[0])
         second.seek(begins[1])
         while length > 0:
@@ -134,9 +135,9 @@ def _are_equal(one: tuple[Path, str, tuple[int, int]], other: tuple[Path, str, t
     return True
 
 
-def _bytes_of(file: Path, name: str) -> tuple[int, int]:
+def _find_bytes(file: Path, name: str) -> tuple[int, int]:
     """Range of a tensor's bytes in its file, whose header safetensors has read."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        begin, end = json.loads(opened.read(size))[name]["data_offsets"]
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        begin, end = json.loads(stream.read(size))[name]["data_offsets"]
     return 8 + size + begin, 8 + size + end

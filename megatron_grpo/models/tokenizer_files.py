@@ -24,20 +24,20 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
     content = read_settings(folder / TOKENIZER_FILE)
     try:
         tokens = content["model"]["vocab"]
-        numbered = tokens.items() if isinstance(tokens, dict) else ((one[0], id_) for id_, one in enumerate(tokens))
-        added = {one["content"]: one["id"] for one in content.get("added_tokens", [])}
-        return {str(token): int(number) for token, number in (dict(numbered) | added).items()}
+        pairs = tokens.items() if isinstance(tokens, dict) else ((row[0], index) for index, row in enumerate(tokens))
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        return {str(token): int(token_id) for token, token_id in (dict(pairs) | added).items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def declared_vocabulary(model: Path) -> int | None:
+def read_vocabulary_size(model: Path) -> int | None:
     """Number of a model's tokens by its config.json; None: it is not there."""
     number = read_settings(model / "config.json").get("vocab_size")
     return number if type(number) is int else None
 
 
-def declared_end_tokens(model: Path) -> tuple[int, ...]:
+def read_end_tokens(model: Path) -> tuple[int, ...]:
     """Tokens that end a response by a model's generation_config.json, or without that file by its config.json."""
     file = model / "generation_config.json"
     end = read_settings(file if file.is_file() else model / "config.json").get("eos_token_id")
@@ -45,21 +45,21 @@ def declared_end_tokens(model: Path) -> tuple[int, ...]:
     return tuple(number for number in numbers if type(number) is int)
 
 
-def declared_tokens(folder: Path) -> Iterator[str]:
+def list_declared_tokens(folder: Path) -> Iterator[str]:
     """Tokens that the files beside tokenizer.json name."""
     settings = read_settings(folder / "tokenizer_config.json")
     for content in (settings, read_settings(folder / "special_tokens_map.json")):
         for key, value in content.items():
             if key.endswith("_token"):
-                yield from _contents([value])
+                yield from _list_contents([value])
             elif key in ("additional_special_tokens", "extra_special_tokens"):
-                yield from _contents(value.values() if isinstance(value, dict) else value)
+                yield from _list_contents(value.values() if isinstance(value, dict) else value)
     numbered = settings.get("added_tokens_decoder")
-    yield from _contents(numbered.values() if isinstance(numbered, dict) else ())
+    yield from _list_contents(numbered.values() if isinstance(numbered, dict) else ())
     yield from read_settings(folder / "added_tokens.json")
 
 
-def _contents(tokens: Any) -> Iterator[str]:
+def _list_contents(tokens: Any) -> Iterator[str]:
     for token in tokens if isinstance(tokens, Iterable) else ():
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):

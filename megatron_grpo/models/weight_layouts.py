@@ -44,7 +44,7 @@ class RankShard:
             return layer in self.layers
         return self.embedding if name.startswith("embedding.") else self.end
 
-    def part(self, entry: WeightEntry) -> Split:
+    def find_split(self, entry: WeightEntry) -> Split:
         """The rank's part of an entry's matrices, if they are split."""
         return self.expert_tensor if entry.per_expert else self.tensor
 
@@ -55,7 +55,7 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
     count = shape.experts.count if shape.experts is not None else 1
     per_rank = count // parallel.expert
     shards = []
-    for stage, layers in enumerate(_training_layers(parallel, shape.layers)):
+    for stage, layers in enumerate(_assign_layers(parallel, shape.layers)):
         for rank in range(parallel.world_size // parallel.pipeline):
             sharing = rank // parallel.expert_tensor % parallel.expert
             shards.append(
@@ -71,7 +71,7 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
     return shards
 
 
-def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
+def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
     """Layer numbers of each pipeline rank; in an interleaved pipeline the ranks take chunks of layers in turn."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     given = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
@@ -187,21 +187,23 @@ def find_destinations(
         layer: number of one of the rank's layers, from 0.
         expert: number in the layer, from 0, of one of the rank's experts.
     """
-    parts = [_part(entry, tensor, model, shard.part(entry), layer, expert) for tensor in entry.hf]
+    parts = [_find_part(entry, tensor, model, shard.find_split(entry), layer, expert) for tensor in entry.hf]
     rows = [one.local_shape[0] for one in parts]
     found = []
     for position, one in enumerate(parts):
         joined = position if entry.merge in ("qkv", "gate_up") else 0
         row = sum(rows[:joined])
         if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # its rows follow the queries'
-            row += _query_rank(model)
+            row += _find_query_rank(model)
         slot = expert - shard.experts[0] if entry.per_expert else None
-        found.append(Destination(_parameter(entry, model, one.name), one, row, slot))
+        found.append(Destination(_name_parameter(entry, model, one.name), one, row, slot))
     return found
 
 
-def _part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int) -> WeightSlice:
-    shape, name, axis = tensor.shape(model), tensor.name.format(layer=layer, expert=expert), entry.axis
+def _find_part(
+    entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int
+) -> WeightSlice:
+    shape, name, axis = tensor.compute_shape(model), tensor.name.format(layer=layer, expert=expert), entry.axis
     if axis is None:
         return WeightSlice(name, shape, None, 0, 0)
     total = shape[axis]
@@ -214,7 +216,7 @@ def _part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, 
     return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
 
 
-def _parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
+def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
     """vLLM's name of the parameter that holds a tensor of this name."""
     module, _, kind = name.rpartition(".")
     if entry.per_expert:
@@ -225,11 +227,11 @@ def _parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
         return f"{above}.qkv_proj.{kind}"
     if entry.merge == "gate_up":
         return f"{above}.gate_up_proj.{kind}"
-    if last in _COMPRESSED and _query_rank(model):
+    if last in _COMPRESSED and _find_query_rank(model):
         return f"{above}.fused_qkv_a_proj.{kind}"
     return name
 
 
-def _query_rank(model: ModelShape) -> int:
+def _find_query_rank(model: ModelShape) -> int:
     """Length of the compressed queries; 0: queries are not compressed."""
     return model.latent.query_rank or 0 if model.latent is not None else 0

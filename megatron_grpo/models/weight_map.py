@@ -44,7 +44,7 @@ class HFTensor:
     """Name of the tensor, with `{layer}` where the number of the layer goes."""
     dims: tuple[Dim, ...]
 
-    def shape(self, model: ModelShape) -> tuple[int, ...]:
+    def compute_shape(self, model: ModelShape) -> tuple[int, ...]:
         """Full shape of the tensor in a model of these sizes."""
         return tuple(resolve_dim(dim, model) for dim in self.dims)
 
@@ -100,7 +100,7 @@ class WeightEntry:
         """Whether every expert has a parameter of its own, which ranks of the expert-tensor group split."""
         return "{expert}" in self.megatron[0]
 
-    def slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
+    def list_slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
         """The slice of each tensor that a rank holds, in the order of `hf`.
 
         Args:
@@ -112,12 +112,14 @@ class WeightEntry:
         """
         found = []
         for position, tensor in enumerate(self.hf):
-            shape = tensor.shape(model)
-            start, stop = self._range(position, shape, model, rank, size) if self.axis is not None else (0, 0)
+            shape = tensor.compute_shape(model)
+            start, stop = self._find_range(position, shape, model, rank, size) if self.axis is not None else (0, 0)
             found.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
         return found
 
-    def _range(self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int) -> tuple[int, int]:
+    def _find_range(
+        self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int
+    ) -> tuple[int, int]:
         """Begin and end of a rank's slice of one of the tensors, along `axis`."""
         assert self.axis is not None
         total = shape[self.axis]

@@ -18,7 +18,7 @@ from megatron_grpo.models.source import (
     is_hub_name,
     is_made_before_run,
 )
-from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, stored_tensors
+from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, list_stored_tensors
 from megatron_grpo.models.weight_map import iter_entries, list_experts
 from megatron_grpo.preflight.tokenizer_checks import find_tokenizer_problems
 
@@ -29,7 +29,7 @@ _MAX_NAMED = 3
 def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Check the weights in a folder; yields a problem of each kind."""
     try:
-        tensors = stored_tensors(folder)
+        tensors = list_stored_tensors(folder)
     except ValueError as error:
         yield str(error)
         return
@@ -62,7 +62,11 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
     for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
         for expert in list_experts(entry, shape):
             for tensor in entry.hf:
-                yield tensor.name.format(layer=layer, expert=expert), tensor.shape(shape), not entry.zero_if_absent
+                yield (
+                    tensor.name.format(layer=layer, expert=expert),
+                    tensor.compute_shape(shape),
+                    not entry.zero_if_absent,
+                )
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
@@ -88,7 +92,7 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
     if is_hub_name(path) or is_made_before_run(config, path):
         return
     shape = read_model_shape(path)
-    extra = [name for name in stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
+    extra = [name for name in list_stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
     if extra:
         text = f"holds {len(extra)} tensor(s) of layers that predict further tokens (num_nextn_predict_layers), which"
         yield Problem(f"policy.model.path={path}", f"{text} are neither trained nor exported: {sorted(extra)[0]}, …")

@@ -12,7 +12,7 @@ from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_end_tokens, read_settings, read_token_ids
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_end_tokens, read_settings, read_token_ids
 
 _SETTINGS_FILE = "tokenizer_config.json"
 _FILES = (TOKENIZER_FILE, "tokenizer.model", _SETTINGS_FILE)
@@ -74,7 +74,7 @@ def _find_vocabulary_problems(subject: str, folder: Path, data: DataConfig, voca
     """Check that the model has embeddings for common tokens."""
     limit = f"the model's tokens are numbered from 0 to {vocab - 1} (vocab_size in config.json)"
     name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
-    beyond = [number for number in declared_end_tokens(folder) if not 0 <= number < vocab]
+    beyond = [number for number in read_end_tokens(folder) if not 0 <= number < vocab]
     if beyond:
         yield Problem(subject, f"eos_token_id of {name} has {beyond[0]}, and {limit}; give the model's own end token")
     tokens = read_token_ids(folder) or {}

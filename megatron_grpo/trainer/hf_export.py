@@ -143,7 +143,7 @@ def write_peft_folder(
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
-        slices = bound.entry.slices(shape, bound.layer, 0, 1)
+        slices = bound.entry.list_slices(shape, bound.layer, 0, 1)
         rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
         for matrix, lora_b in zip(slices, rows_of_b, strict=True):
             name = _PREFIX + matrix.name.removesuffix(".weight")

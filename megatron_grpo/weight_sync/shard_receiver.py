@@ -166,7 +166,7 @@ class TensorReceiver(LinkReceiver):
         entries = self._map.entries
         for piece, packed in zip(self._links.messages[number], self._links.packed_pieces[number], strict=True):
             name = format_tensor_name(entries, piece)
-            shape = entries[piece["entry"]].hf[piece["tensor"]].shape(self._map.shape)
+            shape = entries[piece["entry"]].hf[piece["tensor"]].compute_shape(self._map.shape)
             if name not in self._incomplete:
                 tensor = torch.empty(shape, dtype=packed.dtype, device=message.device)
                 self._incomplete[name], self._missing[name] = tensor.view(shape[0], -1), tensor.numel()

@@ -143,15 +143,15 @@ class ShardSender:
         key, tensor, rows, columns = cut
         if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
             bound = self._bound[key]
-            tensors = split_parameter(bound.entry, bound.weight(), self._list_slices(key), self._rank.shape)
+            tensors = split_parameter(bound.entry, bound.compute_weight(), self._list_slices(key), self._rank.shape)
             self._split_key = key
             self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
         return self._split_tensors[tensor][rows, columns]
 
     def _list_slices(self, key: _Key) -> list[WeightSlice]:
         entry, layer, expert = self._entries[key[0]], key[1], key[2]
-        part = self._shard.part(entry)
-        return entry.slices(self._rank.shape, layer, part.index, part.count, expert)
+        part = self._shard.find_split(entry)
+        return entry.list_slices(self._rank.shape, layer, part.index, part.count, expert)
 
 
 def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:

@@ -89,7 +89,7 @@ def _plan_engine(
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
         if entry.copy:
             continue
-        index, parts = indices[entry], source.part(entry).count
+        index, parts = indices[entry], source.find_split(entry).count
         for rank, shard in enumerate(engine):
             if not shard.keeps(entry, layer):
                 continue
@@ -118,13 +118,13 @@ def _find_routes(
     entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
 ) -> Iterator[_Route]:
     """Find all boxes of at most `limit` bytes that an engine rank receives."""
-    # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.slices` for Megatron-Core's ranks, and
-    # `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so what must travel between
-    # two ranks is the intersection of their two boxes, whatever the two layouts are. So no pair of layouts needs code
-    # of its own, and no rank ever holds a full matrix. The boxes of one replica of the policy tile the full tensor
-    # without overlap, so their intersections tile what the engine rank keeps: it receives each byte exactly once.
+    # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.list_slices` for Megatron-Core's ranks,
+    # and `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so the data that travel
+    # between two ranks are the intersection of their two boxes, whatever the two layouts are. So no pair of layouts
+    # needs code of its own, and no rank ever holds a full matrix. The boxes of one replica of the policy tile the full
+    # tensor without overlap, so their intersections tile the engine rank's part: it receives each byte exactly once.
     sent_boxes = [
-        [find_box(part_slice) for part_slice in entry.slices(shape, 0, part, parts)]
+        [find_box(part_slice) for part_slice in entry.list_slices(shape, 0, part, parts)]
         for part in range(parts if entry.axis is not None else 1)
     ]
     kept = find_destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
@@ -173,7 +173,7 @@ class _HolderSets:
                 rank
                 for rank, shard in enumerate(self._shards)
                 if shard.keeps(entry, layer)
-                and (entry.axis is None or shard.part(entry).index == part)
+                and (entry.axis is None or shard.find_split(entry).index == part)
                 and (not entry.per_expert or shard.experts[0] == first_expert)
             )
             self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))

@@ -66,7 +66,7 @@ class RecordedLinks:
             message = torch.zeros(self.sizes[number], dtype=torch.uint8)
             fill(number, message)
             for piece, packed in zip(pieces, self.packed_pieces[number], strict=True):
-                shape = entries[piece["entry"]].hf[piece["tensor"]].shape(self.rank.shape)
+                shape = entries[piece["entry"]].hf[piece["tensor"]].compute_shape(self.rank.shape)
                 whole = self.tensors.setdefault(format_tensor_name(entries, piece), torch.full(shape, torch.nan))
                 rows, columns = (slice(*piece[name].tolist()) for name in ("rows", "columns"))
                 whole.view(shape[0], -1)[rows, columns] = packed.view_values(message).float()

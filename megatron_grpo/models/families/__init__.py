@@ -12,7 +12,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families import deepseek_v3, gemma3, llama
 from megatron_grpo.models.families import mixtures as experts
 from megatron_grpo.models.families.options import refuse_folder
-from megatron_grpo.models.shape import ModelShape, read_config_json, section
+from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import has_own_head
 from megatron_grpo.models.weight_map import HFTensor, ModelMap, WeightEntry, iter_entries
 
@@ -90,18 +90,18 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
         if entry is not _INPUT:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
-            weights += passed * sum(prod(tensor.shape(shape)) for tensor in entry.hf if len(tensor.dims) == 2)
+            weights += passed * sum(prod(tensor.compute_shape(shape)) for tensor in entry.hf if len(tensor.dims) == 2)
     windowed = sum(shape.windowed)
-    pairs = (shape.layers - windowed) * sum(map(_causal_pairs, lengths))
+    pairs = (shape.layers - windowed) * sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
         window = shape.window
-        pairs += windowed * sum(_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+        pairs += windowed * sum(_count_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
     latent = shape.latent
     head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
     return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
 
 
-def _causal_pairs(length: int) -> int:
+def _count_causal_pairs(length: int) -> int:
     """Query-key pairs of causal attention in a sequence of `length` tokens, pairs of a token with itself included."""
     return length * (length + 1) // 2
 
@@ -173,7 +173,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}: transformers goes by the one"
         raise ValueError(f"{text}, vLLM by the other; write model_type={model_type} if the weights are its")
     if scores:
-        labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # transformers' default is 2
+        labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
             raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
     shape = family.read(raw)

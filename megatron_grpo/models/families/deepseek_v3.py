@@ -10,9 +10,9 @@ from typing import Any
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import MLP, read_dense
-from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, chosen_experts, counted_experts
+from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, count_experts, read_top_k
 from megatron_grpo.models.families.options import WINDOW
-from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, number, size
+from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, read_number, read_size
 from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
 
 _INPUT_NORM = (map_parameter("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
@@ -51,14 +51,14 @@ def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:
-    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
-        if raw.get(key, wanted) != wanted:
-            raise ValueError(f"{key}={to_text(raw[key])} is not supported for deepseek_v3; only {wanted} is")
-    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, value) != value:
+            raise ValueError(f"{key}={to_text(raw[key])} is not supported for deepseek_v3; only {value} is")
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if key not in raw:  # transformers assumes this value; vLLM would choose by softmax, or without the bias
-            raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{wanted}"')
+            raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{value}"')
     # read_dense is given the rotated part of a head as the whole head.
-    heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
+    heads = {"head_dim": read_size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
     options = {**WINDOW, "rope_interleave": (True,), "tie_word_embeddings": (False,)}
     shape = read_dense(
         {**raw, **heads},
@@ -72,20 +72,20 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     _refuse_rotary(rope)
     query_rank = raw.get("q_lora_rank", 1536)
     latent = LatentShape(
-        query_rank=None if query_rank is None else size({"q_lora_rank": query_rank}, "q_lora_rank"),
-        rank=size(raw, "kv_lora_rank"),
-        plain_dim=size(raw, "qk_nope_head_dim"),
+        query_rank=None if query_rank is None else read_size({"q_lora_rank": query_rank}, "q_lora_rank"),
+        rank=read_size(raw, "kv_lora_rank"),
+        plain_dim=read_size(raw, "qk_nope_head_dim"),
         rope_dim=shape.head_dim,
-        value_dim=size(raw, "v_head_dim"),
+        value_dim=read_size(raw, "v_head_dim"),
     )
     scale = (latent.plain_dim + latent.rope_dim) ** -0.5
     if rope.get("mscale_all_dim"):
-        scale *= yarn_scale(number(rope, "factor", 1.0), number(rope, "mscale_all_dim", 1.0)) ** 2
+        scale *= compute_yarn_scale(read_number(rope, "factor", 1.0), read_number(rope, "mscale_all_dim", 1.0)) ** 2
     return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers))
 
 
 def _refuse_rotary(rope: Mapping[str, Any]) -> None:
-    """Raise a ValueError for settings of YaRN that vLLM's class for DeepSeek reads otherwise than transformers."""
+    """Refuse settings of YaRN that vLLM reads otherwise than transformers."""
     for key, neutral in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, neutral) != neutral:
             raise ValueError(f"{key}={to_text(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
@@ -94,21 +94,21 @@ def _refuse_rotary(rope: Mapping[str, Any]) -> None:
         raise ValueError(f"{text}: transformers and vLLM agree only where both are above 0, or neither is there")
 
 
-def yarn_scale(factor: float, weight: float) -> float:
-    """YaRN's attention scale for positions stretched by `factor` (Peng et al. 2023, eq. 22)."""
+def compute_yarn_scale(factor: float, weight: float) -> float:
+    """Compute YaRN's attention scale for stretched positions (Peng et al. 2023, eq. 22)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
-    count = counted_experts(raw, "num_local_experts", "n_routed_experts", 256)
-    width, top_k = size(raw, "moe_intermediate_size"), chosen_experts(raw, count)
+    count = count_experts(raw, "num_local_experts", "n_routed_experts", 256)
+    width, top_k = read_size(raw, "moe_intermediate_size"), read_top_k(raw, count)
     dense = raw.get("first_k_dense_replace", 3)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise ValueError(f"first_k_dense_replace={to_text(dense)} must be a number of layers")
     # A file without the keys has transformers' 8 and 4, which do not fit fewer than 16 experts.
     is_grouped = count >= 16 or "n_group" in raw
     default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}
-    groups, top_groups = (size({**default, **raw}, key) for key in default)
+    groups, top_groups = (read_size({**default, **raw}, key) for key in default)
     if count < 2 * groups and "n_group" in raw:
         raise ValueError(f"n_group={groups} of {count} experts is not supported; a group needs two experts or more")
     if groups > 1 and (count % groups or top_k != 2 * top_groups):
@@ -120,9 +120,9 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
         ffn_hidden=width,
         top_k=top_k,
         layers=tuple(layer >= dense for layer in range(layers)),
-        shared_ffn_hidden=width * size(raw, "n_shared_experts", 1),
+        shared_ffn_hidden=width * read_size(raw, "n_shared_experts", 1),
         score="sigmoid",
-        scaling=number(raw, "routed_scaling_factor", 2.5),
+        scaling=read_number(raw, "routed_scaling_factor", 2.5),
         selection_bias=True,
         groups=groups,
         top_groups=top_groups,

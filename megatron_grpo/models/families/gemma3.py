@@ -10,7 +10,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
-from megatron_grpo.models.shape import ModelShape, number, size
+from megatron_grpo.models.shape import ModelShape, read_number, read_size
 from megatron_grpo.models.weight_map import map_parameter
 
 _DEFAULTS = {
@@ -38,12 +38,7 @@ _NORMS = (
 _MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
 
 
-def read(raw: dict[str, Any]) -> ModelShape:
-    """Sizes from the contents of a config.json, as transformers 4 or 5 spells them.
-
-    Raises:
-        ValueError: one of the model's options has no support, or a size is missing or invalid.
-    """
+def _read(raw: dict[str, Any]) -> ModelShape:
     for key in _REFUSED:
         if raw.get(key):
             raise ValueError(f"{key}={to_text(raw[key])} is not supported for gemma3")
@@ -51,44 +46,46 @@ def read(raw: dict[str, Any]) -> ModelShape:
         raise ValueError(
             f"hidden_activation={to_text(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is"
         )
-    given = {**_DEFAULTS, **raw}
+    settings = {**_DEFAULTS, **raw}
     local_theta, global_rope = read_rotary_by_kind(raw, _LOCAL, _GLOBAL, _THETA)
     # Gemma reads hidden_activation and ignores Llama's hidden_act.
     set_aside = ("hidden_act", "rope_scaling", "rope_theta")
-    as_dense = {key: value for key, value in given.items() if key not in set_aside} | {"rope_parameters": global_rope}
+    as_dense = {key: value for key, value in settings.items() if key not in set_aside} | {
+        "rope_parameters": global_rope
+    }
     shape = replace(
         read_dense(as_dense, "gemma3", qk_norm=True, windows=True),
         zero_centered_norms=True,
         post_norms=True,
         activation="gelu_tanh",
-        softmax_scale=number(given, "query_pre_attn_scalar", 256.0) ** -0.5,
+        softmax_scale=read_number(settings, "query_pre_attn_scalar", 256.0) ** -0.5,
     )
-    windowed = _windowed(given, shape.layers)
+    windowed = _list_windowed_layers(settings, shape.layers)
     return replace(
         shape,
         embedding_scale=shape.hidden**0.5,
-        window=size(given, "sliding_window") if any(windowed) else None,
+        window=read_size(settings, "sliding_window") if any(windowed) else None,
         windowed=windowed,
         local_rope_theta=local_theta,
     )
 
 
-def _windowed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """[layers]: whether a layer has a window."""
+def _list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """List whether each layer has a window."""
     types = raw.get("layer_types")
     if types is None:
         # Every n-th layer has no window.
-        pattern = size(raw, "sliding_window_pattern", 6)
+        pattern = read_size(raw, "sliding_window_pattern", 6)
         return tuple((layer + 1) % pattern > 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LOCAL, _GLOBAL}:
         raise ValueError(f"layer_types={to_text(types)} must name {_LOCAL} or {_GLOBAL} for each of {layers} layers")
-    return tuple(one == _LOCAL for one in types)
+    return tuple(kind == _LOCAL for kind in types)
 
 
 FAMILY = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
-    read=read,
+    read=_read,
     layers=lambda shape: ATTENTION + QK_NORM + _NORMS + _MATRICES,
     model_type="gemma3_text",
     reward_prefix="Gemma3Text",

@@ -1,5 +1,7 @@
-"""Llama 2 and 3, Qwen2 with biases on queries, keys and values, and Qwen3 with norms on the heads of queries and keys:
-sizes and weights of the layout that the other families build on."""
+"""Llama 2 and 3, Qwen2 (biases on queries, keys and values) and Qwen3 (norms on query and key heads).
+
+Other families build on their sizes and weights.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_nulls, refuse_options, refuse_windowed_layers
 from megatron_grpo.models.families.rotary import read_rotary
-from megatron_grpo.models.shape import ModelShape, flag, number, size
+from megatron_grpo.models.shape import ModelShape, read_flag, read_number, read_size
 from megatron_grpo.models.weight_map import map_parameter
 
 ATTENTION = (
@@ -63,7 +65,7 @@ def read_dense(
     qk_norm: bool = False,
     rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
 ) -> ModelShape:
-    """Sizes of a dense decoder from a config.json, as transformers 5 and vLLM read its spellings.
+    """Read sizes of a dense decoder from a config.json, as transformers 5 and vLLM do.
 
     Args:
         raw: contents of config.json, by key.
@@ -85,34 +87,40 @@ def read_dense(
     refuse_nulls(raw, family, nullable)
     if not windows:
         refuse_windowed_layers(raw, family)
-    absent = {**_DEFAULTS, **(defaults or {})}
-    raw = {**absent, **raw}
-    theta, scaling = read_rotary(raw, rope_types, default_theta=absent["rope_theta"])
-    heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
-    groups = size(raw, "num_key_value_heads", heads)
-    if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    default_values = {**_DEFAULTS, **(defaults or {})}
+    raw = {**default_values, **raw}
+    theta, scaling = read_rotary(raw, rope_types, default_theta=default_values["rope_theta"])
+    heads, groups, head_dim = _read_heads(raw)
     return ModelShape(
         family=family,
-        layers=size(raw, "num_hidden_layers"),
-        hidden=hidden,
-        ffn_hidden=size(raw, "intermediate_size"),
+        layers=read_size(raw, "num_hidden_layers"),
+        hidden=read_size(raw, "hidden_size"),
+        ffn_hidden=read_size(raw, "intermediate_size"),
         attention_heads=heads,
         key_value_heads=groups,
-        head_dim=size(raw, "head_dim", max(hidden // heads, 1)),
-        vocab=size(raw, "vocab_size"),
-        tied_embeddings=flag(raw, "tie_word_embeddings", default=False),
-        norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        head_dim=head_dim,
+        vocab=read_size(raw, "vocab_size"),
+        tied_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
+        norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_positions=size(raw, "max_position_embeddings"),
+        max_positions=read_size(raw, "max_position_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
 
 
+def _read_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Read attention heads, key/value heads and the size of a head."""
+    heads = read_size(raw, "num_attention_heads")
+    groups = read_size(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    return heads, groups, read_size(raw, "head_dim", max(read_size(raw, "hidden_size") // heads, 1))
+
+
+# transformers' values of keys that a Llama's config.json lacks.
 _DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-"""transformers' values of keys that a Llama's config.json lacks."""
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 
 

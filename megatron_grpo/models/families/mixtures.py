@@ -1,5 +1,4 @@
-"""Qwen3-MoE and Mixtral: the attention of Qwen3 and Llama with a mixture of experts. Other families with experts share
-the table of an expert layer."""
+"""Qwen3-MoE and Mixtral: the attention of Qwen3 and Llama with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
-from megatron_grpo.models.shape import ExpertShape, ModelShape, flag, size
+from megatron_grpo.models.shape import ExpertShape, ModelShape, read_flag, read_size
 from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
 
 # An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
@@ -18,8 +17,8 @@ _FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.line
 _FC2 = "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"
 
 
-def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
-    """The entries of a layer's norm, router and experts.
+def map_expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
+    """Map a layer's norm, router and experts; other families with experts share this table.
 
     Args:
         block: name of the block in a layer of the Hugging Face model, such as "mlp.".
@@ -37,31 +36,30 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
     )
 
 
-QWEN_EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL_EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
+QWEN_EXPERTS = map_expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS = map_expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
-def counted_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
-    """Number of routed experts, from the contents of a config.json.
-
-    transformers, which vLLM reads the file with, assigns a key under another name than its own last, so that it wins.
+def count_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
+    """Count routed experts by a config.json.
 
     Args:
         raw: contents of config.json, by key.
-        alias: the other name.
+        alias: another name of the key.
         key: transformers' own name of the key.
         default: number in a file that has neither.
     """
-    return size(raw, alias, size(raw, key, default))
+    # transformers, with which vLLM reads the file too, assigns a key under another name last, so that it wins.
+    return read_size(raw, alias, read_size(raw, key, default))
 
 
-def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
-    """Number of experts per token, from the contents of a config.json.
+def read_top_k(raw: Mapping[str, Any], count: int) -> int:
+    """Read the number of experts per token.
 
     Raises:
         ValueError: the number is missing, or larger than the number of experts.
     """
-    top_k = size(raw, "num_experts_per_tok")
+    top_k = read_size(raw, "num_experts_per_tok")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
     return top_k
@@ -70,17 +68,17 @@ def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     defaults = {**QWEN_DEFAULTS, "num_key_value_heads": 4}
     shape = read_dense(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
-    count = counted_experts(raw, "num_local_experts", "num_experts", 128)
+    count = count_experts(raw, "num_local_experts", "num_experts", 128)
     # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
-    step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+    step, dense = read_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ValueError(f"mlp_only_layers={to_text(dense)} must be a list of layer numbers")
     experts = ExpertShape(
         count=count,
-        ffn_hidden=size(raw, "moe_intermediate_size"),
-        top_k=chosen_experts(raw, count),
+        ffn_hidden=read_size(raw, "moe_intermediate_size"),
+        top_k=read_top_k(raw, count),
         layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(shape.layers)),
-        normalised=flag(raw, "norm_topk_prob", default=False),
+        normalised=read_flag(raw, "norm_topk_prob", default=False),
     )
     return replace(shape, experts=experts)
 
@@ -95,9 +93,9 @@ def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
         "max_position_embeddings": 131072,
     }
     shape = read_dense(raw, "mixtral", defaults=defaults, nullable=("head_dim",))
-    count = counted_experts(raw, "num_experts", "num_local_experts", 8)
+    count = count_experts(raw, "num_experts", "num_local_experts", 8)
     experts = ExpertShape(
-        count=count, ffn_hidden=shape.ffn_hidden, top_k=chosen_experts(raw, count), layers=(True,) * shape.layers
+        count=count, ffn_hidden=shape.ffn_hidden, top_k=read_top_k(raw, count), layers=(True,) * shape.layers
     )
     return replace(shape, experts=experts)
 

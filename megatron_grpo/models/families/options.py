@@ -11,15 +11,16 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.rotary import refuse_partial_rotation
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Values of options, by key, with which an option changes nothing; a key that is missing does not either."""
+"""Values with which an option changes nothing, by key; a missing key changes nothing either."""
 
-_OF_ALL: Neutral = {
+_COMMON: Neutral = {
     "use_sliding_window": (False, None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "per_layer_config": (None, {}),
 }
-_OF_VLLM: Neutral = {
+# Options that change vLLM's model of some supported family and not transformers'.
+_VLLM_ONLY: Neutral = {
     "is_causal": (True,),
     "bias": (False, None),
     "qkv_bias": (False, None),
@@ -30,28 +31,27 @@ _OF_VLLM: Neutral = {
     "llama_4_scaling": (None,),
     "moe_layer_freq": (1,),
 }
-"""Options that change vLLM's model of some supported family and not transformers'."""
 WINDOW: Neutral = {"sliding_window": (None, 0)}
-"""vLLM gives every layer this window where the family's own reader does not set it aside."""
+"""vLLM gives every layer this window, unless the family's reader sets it aside."""
 _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
 
 
-def refuse_options(raw: Mapping[str, Any], family: str, more: Neutral | None = None) -> None:
+def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral | None = None) -> None:
     """Raise a ValueError for the first option that the Megatron model of this project cannot express.
 
     Args:
         raw: contents of config.json, by key.
         family: name of the model family.
-        more: further options of this family.
+        family_options: further options of this family.
     """
     for key in ("quantization_config", "compression_config"):
         refuse_quantized(raw.get(key), key)
-    for key, neutral in {**_OF_ALL, **(more or {})}.items():
+    for key, neutral in {**_COMMON, **(family_options or {})}.items():
         if key in raw and raw[key] not in neutral:
-            raise ValueError(f"{key}={_as_json(raw[key])} is not supported for {family}")
-    for key, neutral in _OF_VLLM.items():
+            raise ValueError(f"{key}={_format_json(raw[key])} is not supported for {family}")
+    for key, neutral in _VLLM_ONLY.items():
         if key in raw and raw[key] not in neutral:
-            text = f"{key}={_as_json(raw[key])} is not supported for {family}"
+            text = f"{key}={_format_json(raw[key])} is not supported for {family}"
             raise ValueError(f"{text}: vLLM would compute another model with it than transformers; remove it")
     refuse_partial_rotation(raw)
 
@@ -101,9 +101,11 @@ def _read(file: Path) -> dict[str, Any]:
 def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
     """Raise a ValueError for layer_types of another kind than full attention."""
     types = raw.get("layer_types")
-    others = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
-    if others:
-        raise ValueError(f"layer_types with {to_text(others[0])} is not supported for {family}; only full_attention is")
+    unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
+    if unsupported:
+        raise ValueError(
+            f"layer_types with {to_text(unsupported[0])} is not supported for {family}; only full_attention is"
+        )
 
 
 def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...]) -> None:
@@ -113,6 +115,6 @@ def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...])
             raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")
 
 
-def _as_json(value: Any) -> str:
+def _format_json(value: Any) -> str:
     """A value as it is written in config.json, cut if it is long."""
     return to_text(json.dumps(value))

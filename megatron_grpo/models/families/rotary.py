@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.shape import number, section, size
+from megatron_grpo.models.shape import read_number, read_section, read_size
 
+# Keys that a rotary embedding with scaled frequencies needs, by rope_type.
 _FACTORS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""Keys that a rotary embedding with scaled frequencies needs, by rope_type."""
+# Values of rope_type whose frequencies depend on the length of the first training.
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
-"""Values of rope_type whose frequencies depend on the length of the first training."""
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-_OF_VLLM = ("rope_dim", "mrope_section", "use_fope")
-"""Keys that vLLM reads and transformers' models of the supported families do not."""
+# Keys that vLLM reads and transformers' models of the supported families do not.
+_VLLM_ONLY = ("rope_dim", "mrope_section", "use_fope")
 
 
 def read_rotary(
     raw: Mapping[str, Any], rope_types: tuple[str, ...], default_theta: float
 ) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta, and the settings that scale the frequencies; None: nothing scales them.
+    """Read rope_theta and the settings that scale the frequencies, if any do.
 
-    A rope_scaling that is not empty replaces all of rope_parameters; rope_theta in there comes before one beside it;
-    original_max_position_embeddings beside it comes before one in there.
+    A rope_scaling that is not empty replaces all of rope_parameters. Its rope_theta comes before one beside it, but
+    original_max_position_embeddings beside it comes before its own.
 
     Args:
         raw: contents of config.json, by key.
@@ -37,23 +37,23 @@ def read_rotary(
     Raises:
         ValueError: a setting is missing or invalid, has no support, or is read in two ways.
     """
-    rope = section(raw, "rope_scaling", "rope_parameters")
-    rope_type = _rope_type(rope)
+    rope = read_section(raw, "rope_scaling", "rope_parameters")
+    rope_type = _read_rope_type(rope)
     nested = next((key for key, value in rope.items() if isinstance(value, dict)), None)
     if nested is not None:
         raise ValueError(f"rope_parameters has settings by kind of layer ({nested}); only gemma3 has two kinds of them")
-    for key in _OF_VLLM:
+    for key in _VLLM_ONLY:
         if rope.get(key):
             raise ValueError(f"{key}={to_text(rope[key])} of the rotary embedding is not supported; remove it")
     refuse_partial_rotation(rope)
     if rope_type not in rope_types:
-        *most, last = rope_types
-        raise ValueError(f"rope_type={to_text(rope_type)} is not supported; {', '.join(most)} and {last} are")
+        *first, last = rope_types
+        raise ValueError(f"rope_type={to_text(rope_type)} is not supported; {', '.join(first)} and {last} are")
     for key in _FACTORS.get(rope_type, ()):
         if rope.get(key) is None:
             raise ValueError(f"rope_type={rope_type} needs {key}")
-        number(rope, key, 1.0)
-    theta = _theta(rope if "rope_theta" in rope else raw, "rope_theta", default_theta)
+        read_number(rope, key, 1.0)
+    theta = _read_theta(rope if "rope_theta" in rope else raw, "rope_theta", default_theta)
     if rope_type == "default":
         return theta, None
     scaling = {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
@@ -61,16 +61,16 @@ def read_rotary(
     if rope_type in _WITH_ORIGINAL_LENGTH:
         holder = raw if _ORIGINAL_LENGTH in raw else rope if _ORIGINAL_LENGTH in rope else raw
         key = _ORIGINAL_LENGTH if _ORIGINAL_LENGTH in holder else "max_position_embeddings"
-        scaling[_ORIGINAL_LENGTH] = size(holder, key)
+        scaling[_ORIGINAL_LENGTH] = read_size(holder, key)
     return theta, scaling
 
 
 def read_rotary_by_kind(
     raw: Mapping[str, Any], local: str, everywhere: str, default_theta: Mapping[str, float]
 ) -> tuple[float, dict[str, Any]]:
-    """rope_theta of the layers of kind `local`, and the rotary settings of those of kind `everywhere`.
+    """Read rope_theta of `local` layers and the rotary settings of `everywhere` layers.
 
-    A rope_scaling is laid over the settings of `everywhere` in rope_parameters, key by key.
+    A rope_scaling replaces settings of `everywhere` in rope_parameters key by key.
 
     Args:
         raw: contents of config.json, by key.
@@ -81,34 +81,36 @@ def read_rotary_by_kind(
     Raises:
         ValueError: a setting is missing or invalid, has no support, or is read in two ways.
     """
-    by_kind = section(raw, "rope_parameters")
+    by_kind = read_section(raw, "rope_parameters")
     if raw.get("rope_parameters") is not None and not {local, everywhere} & by_kind.keys():
         raise ValueError(f"rope_parameters={to_text(dict(by_kind))} must have {local} and {everywhere}")
-    kept = section(by_kind, local)
-    refuse_partial_rotation(kept)
-    if _rope_type(kept) != "default":
-        raise ValueError(f"rope_type={to_text(_rope_type(kept))} of {local} is not supported; only default is")
-    scaling = section(raw, "rope_scaling")
+    local_settings = read_section(by_kind, local)
+    refuse_partial_rotation(local_settings)
+    if _read_rope_type(local_settings) != "default":
+        raise ValueError(
+            f"rope_type={to_text(_read_rope_type(local_settings))} of {local} is not supported; only default is"
+        )
+    scaling = read_section(raw, "rope_scaling")
     # transformers fills in the rope_type of rope_parameters first, so that a "type" of rope_scaling changes nothing.
-    settings = {"rope_type": "default", **section(by_kind, everywhere), **scaling}
-    _rope_type(settings)
+    settings = {"rope_type": "default", **read_section(by_kind, everywhere), **scaling}
+    _read_rope_type(settings)
     wide = settings if "rope_theta" in settings else raw
-    narrow = (kept, "rope_theta") if "rope_theta" in kept else (raw, "rope_local_base_freq")
+    narrow = (local_settings, "rope_theta") if "rope_theta" in local_settings else (raw, "rope_local_base_freq")
     return (
-        _theta(*narrow, default_theta[local]),
-        settings | {"rope_theta": _theta(wide, "rope_theta", default_theta[everywhere])},
+        _read_theta(*narrow, default_theta[local]),
+        settings | {"rope_theta": _read_theta(wide, "rope_theta", default_theta[everywhere])},
     )
 
 
 def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
-    """Raise a ValueError for heads of which only a part is rotated, which transformers and vLLM compute differently."""
+    """Refuse heads of which only a part is rotated: transformers and vLLM differ."""
     for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"):
         if raw.get(key) not in (None, 1):
             raise ValueError(f"{key}={to_text(raw[key])} is not supported; all of a head is rotated")
 
 
-def _rope_type(rope: Mapping[str, Any]) -> Any:
-    """The kind of a rotary embedding; ValueError where its two spellings differ."""
+def _read_rope_type(rope: Mapping[str, Any]) -> Any:
+    """Read the kind of a rotary embedding; ValueError where its two spellings differ."""
     values = [rope[key] for key in ("rope_type", "type") if key in rope]
     if len(values) == 2 and values[0] != values[1]:
         text = f"rope_type={to_text(values[0])} and type={to_text(values[1])} of the rotary embedding differ"
@@ -116,7 +118,7 @@ def _rope_type(rope: Mapping[str, Any]) -> Any:
     return values[0] if values else "default"
 
 
-def _theta(raw: Mapping[str, Any], key: str, default: float) -> float:
+def _read_theta(raw: Mapping[str, Any], key: str, default: float) -> float:
     if key in raw and raw[key] is None:
         raise ValueError(f"{key}=null is not supported; give the number, or leave it out for {default}")
-    return number(raw, key, default)
+    return read_number(raw, key, default)

@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.models.tokenizer_files import declared_end_tokens
+from megatron_grpo.models.tokenizer_files import read_end_tokens
 from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
@@ -222,7 +222,7 @@ class Examination:
             return find_stop_conditions(generation, load_tokenizer(self._model), self._model)
         except RunError as error:
             self._diagnosis.remarks.append(f"stop tokens are those of the model's configuration: {error}")
-            ids = (*generation.stop_token_ids, *declared_end_tokens(self._model))
+            ids = (*generation.stop_token_ids, *read_end_tokens(self._model))
             return StopConditions(ids, tuple(generation.stop_strings))
 
     @property

@@ -84,7 +84,7 @@ def test_the_table_has_every_tensor_once_in_its_shape() -> None:
         (part.name, part.shape)
         for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers)))
         if not entry.copy
-        for part in entry.slices(shape, layer, 0, 1)
+        for part in entry.list_slices(shape, layer, 0, 1)
     ]
     assert sorted(found) == sorted((name, tuple(weight.shape)) for name, weight in model.named_parameters())
 

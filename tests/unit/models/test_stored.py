@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.models.families import build_weight_map, is_untied_by_weights, parse_model_shape, read_model_shape
-from megatron_grpo.models.stored_tensors import has_own_head, stored_tensors
+from megatron_grpo.models.stored_tensors import has_own_head, list_stored_tensors
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.trainer.hf_export import build_quantization_config, quantize_tensors
 from tests.support.tiny_models import make_tiny_model
@@ -190,17 +190,17 @@ def test_files_that_only_some_would_read(copy_of: Callable[..., Path]) -> None:
     tensors = load_file(folder / FILE)
     save_file({"a": torch.zeros(1)}, folder / "consolidated.safetensors")
     with pytest.raises(ValueError, match=r"consolidated.safetensors lies beside model.safetensors"):
-        stored_tensors(folder)
+        list_stored_tensors(folder)
     (folder / "consolidated.safetensors").unlink()
     names = sorted(tensors)
     save_file({name: tensors[name] for name in names}, folder / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"has both model.safetensors, which transformers reads"):
-        stored_tensors(folder)
+        list_stored_tensors(folder)
     (folder / FILE).unlink()
-    assert stored_tensors(folder).keys() == tensors.keys()
+    assert list_stored_tensors(folder).keys() == tensors.keys()
     del index["weight_map"][names[0]]
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"holds {names[0]}, which is in no file"):
-        stored_tensors(folder)
+        list_stored_tensors(folder)

@@ -44,7 +44,7 @@ def entry(name: str, shape: ModelShape = SHAPE) -> WeightEntry:
 
 
 def full_tensors(of: WeightEntry) -> list[Tensor]:
-    return [torch.randn(tensor.shape(SHAPE)) for tensor in of.hf]
+    return [torch.randn(tensor.compute_shape(SHAPE)) for tensor in of.hf]
 
 
 def cut(full: Tensor, part: WeightSlice) -> Tensor:
@@ -52,7 +52,7 @@ def cut(full: Tensor, part: WeightSlice) -> Tensor:
 
 
 def local(of: WeightEntry, full: list[Tensor], rank: int, size: int, rows: int = 0) -> Tensor:
-    slices = of.slices(SHAPE, 0, rank, size)
+    slices = of.list_slices(SHAPE, 0, rank, size)
     return merge_slices(of, [cut(t, s) for t, s in zip(full, slices, strict=True)], SHAPE, rows)
 
 
@@ -81,7 +81,7 @@ def test_ranks_that_share_a_group_have_even_parts_of_its_rows(size: int) -> None
     parts = [local(of, full, rank, size) for rank in range(size)]
     assert {len(part) for part in parts} == {len(whole) // size}
     assert torch.equal(torch.cat(parts), whole)
-    split = [split_parameter(of, part, of.slices(SHAPE, 0, rank, size), SHAPE) for rank, part in enumerate(parts)]
+    split = [split_parameter(of, part, of.list_slices(SHAPE, 0, rank, size), SHAPE) for rank, part in enumerate(parts)]
     for position, tensor in enumerate(full):
         assert torch.equal(torch.cat([one[position] for one in split]), tensor)
 
@@ -108,10 +108,10 @@ def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
 def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str, size: int) -> None:
     shape = replace(SHAPE, family=family, ffn_hidden=12)
     for of in build_weight_map(shape):
-        full = [torch.randn(tensor.shape(shape)) for tensor in of.hf]
+        full = [torch.randn(tensor.compute_shape(shape)) for tensor in of.hf]
         collected: list[list[Tensor]] = [[] for _ in full]
         for rank in range(size):
-            slices = of.slices(shape, 0, rank, size)
+            slices = of.list_slices(shape, 0, rank, size)
             parts = [cut(t, s) for t, s in zip(full, slices, strict=True)]
             assert [s.local_shape for s in slices] == [tuple(p.shape) for p in parts]
             merged = merge_slices(of, parts, shape, rows=pad_vocab(shape, size) // size)

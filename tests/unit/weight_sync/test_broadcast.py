@@ -91,7 +91,7 @@ def _send(links: SourceLinks, bad_message: int | None = None) -> None:
         if number == bad_message:
             raise RuntimeError("cannot be merged")
         for piece, parcel in zip(links.messages[number], links.packed_pieces[number], strict=True):
-            whole = ENTRIES[piece["entry"]].hf[piece["tensor"]].shape(SHAPE)
+            whole = ENTRIES[piece["entry"]].hf[piece["tensor"]].compute_shape(SHAPE)
             tensor = full_tensor(format_tensor_name(ENTRIES, piece), whole).view(whole[0], -1)
             pack_piece(parcel, message, tensor[slice(*piece["rows"]), slice(*piece["columns"])])
 
@@ -123,7 +123,7 @@ def test_every_worker_receives_all_tensors_whole(members: Any) -> None:
     ] * (SOURCES + RECEIVERS)
     for model in models:
         expected = {
-            tensor.name.format(layer=layer): tensor.shape(SHAPE)
+            tensor.name.format(layer=layer): tensor.compute_shape(SHAPE)
             for entry in ENTRIES
             if not entry.copy
             for tensor in entry.hf

@@ -35,7 +35,9 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     for piece in plans[0][~near]:
         entry = build_weight_map(shape)[piece["entry"]]
         assert entry.axis is not None, "what is not split is everywhere"
-        parts = [find_box(entry.slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)]
+        parts = [
+            find_box(entry.list_slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)
+        ]
         own, other = parts[piece["target"] % 2], parts[1 - piece["target"] % 2]
         inside = [box.row <= piece["rows"][0] and box.column <= piece["columns"][0] for box in (own, other)]
         held = inside[0] and piece["rows"][1] <= own.row_end and piece["columns"][1] <= own.column_end

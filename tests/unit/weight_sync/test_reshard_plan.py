@@ -43,7 +43,7 @@ def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
     """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
     entry, expert = build_weight_map(shape)[piece["entry"]], int(piece["expert"])
     part = place.expert_tensor if entry.per_expert else place.tensor
-    slices = entry.slices(shape, int(piece["layer"]), part.index, part.count, expert)
+    slices = entry.list_slices(shape, int(piece["layer"]), part.index, part.count, expert)
     rows = pad_vocab(shape, part.count) // part.count
     parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
     whole = split_parameter(entry, parameter, slices, shape)[piece["tensor"]]
@@ -243,7 +243,7 @@ def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
     part = place.expert_tensor if entry.per_expert else place.tensor
     numbers = 0
     for tensor in entry.hf:
-        size = int(np.prod(tensor.shape(shape)))
+        size = int(np.prod(tensor.compute_shape(shape)))
         if "kv_heads" in tensor.dims:
             size = size // shape.key_value_heads * max(shape.key_value_heads // part.count, 1)
         elif "vocab" in tensor.dims:
