@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, Head
 from megatron_grpo_kernels.kept_tokens import Vocabulary, find_kept_bounds, mask_removed_
-from megatron_grpo_kernels.logprob import _logits, _targets
+from megatron_grpo_kernels.logprob import _compute_logits, _locate_targets
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 
@@ -21,7 +21,7 @@ class FilteredLogprobs(NamedTuple):
     """Log-probability of the target under softmax over the kept tokens; -inf where the filter removes the target."""
     entropy: Tensor
     """Entropy of that distribution, in nats."""
-    whole: Tensor
+    unfiltered: Tensor
     """Log-probability of the target under softmax over the whole vocabulary."""
 
 
@@ -37,10 +37,11 @@ def filtered_logprobs(
     scale: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> FilteredLogprobs:
-    """Log-probability of a target under softmax(scale * weight @ hidden) over the tokens that a filter keeps.
+    """Log-probability of a target over the tokens that a filter keeps.
 
-    The kept tokens are constants: the gradient is that of a softmax over a fixed set, and 0 for a removed target. Each
-    chunk's logits are computed again in the backward pass.
+    The distribution is softmax(scale * weight @ hidden) over these tokens. The kept tokens are constants: the gradient
+    is that of a softmax over a fixed set, and 0 for a removed target. Each chunk's logits are computed again in the
+    backward pass.
 
     Args:
         hidden: [tokens, hidden], any float type, equal on all ranks of the group.
@@ -57,10 +58,10 @@ def filtered_logprobs(
         Three numbers for each token. Gradients flow to the hidden states and the weight; that of the hidden states is
         this rank's part, which adds up over the group.
     """
-    real = weight.shape[0] if columns is None else columns
+    columns = weight.shape[0] if columns is None else columns
     vocabulary = Vocabulary(start, weight.shape[0], group)
     result: tuple[Tensor, Tensor, Tensor] = _FilteredLogprobs.apply(
-        hidden, weight, targets, token_filter, vocabulary, real, scale, chunk_tokens
+        hidden, weight, targets, token_filter, vocabulary, columns, scale, chunk_tokens
     )
     return FilteredLogprobs(*result)
 
@@ -80,26 +81,25 @@ class _FilteredLogprobs(torch.autograd.Function):
         scale: float,
         chunk_tokens: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, hidden] and [rows, hidden], any float type, with targets [tokens], int64, to [tokens], float32."""
         tokens, start = len(targets), vocabulary.start
         head = Head(hidden, weight, columns, targets - start, scale)
-        here, index = _targets(head)
+        is_local, index = _locate_targets(head)
         # Over kept tokens: sums of e = exp(z - top) and of e (z - top); over all: of e; and the target's logit.
         sums = torch.zeros(4, tokens, dtype=torch.float32, device=hidden.device)
         top, cut, share = torch.empty(3, tokens, dtype=torch.float32, device=hidden.device)
-        chunks = _chunks(tokens, vocabulary.rows, chunk_tokens)
+        chunks = _split_tokens(tokens, vocabulary.rows, chunk_tokens)
         for rows in chunks:
-            z = _logits(hidden[rows], head.real, scale)
+            z = _compute_logits(hidden[rows], head.unpadded_weight, scale)
             top[rows], cut[rows], share[rows] = find_kept_bounds(z, token_filter, vocabulary)
             if columns:
-                sums[3, rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
+                sums[3, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
             below = z - top[rows, None]
             weights = below.exp()
             sums[2, rows] = weights.sum(dim=1)
             mask_removed_(weights, z, cut[rows], share[rows])
             sums[0, rows] = weights.sum(dim=1)
             sums[1, rows] = torch.linalg.vecdot(weights, below)
-        vocabulary.reduced(sums)
+        vocabulary.reduce(sums)
         log_sum, of_target = sums[0].log(), sums[3]
         logsumexp, logsumexp_of_all, entropy = top + log_sum, top + sums[2].log(), log_sum - sums[1] / sums[0]
         # A NaN among the logits makes the sum NaN, which must not pass for a token that the filter removes.
@@ -111,7 +111,7 @@ class _FilteredLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the three results, [tokens], float32, to those of hidden states and weight.
+        """Compute the gradients of hidden states and weight.
 
         Over the kept tokens d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H), and 0 elsewhere; over
         the whole vocabulary d log q / dz_j = 1[target] - q_j; dz / dhidden = scale * weight.
@@ -119,32 +119,34 @@ class _FilteredLogprobs(torch.autograd.Function):
         hidden, weight, targets, cut, share, logsumexp, logsumexp_of_all, entropy, outside = ctx.saved_tensors
         start, columns, scale, chunks = ctx.of_head
         head = Head(hidden, weight, columns, targets - start, scale)
-        here, index = _targets(head)
-        of_logprobs, of_entropy, of_whole = (torch.zeros_like(cut) if one is None else one for one in grad_outputs)
+        is_local, index = _locate_targets(head)
+        of_logprobs, of_entropy, of_unfiltered = (
+            torch.zeros_like(cut) if gradient is None else gradient for gradient in grad_outputs
+        )
         of_logprobs = of_logprobs.masked_fill(outside, 0.0)
-        of_target = of_logprobs + of_whole
+        of_target = of_logprobs + of_unfiltered
         grad_hidden, grad_weight = torch.zeros_like(hidden), None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in chunks if columns else ():
-            z = _logits(hidden[rows], head.real, scale)
+            z = _compute_logits(hidden[rows], head.unpadded_weight, scale)
             logp = z - logsumexp[rows, None]
             factor = -of_logprobs[rows, None]
             if grad_outputs[1] is not None:
                 factor = factor - of_entropy[rows, None] * (logp + entropy[rows, None])
             grad = mask_removed_(logp.exp_().mul_(factor), z, cut[rows], share[rows])
             if grad_outputs[2] is not None:
-                grad -= z.sub_(logsumexp_of_all[rows, None]).exp_().mul_(of_whole[rows, None])
-            grad.scatter_add_(1, index[rows], torch.where(here[rows, None], of_target[rows, None], 0.0))
+                grad -= z.sub_(logsumexp_of_all[rows, None]).exp_().mul_(of_unfiltered[rows, None])
+            grad.scatter_add_(1, index[rows], torch.where(is_local[rows, None], of_target[rows, None], 0.0))
             rounded = grad.mul_(scale).to(weight.dtype)
-            grad_hidden[rows] = rounded @ head.real
+            grad_hidden[rows] = rounded @ head.unpadded_weight
             if grad_weight is not None:
                 grad_weight[:columns].addmm_(rounded.t().float(), hidden[rows].float())
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, of_weight, None, None, None, None, None, None
 
 
-def _chunks(tokens: int, rows: int, chunk_tokens: int | None) -> list[slice]:
-    """Slices of the tokens, equal on all ranks, which go through the same collectives."""
+def _split_tokens(tokens: int, rows: int, chunk_tokens: int | None) -> list[slice]:
+    # Equal on all ranks, which go through the same collectives.
     size = chunk_tokens or max(1, CHUNK_NUMBERS // rows)
     return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]

@@ -16,7 +16,7 @@ from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, cou
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to FP8, ties to even, on the device of the values: in Triton on CUDA where it is installed, else in torch.
+    """Round to FP8, ties to even: in Triton on CUDA, else in torch.
 
     A block with a number that is not finite becomes NaN as a whole, its scale too. A block whose largest absolute value
     is below 448 * 2^-126 becomes zeros with a scale of 1.
@@ -36,7 +36,7 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_in_torch(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise` in torch, on any device; the Triton kernel equals it bit by bit."""
+    """Quantise in torch on any device; the Triton kernel equals it bit by bit."""
     rows, columns = values.shape
     down, across = count_blocks(rows), count_blocks(columns)
     padded = F.pad(values.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+# Rows and columns that share a scale. The last blocks of a row or column may be smaller.
 BLOCK = 128
-"""Rows and columns that share a scale. The last blocks of a row or column may be smaller."""
 
+# Largest number of float8_e4m3fn.
 LARGEST = 448.0
-"""Largest number of float8_e4m3fn."""
 
+# Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by.
 SMALLEST_SCALE = 2.0**-126
-"""Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by."""
 
 
 def count_blocks(size: int) -> int:
-    """Number of blocks along a side of a matrix."""
+    """Count the blocks along a side of a matrix."""
     return -(-size // BLOCK)

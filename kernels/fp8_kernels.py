@@ -13,16 +13,12 @@ from torch import Tensor
 
 from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, count_blocks
 
+# Compile-time constants of the kernel.
 SETTINGS = {"SMALLEST": SMALLEST_SCALE, "LARGEST": LARGEST, "SIDE": BLOCK, "num_warps": 8}
-"""Compile-time constants of the kernel."""
 
 
 def quantise_in_triton(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise` of [rows, columns], any float type, on CUDA or in the interpreter.
-
-    Returns:
-        [rows, columns], float8_e4m3fn; and the scale of each block, [blocks down, blocks across], float32.
-    """
+    """Quantise on CUDA or in the interpreter (`fp8_blocks.quantise`)."""
     values = values.contiguous()
     bits = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scales = torch.empty(*map(count_blocks, values.shape), dtype=torch.float32, device=values.device)
@@ -41,12 +37,12 @@ def _quantise(
     LARGEST: tl.constexpr,  # noqa: N803
     SIDE: tl.constexpr,  # noqa: N803
 ) -> None:
-    """[rows, columns] to bits, uint8, and scales, [blocks down, blocks across], float32; grid: the blocks."""
+    """Quantise a block to bits, uint8, and a scale; the grid is the blocks."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    index = row[:, None] * columns + column[None, :]
+    value = tl.load(values + index, mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(value)
     largest = tl.broadcast_to(tl.max(tl.max(size, axis=1), axis=0), (SIDE,))
     # A maximum may ignore NaN, so numbers that are not finite are searched for separately.
@@ -56,21 +52,23 @@ def _quantise(
     scale = tl.where(scale < SMALLEST, 1.0, scale)
     scale = tl.where(broken > 0, float("nan"), scale)
     scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], (SIDE, SIDE)))
-    tl.store(bits + place, _to_bits(scaled).to(tl.uint8), mask=inside)
+    tl.store(bits + index, _to_bits(scaled).to(tl.uint8), mask=inside)
     first = tl.arange(0, SIDE)
     tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1) + first, scale, mask=first == 0)
 
 
 @triton.jit
 def _to_bits(value: tl.tensor) -> tl.tensor:
-    """Bits of float8_e4m3fn, uint32, nearest to a float32 of at most 448, ties to even; NaN to NaN.
+    """Round float32 of at most 448 to the bits of float8_e4m3fn.
 
-    Sign, 4 bits of exponent with bias 7, 3 of mantissa; 1111 111 is NaN, and there is no infinity.
+    Ties to even; NaN stays NaN. Sign, 4 bits of exponent with bias 7, 3 of mantissa; 1111 111 is NaN, and there is no
+    infinity.
     """
     word = value.to(tl.uint32, bitcast=True)
     sign = (word >> 24) & 0x80
     size = word & 0x7FFFFFFF
-    # 20 of the 23 bits of mantissa are dropped: adding 0x7FFFF and the last kept bit rounds to nearest, ties to even.
+    # 20 of the 23 bits of mantissa are dropped: adding 0x7FFFF and the last remaining bit rounds to nearest, ties to
+    # even.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (127 - 7) * 8
     # Below 2^-6 numbers are 2^-9 apart, as float32 is at 2^14: the addition rounds, and its last bits are the result.
     low = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000

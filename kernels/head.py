@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Default number of logits, or of their gradients, in memory at once: 256 MiB of float32. With fewer, the sums of
+# gradients over chunks take longer than the products.
 CHUNK_NUMBERS = 2**26
-"""Default number of logits, or of their gradients, that are held at once: 256 MiB of float32. With fewer, the sums of
-gradients over chunks take longer than the products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The operands of the logits z = scale * weight @ hidden, for this rank's part of the vocabulary."""
+    """Operands of this rank's logits: z = scale * weight @ hidden."""
 
     hidden: Tensor
     """[tokens, hidden], any float type."""
@@ -28,7 +28,7 @@ class Head:
     scale: float
 
     @property
-    def real(self) -> Tensor:
+    def unpadded_weight(self) -> Tensor:
         """[columns, hidden]: the weight without padding."""
         return self.weight[: self.columns]
 
@@ -42,22 +42,22 @@ class Statistics:
     sums: Tensor
     """[3, ..., tokens], float32: sum_j exp(z_j - m), sum_j exp(z_j - m) (z_j - m), and the target's logit or 0."""
 
-    def relative_to(self, top: Tensor) -> Tensor:
-        """The sums with `top` in place of m; `top`, [..., tokens], float32, is at least m.
+    def rebase_sums(self, top: Tensor) -> Tensor:
+        """Compute the sums with `top`, [..., tokens], in place of m.
 
-        With d = m - top: exp(z - top) = exp(z - m) exp(d), and z - top = z - m + d. Sums of parts of the vocabulary can
-        then be added up.
+        `top` is at least m. With d = m - top: exp(z - top) = exp(z - m) exp(d), and z - top = z - m + d. Sums of parts
+        of the vocabulary can then be added up.
         """
-        there = self.highest.isfinite()
-        shift = torch.where(there, self.highest - top, 0.0)
-        factor = torch.where(there, shift.exp(), 0.0)  # 0 for a part that is all padding
+        has_entries = self.highest.isfinite()
+        shift = torch.where(has_entries, self.highest - top, 0.0)
+        factor = torch.where(has_entries, shift.exp(), 0.0)  # 0 for a part that is all padding
         exponentials, weighted, target = self.sums
         return torch.stack([exponentials * factor, (weighted + exponentials * shift) * factor, target])
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """The input of a head's backward pass: the distribution of its logits, and the gradients of its outputs."""
+    """Input of a head's backward pass: the logits' distribution and output gradients."""
 
     logsumexp: Tensor
     """[tokens], float32: log of the sum of exp(logit) over all ranks' parts of the vocabulary."""
@@ -72,10 +72,13 @@ class BackwardInput:
 
 
 class HeadKernel(Protocol):
-    """The arithmetic of a head with at least one token and one column."""
+    """Arithmetic of a head with at least one token and one column."""
 
-    def statistics(self, head: Head) -> Statistics:
-        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+    def compute_statistics(self, head: Head) -> Statistics:
+        """Compute statistics of this rank's vocabulary: highest [tokens], sums [3, tokens]."""
 
-    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
-        """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None."""
+    def compute_gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
+        """Compute gradients of hidden states and weight, in their shapes and dtypes.
+
+        Padding gets zeros, a frozen weight None.
+        """

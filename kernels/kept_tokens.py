@@ -14,27 +14,30 @@ from torch import Tensor
 from megatron_grpo_kernels.head import CHUNK_NUMBERS
 from megatron_grpo_kernels.token_filter import TokenFilter
 
+# Likeliest entries of each rank's part of the vocabulary that are looked at first. Where a filter keeps more, which is
+# rare, a token's whole vocabulary is gathered and sorted: the result is exact in both cases.
 CANDIDATES = 1024
-"""Likeliest entries of each rank's part of the vocabulary that are looked at first. Where a filter keeps more, which is
-rare, a token's whole vocabulary is gathered and sorted: the result is exact in both cases."""
 
 
 class Bounds(NamedTuple):
-    """The kept tokens of rows of logits: those above the cut, and some of those equal to it."""
+    """Kept tokens: all above the cut, and some at the cut."""
 
     top: Tensor
     """[rows], float32: the highest logit."""
     cut: Tensor
     """[rows], float32: the lowest kept logit."""
     share: Tensor
-    """[rows], float32: share of the tokens with the logit `cut` that is kept. Below 1 where top-p ends among equally
-    likely tokens: vLLM keeps any of them, only their number is certain."""
+    """[rows], float32: share of the tokens at the cut that is kept.
+
+    Below 1 where top-p ends among equally likely tokens: vLLM keeps any of them, only their number is certain.
+    """
 
 
 def mask_removed_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -> Tensor:
-    """Multiply weights of tokens in place by 1 if `Bounds` keep the token, by its share at the cut, and by 0 below.
+    """Multiply weights by 1 above the cut, the share at it, 0 below.
 
-    `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN among the logits is kept.
+    In place. `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN among the logits is
+    kept.
     """
     weights.masked_fill_(logits < cut[:, None], 0.0)
     return weights.mul_(torch.where(logits == cut[:, None], share[:, None], 1.0))
@@ -51,14 +54,14 @@ class Vocabulary:
     group: dist.ProcessGroup | None
     """Ranks that together have the vocabulary; None: this rank has all of it."""
 
-    def reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """A tensor of any shape reduced over the ranks, in place."""
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a tensor over the ranks, in place."""
         if self.group is not None:
             dist.all_reduce(values, operation, group=self.group)
         return values
 
-    def joined(self, values: Tensor) -> Tensor:
-        """[rows, n] of each rank to [rows, ranks * n], in the order of the vocabulary."""
+    def join_parts(self, values: Tensor) -> Tensor:
+        """Join each rank's [rows, n] to [rows, ranks * n], by vocabulary order."""
         if self.group is None:
             return values
         parts = [torch.empty_like(values) for _ in range(self.group.size())]
@@ -72,7 +75,7 @@ def find_kept_bounds(
 ) -> Bounds:
     """Find which tokens a filter keeps; collective over the ranks of the vocabulary.
 
-    The order is vLLM's: logits come after the temperature; then min-p, top-k, and top-p of what is left. top-p removes
+    The order is vLLM's: logits come after the temperature; then min-p, top-k, and top-p of the rest. top-p removes
     the least likely tokens whose probabilities add up to no more than 1 - top_p.
 
     Args:
@@ -83,7 +86,7 @@ def find_kept_bounds(
         candidates: likeliest entries of each rank to look at first.
     """
     highest = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-    top = vocabulary.reduced(highest, dist.ReduceOp.MAX)
+    top = vocabulary.reduce(highest, dist.ReduceOp.MAX)
     if token_filter.min_p > 0:
         lowest = top + math.log(token_filter.min_p)
         logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
@@ -92,40 +95,42 @@ def find_kept_bounds(
     if token_filter.top_k is None and token_filter.top_p >= 1:
         return Bounds(top, lowest, torch.ones_like(top))
     number = max(candidates, 2 * (token_filter.top_k or 0))
-    cut, share, is_exact = _bounds(logits, token_filter, vocabulary, top, min(number, vocabulary.rows))
+    cut, share, is_exact = _compute_bounds(logits, token_filter, vocabulary, top, min(number, vocabulary.rows))
     if number < vocabulary.rows and not is_exact.all():  # the ranks agree: they have computed this from equal numbers
-        for rows in _slices(torch.nonzero(~is_exact)[:, 0], vocabulary):
-            cut[rows], share[rows], _ = _bounds(logits[rows], token_filter, vocabulary, top[rows], vocabulary.rows)
+        for rows in _split_rows(torch.nonzero(~is_exact)[:, 0], vocabulary):
+            cut[rows], share[rows], _ = _compute_bounds(
+                logits[rows], token_filter, vocabulary, top[rows], vocabulary.rows
+            )
     return Bounds(top, torch.maximum(cut, lowest), share)
 
 
-def _slices(rows: Tensor, vocabulary: Vocabulary) -> Iterator[Tensor]:
-    """Row numbers, [chosen], int64, in pieces whose whole vocabularies may be gathered and sorted at once."""
+def _split_rows(rows: Tensor, vocabulary: Vocabulary) -> Iterator[Tensor]:
+    """Split row indices into pieces whose vocabularies may be gathered at once."""
     ranks = 1 if vocabulary.group is None else vocabulary.group.size()
     yield from rows.split(max(1, CHUNK_NUMBERS // 8 // (ranks * vocabulary.rows)))
 
 
-def _bounds(
+def _compute_bounds(
     logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabulary, top: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut, share at the cut, and whether both are certain, [rows] each, from `number` likeliest entries of each rank.
+    """Compute (cut, share at the cut, are both certain), [rows] each.
 
-    Every entry above the lowest candidate of each rank that has more entries is among the candidates. So the bounds
-    are certain if all that is kept is above these.
+    They follow from the `number` likeliest entries of each rank. Every entry above the lowest candidate of each rank
+    that has more entries is among the candidates. So the bounds are certain if all that is kept is above these.
     """
-    values, floor, others = _candidates(logits, vocabulary, top, number)
-    values = vocabulary.joined(values).sort(dim=1).values
+    values, floor, remainder = _find_candidates(logits, vocabulary, top, number)
+    values = vocabulary.join_parts(values).sort(dim=1).values
     is_exact = torch.ones_like(top, dtype=torch.bool)
     if token_filter.top_k is not None:
         kth = values[:, -min(token_filter.top_k, values.shape[1])]
         if token_filter.top_p >= 1:
             return kth, torch.ones_like(kth), is_exact
-        is_exact, others = (kth > floor) | floor.isneginf(), None
+        is_exact, remainder = (kth > floor) | floor.isneginf(), None
         values = values.masked_fill(values < kth[:, None], -torch.inf)
-    if others is None:
+    if remainder is None:
         probabilities = values.softmax(dim=1)
     else:  # entries that are no candidates come first in the order; together they are like one more entry
-        probabilities = torch.cat([(top + others.log())[:, None], values], dim=1).softmax(dim=1)
+        probabilities = torch.cat([(top + remainder.log())[:, None], values], dim=1).softmax(dim=1)
     is_beyond = probabilities.cumsum(dim=1)[:, -values.shape[1] :] <= 1 - values.new_tensor(token_filter.top_p)
     is_beyond[:, -1] = False
     removed = is_beyond.sum(dim=1, keepdim=True)
@@ -136,10 +141,10 @@ def _bounds(
     return cut, kept_ties / ties, is_exact & ((cut > floor) | floor.isneginf())
 
 
-def _candidates(
+def _find_candidates(
     logits: Tensor, vocabulary: Vocabulary, top: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The likeliest entries of this rank, in no order.
+    """Find the likeliest entries of this rank, in no order.
 
     Returns:
         Logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more entries,
@@ -147,12 +152,12 @@ def _candidates(
         [rows], float32, None if there can be none.
     """
     columns = logits.shape[1]
-    floor, others = torch.full_like(top, -torch.inf), torch.zeros_like(top)
+    floor, remainder = torch.full_like(top, -torch.inf), torch.zeros_like(top)
     if columns > number:
-        values, places = logits.topk(number, dim=1, sorted=False)
-        floor, others = values.amin(dim=1), logits.sub(top[:, None]).exp_().scatter_(1, places, 0.0).sum(dim=1)
+        values, indices = logits.topk(number, dim=1, sorted=False)
+        floor, remainder = values.amin(dim=1), logits.sub(top[:, None]).exp_().scatter_(1, indices, 0.0).sum(dim=1)
     else:
         values = torch.nn.functional.pad(logits, (0, number - columns), value=-torch.inf)
     if number >= vocabulary.rows:
         return values, floor, None
-    return values, vocabulary.reduced(floor, dist.ReduceOp.MAX), vocabulary.reduced(others)
+    return values, vocabulary.reduce(floor, dist.ReduceOp.MAX), vocabulary.reduce(remainder)

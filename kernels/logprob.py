@@ -16,39 +16,40 @@ from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadK
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLogprobs:
-    """The torch kernel: chunk by chunk; it computes logits again in the backward pass (a third more arithmetic)."""
+    """The torch kernel, chunk by chunk; backward computes logits again (a third more arithmetic)."""
 
     chunk_tokens: int | None
     """Tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits."""
 
-    def statistics(self, head: Head) -> Statistics:
-        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+    def compute_statistics(self, head: Head) -> Statistics:
         tokens = len(head.local)
-        here, index = _targets(head)
+        is_local, index = _locate_targets(head)
         highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
         sums = torch.empty(3, tokens, dtype=torch.float32, device=head.hidden.device)
-        for rows in self._chunks(head):
-            z = _logits(head.hidden[rows], head.real, head.scale)
+        for rows in self._split(head):
+            z = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale)
             highest[rows] = z.amax(dim=1)
-            sums[2, rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
+            sums[2, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
             below = z.sub_(highest[rows, None])  # relative to the highest logit no exponential overflows
             weights = below.exp()
             sums[0, rows] = weights.sum(dim=1)
             sums[1, rows] = torch.linalg.vecdot(weights, below)
         return Statistics(highest, sums)
 
-    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
-        """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None.
+    def compute_gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
+        """Compute gradients of hidden states and weight (`HeadKernel`).
 
         d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
         """
-        here, index = _targets(head)
+        is_local, index = _locate_targets(head)
         grad_hidden = torch.empty_like(head.hidden)
         grad_weight = None
         if inputs.of_weight:
             grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
-        for rows in self._chunks(head):
-            logp = _logits(head.hidden[rows], head.real, head.scale).sub_(inputs.logsumexp[rows, None])
+        for rows in self._split(head):
+            logp = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale).sub_(
+                inputs.logsumexp[rows, None]
+            )
             coefficient = inputs.of_logprobs[rows, None]
             # In place: a chunk's logits take as much memory as all activations of its tokens.
             if inputs.of_entropy is None:
@@ -56,27 +57,26 @@ class ChunkedLogprobs:
             else:
                 by_entropy = (logp + inputs.entropy[rows, None]).mul_(-inputs.of_entropy[rows, None])
                 grad = logp.exp_().mul_(by_entropy.sub_(coefficient))
-            grad.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
+            grad.scatter_add_(1, index[rows], torch.where(is_local[rows, None], coefficient, 0.0))
             grad = grad.mul_(head.scale).to(head.weight.dtype)
-            grad_hidden[rows] = grad @ head.real
+            grad_hidden[rows] = grad @ head.unpadded_weight
             if grad_weight is not None:
                 grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
         return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype)
 
-    def _chunks(self, head: Head) -> Iterator[slice]:
-        """The tokens of a head in turn, as slices."""
+    def _split(self, head: Head) -> Iterator[slice]:
         tokens, size = len(head.local), self.chunk_tokens or max(1, CHUNK_NUMBERS // head.columns)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
-def _targets(head: Head) -> tuple[Tensor, Tensor]:
-    """Whether this rank has the target, [tokens], bool; and the target's column or 0, [tokens, 1], int64."""
-    here = (head.local >= 0) & (head.local < head.columns)
-    return here, torch.where(here, head.local, 0)[:, None]
+def _locate_targets(head: Head) -> tuple[Tensor, Tensor]:
+    """Find (is the target on this rank, [tokens]; its column or 0, [tokens, 1])."""
+    is_local = (head.local >= 0) & (head.local < head.columns)
+    return is_local, torch.where(is_local, head.local, 0)[:, None]
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """[tokens, hidden] and [columns, hidden], any float type, to [tokens, columns], float32."""
+def _compute_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Compute [tokens, columns], float32, from [tokens, hidden] and [columns, hidden]."""
     return (hidden @ weight.t()).float().mul_(scale)
 
 
@@ -92,7 +92,7 @@ def linear_logprobs(
     kernel: Literal["fused", "chunked", "auto"] | HeadKernel = "auto",
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of a target under softmax(scale * weight @ hidden), and the entropy of that distribution.
+    """Log-probability of a target and entropy of softmax(scale * weight @ hidden).
 
     With z = scale * weight @ hidden: log p = z_target - logsumexp(z); H = logsumexp(z) - sum_j p_j z_j, in nats.
 
@@ -115,14 +115,15 @@ def linear_logprobs(
     Raises:
         ValueError: `kernel` is "fused", and the fused kernel cannot run on these tensors.
     """
-    real = weight.shape[0] if columns is None else columns
-    way = _kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel
-    both: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden, weight, targets - start, real, group, scale, way)
-    return both
+    columns = weight.shape[0] if columns is None else columns
+    kernel = _choose_kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel
+    result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(
+        hidden, weight, targets - start, columns, group, scale, kernel
+    )
+    return result
 
 
-def _kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> HeadKernel:
-    """The kernel of this name for hidden states [tokens, hidden]; neither ever holds [tokens, columns]."""
+def _choose_kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> HeadKernel:
     if name == "auto":
         name = "fused" if hidden.is_cuda and importlib.util.find_spec("triton") is not None else "chunked"
     if name == "chunked":
@@ -147,14 +148,14 @@ class _LinearLogprobs(torch.autograd.Function):
         scale: float,
         kernel: HeadKernel,
     ) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] and [rows, hidden], any float type, with rows [tokens], int64, to [tokens], float32."""
+        """Compute log-probabilities and entropies; `local` is each target's row, [tokens], int64."""
         head = Head(hidden, weight, columns, local, scale)
-        found = kernel.statistics(head) if len(local) and columns else _of_nothing(local)
-        highest, sums = found.highest, found.sums
+        statistics = kernel.compute_statistics(head) if len(local) and columns else _make_empty_statistics(local)
+        highest, sums = statistics.highest, statistics.sums
         if group is not None:
             highest = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-            sums = found.relative_to(highest)
+            sums = statistics.rebase_sums(highest)
             dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
         logsumexp, entropy = highest + log_sum, log_sum - sums[1] / sums[0]
@@ -165,7 +166,6 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of log-probabilities and entropies, [tokens], float32, to those of hidden states and weight."""
         hidden, weight, local, logsumexp, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = grad_outputs
         if of_logprobs is None:
@@ -173,13 +173,13 @@ class _LinearLogprobs(torch.autograd.Function):
         if len(local) and ctx.columns:
             head = Head(hidden, weight, ctx.columns, local, ctx.scale)
             inputs = BackwardInput(logsumexp, entropy, of_logprobs, of_entropy, of_weight=ctx.needs_input_grad[1])
-            both = ctx.kernel.gradients(head, inputs)
+            both = ctx.kernel.compute_gradients(head, inputs)
         else:
             both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         return *both, None, None, None, None, None
 
 
-def _of_nothing(local: Tensor) -> Statistics:
-    """The statistics of `local`, [tokens], on a rank whose part of the vocabulary is all padding, or without tokens."""
+def _make_empty_statistics(local: Tensor) -> Statistics:
+    """Make the statistics of a rank whose vocabulary is all padding, or without tokens."""
     empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
     return Statistics(torch.full_like(empty[0], -torch.inf), empty)

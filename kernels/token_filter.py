@@ -1,4 +1,4 @@
-"""The filter of sampling, which removes unlikely tokens; without torch, for messages between processes."""
+"""The filter of sampling, which removes unlikely tokens; imports no torch, for messages between processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenFilter:
-    """Which tokens sampling keeps, by vLLM's options of these names."""
+    """The tokens that sampling keeps, by vLLM's options of these names."""
 
     top_k: int | None = None
     """Keep this many likeliest tokens, and all that are as likely as the last of them; None: all."""

@@ -392,7 +392,7 @@ class PolicyRank(ModelRank):
             logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=self._head_kernel)
             return logprobs, replace(tokens, entropy=entropy)
         filtered = filtered_logprobs(*operands, self.settings.token_filter, **arguments)
-        return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.whole)
+        return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.unfiltered)
 
 
 class ValueRank(ModelRank):

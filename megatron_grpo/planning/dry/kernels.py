@@ -202,7 +202,7 @@ def run_attention(
 class ShapedLogprobs:
     """Stand-in for `FusedLogprobs`: makes the tensors of the fused kernel for log-probabilities."""
 
-    def statistics(self, head: Head) -> Statistics:
+    def compute_statistics(self, head: Head) -> Statistics:
         """Statistics of this rank's vocabulary, all float32.
 
         The highest logits are [tokens], the sums [3, tokens].
@@ -211,7 +211,7 @@ class ShapedLogprobs:
         highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
         return Statistics(highest, highest.new_empty(3, len(head.local)))
 
-    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
+    def compute_gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
         """Gradients in the shapes and dtypes of hidden states and weight."""
         for _ in range(3 if inputs.of_weight else 2):  # the logits again, and a product for each gradient
             _note_logits(head)

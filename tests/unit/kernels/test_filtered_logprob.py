@@ -76,7 +76,7 @@ def test_values_and_gradients_are_those_of_a_softmax_over_the_kept_tokens(name: 
         distribution.entropy(),
         torch.distributions.Categorical(logits=logits).log_prob(targets),
     )
-    actual = (torch.where(inside, found.logprobs, 0.0), found.entropy, found.whole)
+    actual = (torch.where(inside, found.logprobs, 0.0), found.entropy, found.unfiltered)
     torch.testing.assert_close(actual, expected)
     losses = [
         sum((one * factor).sum() for one, factor in zip(both, factors, strict=True)) for both in (actual, expected)
@@ -137,7 +137,7 @@ def test_a_removed_target_has_no_gradient() -> None:
     logits = torch.tensor([[3.0, 0.0, -1.0]], requires_grad=True)
     found = filtered_logprobs(logits, torch.eye(3), torch.tensor([2]), TokenFilter(top_k=2))
     assert found.logprobs.isneginf().all()
-    assert found.whole.item() == pytest.approx(torch.tensor([3.0, 0.0, -1.0]).log_softmax(0)[2].item())
+    assert found.unfiltered.item() == pytest.approx(torch.tensor([3.0, 0.0, -1.0]).log_softmax(0)[2].item())
     found.logprobs.masked_fill(found.logprobs.isneginf(), 0.0).sum().backward()
     assert (logits.grad == 0).all()
 
@@ -171,13 +171,13 @@ def test_whole_vocabularies_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch
     """However many tokens keep more than the candidates, no more of their logits are sorted at once."""
     monkeypatch.setattr(kept_tokens, "CHUNK_NUMBERS", 8 * 2 * 40)
     sizes: list[int] = []
-    original = kept_tokens._bounds
+    original = kept_tokens._compute_bounds
 
     def watched(logits: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
         sizes.append(len(logits))
         return original(logits, *arguments)
 
-    monkeypatch.setattr(kept_tokens, "_bounds", watched)
+    monkeypatch.setattr(kept_tokens, "_compute_bounds", watched)
     logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0)) / 10  # nearly uniform: many are kept
     bounds = find_kept_bounds(logits, TokenFilter(top_p=0.9), kept_tokens.Vocabulary(0, 40, None), candidates=4)
     assert sizes == [7, 2, 2, 2, 1]

@@ -38,18 +38,18 @@ def blocks_of(case: Case, numbers: int) -> tuple[Results, list[int]]:
     from megatron_grpo_kernels import fused_logprob
 
     held: list[int] = []
-    original = fused_logprob._product
+    original = fused_logprob._multiply
 
     def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         held.append(left.shape[1])
         return original(left, right)
 
     before = fused_logprob.CHUNK_NUMBERS
-    fused_logprob.CHUNK_NUMBERS, fused_logprob._product = numbers, watched
+    fused_logprob.CHUNK_NUMBERS, fused_logprob._multiply = numbers, watched
     try:
         return by_kernel(case, "fused"), held
     finally:
-        fused_logprob.CHUNK_NUMBERS, fused_logprob._product = before, original
+        fused_logprob.CHUNK_NUMBERS, fused_logprob._multiply = before, original
 
 
 def test_the_backward_pass_holds_a_block_at_a_time() -> None:
