@@ -66,7 +66,7 @@ class GRPOSaveState(TypedDict):
 
 
 class PPOSaveState(GRPOSaveState):
-    """Progress of a PPO run, with the same fields as for GRPO."""
+    """Progress of a PPO run."""
 
 
 def make_save_state() -> GRPOSaveState:
@@ -108,23 +108,17 @@ class SamplingRun:
     """Callbacks of a script."""
 
     def make_check(self, groups: Sequence[SampledGroup], step: int, dataset: str = "training") -> StepCheck:
-        """Make the check for non-finite values of a step.
-
-        `dataset` names the data set of the prompts, for messages.
-        """
+        """Make the check of a step's values; `dataset` is for messages."""
         return StepCheck(self.run_dir, self.rollouts.fetch, groups, step, dataset)
 
     @property
     def loader_state(self) -> dict[str, Any]:
-        """Position in the data, for a checkpoint.
-
-        It is that after the last prompts that a step has taken, without those in the sample buffer.
-        """
+        """Position in the data after the last step."""
         return self.loader.state_dict() if self.buffer is None else self.buffer.loader_state
 
     @property
     def end_of_data(self) -> str:
-        """Message for a run whose prompts or recorded steps are used up."""
+        """Message for the end of the prompts or recorded steps."""
         if isinstance(self.loader, RecordedSteps):
             return self.loader.end_of_data
         return f"the data is used up: {self.config.training_loop.max_num_epochs} epoch(s)"
@@ -165,7 +159,7 @@ SomeRun = TypeVar("SomeRun", bound=SamplingRun)
 
 
 def count_step(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Advance the progress of a run by a step with these metrics."""
+    """Advance the progress by a step with these metrics."""
     state, epoch = run.state, run.loader_state["epoch"]
     if epoch > state["current_epoch"]:
         state["current_epoch"] = epoch

@@ -15,11 +15,7 @@ from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunEr
 
 @contextmanager
 def complete_files(run: SamplingRun) -> Iterator[None]:
-    """Complete rollouts and checkpoint if the body fails.
-
-    Raises:
-        RunError: the error of the body; a file that cannot be written is one, too.
-    """
+    """Complete rollouts and checkpoint if the body fails."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -42,12 +38,7 @@ def complete_files(run: SamplingRun) -> Iterator[None]:
 
 @contextmanager
 def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Iterator[None]:
-    """Save the finished steps, whose last has `metrics`, if the step in the body fails.
-
-    Args:
-        run: the run before the step.
-        metrics: metrics of the last finished step.
-    """
+    """Save the finished steps if the step in the body fails."""
     # Sampling advances the counts and the loader, so the state to save is that from before the step.
     before, began = Snapshot.from_run(run), time.monotonic()
     try:
@@ -61,7 +52,7 @@ def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Itera
 
 
 def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
-    """Save a step that was learnt, and raise the failure of its refit."""
+    """Save a learnt step, and raise the failure of its refit."""
     step, failure = run.state["total_steps"], error.failure
     # Noted first, because saving waits for ranks that may be busy.
     result = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
@@ -70,7 +61,7 @@ def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
 
 
 def end_after_step(run: SamplingRun, report: StepReport, failure: RunError) -> NoReturn:
-    """Log and save the last step, and raise the failure after it."""
+    """Log and save the last step, and raise the failure."""
     with note_failures(run, "the rollouts of the last step could not be written"):
         log_step(run, report, report.metrics)
     if not isinstance(failure, ModelLostError):
@@ -79,7 +70,6 @@ def end_after_step(run: SamplingRun, report: StepReport, failure: RunError) -> N
 
 
 def _describe_continuation(run: SamplingRun) -> str:
-    """Name the checkpoint from which a run that ends now can continue."""
     steps = run.checkpointer.list_steps()
     if not steps:
         return "there is no checkpoint: the run begins anew when it is started again"

@@ -78,19 +78,12 @@ __all__ = [
 
 
 def grpo_train(run: GRPORun) -> None:
-    """Train until a limit, early stopping or the end of the prompts.
-
-    The loop validates and saves on the way.
-    """
+    """Train until a limit, early stopping or the end of the data."""
     train_steps(run, grpo_step)
 
 
 def async_grpo_train(run: GRPORun) -> None:
-    """Train a run with grpo.async_grpo.enabled: NeMo RL's name for `grpo_train`, which does the same.
-
-    Raises:
-        ValueError: the run was set up without asynchronous sampling.
-    """
+    """Train with grpo.async_grpo.enabled: NeMo RL's name for `grpo_train`."""
     if run.buffer is None:
         raise ValueError("this run samples synchronously; set it up with grpo.async_grpo.enabled=true")
     grpo_train(run)
@@ -102,7 +95,7 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
 
 
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step: sample, score, learn, publish; None: no prompts are left.
+    """Do one step: sample, score, learn, publish; None: no prompts left.
 
     Raises:
         SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as

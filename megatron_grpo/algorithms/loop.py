@@ -29,7 +29,7 @@ StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
 
 
 def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
-    """Train until a limit, early stopping or the end of the prompts.
+    """Train until a limit, early stopping or the end of the data.
 
     Raises:
         SamplingError: sampling or scoring failed, or training and generation disagree too much; the finished steps were
@@ -70,7 +70,7 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
-    """Validate if due, log the step, save if due; returns the step's metrics."""
+    """Validate if due, log the step, save if due; returns its metrics."""
     step, loop, metrics = run.state["total_steps"], run.config.training_loop, dict(report.metrics)
     try:
         if _is_validation_due(run) or (loop.val_at_end and step == loop.max_num_steps):
@@ -154,10 +154,7 @@ def _should_stop_early(run: SamplingRun) -> bool:
 
 
 def _has_stop_file(run: SamplingRun) -> bool:
-    """Tell whether somebody wants the run to end soon.
-
-    It is a person, or Slurm before the time of the job is up.
-    """
+    """Tell whether a person, or Slurm, asks to stop."""
     return (run.logger.run_dir / STOP_FILE).exists()
 
 

@@ -37,23 +37,19 @@ class Placement:
         self._unsettled = False
 
     def wake_engines(self, timer: StepTimer) -> None:
-        """Wake the engines with the weights they already had.
-
-        The models leave the devices, optimizers included, and engines can sample until `offload_engines`.
-        """
+        """Wake the engines with the weights they already had; the models leave the devices."""
         if not self._sampling:
             self._load_engine_weights(timer)
             self._start_sampling(timer)
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
-        """Hold both sides' weights on the devices in the body; afterwards engines can sample."""
+        """Hold the weights of both sides on the devices during the body."""
         self._load_engine_weights(timer)
         yield
         self._start_sampling(timer)
 
     def _load_engine_weights(self, timer: StepTimer) -> None:
-        """Load the engines' weights beside the policy's, where optimizers and other models were."""
         if self._engines is None or self._policy is None:
             return
         self._unsettled = True  # until every part has succeeded
@@ -65,7 +61,6 @@ class Placement:
             self._engines.wake("weights")
 
     def _start_sampling(self, timer: StepTimer) -> None:
-        """Offload the policy's weights, and give their memory to the engines' caches."""
         if self._engines is None or self._policy is None:
             return
         with timer.phase("offload"):
@@ -75,7 +70,7 @@ class Placement:
         self._sampling, self._unsettled = True, False
 
     def offload_engines(self, timer: StepTimer) -> None:
-        """Put engines to sleep and load the models, to compute or to be saved.
+        """Put engines to sleep and load the models.
 
         Raises:
             SamplingError: an engine failed. A second call loads the models in spite of it, so that they can be saved.
@@ -98,7 +93,7 @@ class Placement:
 
 
 def publish(transport: WeightTransport, placement: Placement, version: int, timer: StepTimer) -> TransferReport:
-    """Send the policy's weights to all engines, which serve them as `version`.
+    """Send the weights to all engines, which serve them as `version`.
 
     Raises:
         RefitError: the engines do not serve the version; the models are as before.
@@ -119,7 +114,7 @@ def publish(transport: WeightTransport, placement: Placement, version: int, time
 
 
 def _describe_differing_weights(transport: WeightTransport, placement: Placement, timer: StepTimer) -> str:
-    """Name the tensors in which engines differ from the policy, if possible."""
+    """Name the tensors in which engines differ from the policy."""
     try:
         placement.offload_engines(timer)  # the models' weights may be in host memory
         with placement.refit(timer):

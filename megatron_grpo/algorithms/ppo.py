@@ -26,15 +26,12 @@ __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train"
 
 
 def ppo_train(run: PPORun) -> None:
-    """Train until a limit, early stopping or the end of the prompts.
-
-    The loop validates and saves on the way.
-    """
+    """Train until a limit, early stopping or the end of the data."""
     train_steps(run, ppo_step)
 
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step: sample, score, value, learn, publish; None: no prompts are left.
+    """Do one step of PPO; None: no prompts are left.
 
     In the first ppo.policy_training_start_step steps only the value model is trained. The policy's unchanged weights
     are still published, so that the weight version stays the number of steps.

@@ -58,7 +58,7 @@ CALM_STEPS = 10
 
 
 class ProbErrorState(TypedDict):
-    """The noise that a run has measured, and the episode under way."""
+    """The noise that a run has measured, and its episode."""
 
     precision: str
     """Precision of policy and engines for which the noise was measured (`name_noise_kind`)."""
@@ -72,10 +72,7 @@ class ProbErrorState(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class NoiseBounds:
-    """How far rounding may move the probability error above 1.
-
-    docs/metrics.md has the measurements.
-    """
+    """How far rounding may move the probability error above 1 (docs/metrics.md)."""
 
     first: float
     """The bound before the noise is measured."""
@@ -84,7 +81,7 @@ class NoiseBounds:
 
     @staticmethod
     def from_config(config: Config, shape: ModelShape) -> NoiseBounds:
-        """Choose the bounds of a run; infinite at first where sampling differs from training on purpose."""
+        """Choose the bounds of a run."""
         if config.generation.has_unmatched_sampling:
             return NoiseBounds(math.inf, 0.25)
         precision = config.coarsest_precision
@@ -100,10 +97,7 @@ class NoiseBounds:
 
 
 def name_noise_kind(config: Config) -> str:
-    """Name the kind of noise a run has.
-
-    Noise that was measured under another name does not count.
-    """
+    """Name the noise of a run; other names do not count."""
     penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
     return f"{config.coarsest_precision}{penalties}"
 
@@ -134,7 +128,7 @@ class NoiseComparison:
 def compare_with_noise(
     state: ProbErrorState, bounds: NoiseBounds, metrics: Mapping[str, float], age: int, limit: float | None
 ) -> NoiseComparison:
-    """Compare a step with the noise so far, which it joins within the bound.
+    """Compare a step with the noise so far.
 
     Args:
         state: noise and episode, which are updated.
@@ -212,10 +206,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
 
 
 def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
-    """Compute the age of the oldest token of a step.
-
-    It is the number of updates between the weights that drew the token and those that train on it.
-    """
+    """Count the updates since the oldest token of a step was drawn."""
     return int(compute_age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
 
 
@@ -260,10 +251,7 @@ def require_agreement(
 
 
 def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Mapping[str, float]) -> NoReturn:
-    """End the run before it learns from a step.
-
-    `metrics`: the figures of the error, for the step's line in metrics.jsonl.
-    """
+    """End the run before it learns from a step."""
     limit, step = batch.prob_error_limit, check.step
     assert limit is not None
     rollouts = (

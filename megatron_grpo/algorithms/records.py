@@ -35,10 +35,7 @@ from megatron_grpo.rollouts.pool import RolloutPool
 
 
 class RecordedSteps(Batches):
-    """Recorded steps of an earlier run, in place of a loader.
-
-    For checkpoints it has that run's position in the data. `path` is the folder of the run, or of its rollouts.
-    """
+    """Recorded steps of an earlier run, in place of a loader."""
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
         self.path, self.prompts_per_batch = path, prompts_per_batch
@@ -51,19 +48,15 @@ class RecordedSteps(Batches):
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the recorded run's loader after the last step that was read (JSON)."""
+        """State of the recorded run's loader after the last read step."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which the recorded run's loader had this state."""
+        """Continue after the step with this state of the loader."""
         self._position, self.epoch = state, int(state["epoch"])
 
     def require_start(self, step: int) -> None:
-        """Check that the recording does not begin after `step`, the next one.
-
-        Raises:
-            ConfigError: the recording begins later.
-        """
+        """Check that the recording does not begin after `step`."""
         if min(self.files) > step:
             text = f"begins with step {min(self.files)}, and this run with step {step}; start from the checkpoint that "
             raise ConfigError([Problem(f"debug.rollouts_from={self.path}", f"{text}the recorded run started from")])
@@ -75,10 +68,7 @@ class RecordedSteps(Batches):
 
 
 class RolloutDumps:
-    """Writes rollouts while their step learns.
-
-    The step is reported only when its rollouts are on disk.
-    """
+    """Writes rollouts while their step learns."""
 
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
         self._rollouts, self._config, self._run_dir, self._facts = rollouts, config, run_dir, facts
@@ -88,14 +78,14 @@ class RolloutDumps:
         self._current: tuple[int, list[SampledGroup], StepBatch | None, StepFacts] | None = None
 
     def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
-        """Hold the rollouts of a step until `begin`, or `write_all` if it fails before.
+        """Hold the rollouts of a step until `begin` or `write_all`.
 
-        Later stages add advantages and log-probabilities to `batch`; None: the run does not train.
+        `batch` is extended by later stages; None: the run does not train.
         """
         self._current = (step, groups, batch, facts)
 
     def begin(self) -> None:
-        """Begin to write the rollouts of the current step that logger.rollouts selects."""
+        """Begin to write the rollouts that logger.rollouts selects."""
         assert self._current is not None, "hold() comes first"
         step, groups, batch, facts = self._current
         self._current = None
@@ -106,16 +96,12 @@ class RolloutDumps:
             self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, sample=limit)
 
     def finish(self, step: int) -> None:
-        """Wait until the rollouts of a step are on disk.
-
-        Raises:
-            RunError: they could not be written.
-        """
+        """Wait until the rollouts of a step are on disk."""
         if step in self._writing:
             self._rollouts.wait_dump(self._writing.pop(step))
 
     def write_all(self) -> None:
-        """Write the rollouts of a failed step, and wait until all are on disk."""
+        """Write the rollouts of a failed step, and wait for all."""
         if self._current is not None:
             self.begin()
         for step in list(self._writing):
@@ -128,10 +114,7 @@ class RolloutDumps:
 
 
 def describe_run(config: Config, folder: Path) -> RunFacts:
-    """Describe a run for its files of rollouts.
-
-    `folder` has the model of the policy.
-    """
+    """Describe a run for its files of rollouts."""
     loop = config.training_loop
     return RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
@@ -148,10 +131,7 @@ _NAMED_PROMPTS = 8  # most prompts that a message names; the file has all of the
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """Checks the values of one step; a non-finite value ends the run.
-
-    Its responses are written to a file.
-    """
+    """Ends the run if a value of a step is not finite."""
 
     run_dir: Path
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
@@ -186,11 +166,7 @@ class StepCheck:
             self.stop(value_name, bad_rewards, error=SamplingError)
 
     def require_finite(self, field: str, is_finite: NDArray[np.bool_], batch: StepBatch) -> None:
-        """Check that a field is finite wherever it is used, [sequences], bool.
-
-        Raises:
-            RunError: the field is not finite somewhere (`stop` makes the message).
-        """
+        """Check that a field is finite where it is used: [sequences], bool."""
         if not is_finite.all():
             bad_sequences = np.flatnonzero(~is_finite)
             values = {field: _fetch_values(batch, field, bad_sequences)}
@@ -243,12 +219,12 @@ class StepCheck:
 
 
 def _are_finite(values: Sequence[float | None]) -> bool:
-    """Check that all values but None are finite in float32, the type of the computation."""
+    """Check that values fit into float32, which the computation uses."""
     return all(value is None or abs(value) <= LARGEST_FLOAT32 for value in values)  # false for NaN
 
 
 def _fetch_values(batch: StepBatch, field: str, sequences: NDArray[np.int64]) -> list[list[float]]:
-    """Fetch the values of a field in some sequences, [chosen], from the partitions that hold them."""
+    """Fetch the values of a field in some sequences."""
     if field == "advantages" and batch.advantages is not None:
         return [[float(batch.advantages[sequence])] for sequence in sequences]
     values: dict[int, list[float]] = {}

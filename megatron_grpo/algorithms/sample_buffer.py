@@ -44,7 +44,7 @@ class SampleBuffer(ABC):
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        """Begin prompts as far as allowed, then take a generation batch of groups.
+        """Begin prompts as far as allowed, then take a generation batch.
 
         Args:
             batches: prompts of generation batches, in the order of the data; the same iterator each time.
@@ -82,7 +82,7 @@ class _GenerationBatch:
 
 
 class OrderedBuffer(SampleBuffer):
-    """Generation batches in the order of the data; steps take them in this order.
+    """Generation batches, which steps take in the order of the data.
 
     Why no sample is ever too old: a weight version is the number of steps that the policy has learnt from, so a step
     that begins after v steps learns with version v, and v is also what engines generate with when it begins. A batch
@@ -136,7 +136,7 @@ class _BufferedPrompt:
 
 
 class FirstComplete:
-    """Prompts under way, of which a step takes `prompts_per_take` complete ones, the oldest first.
+    """Prompts under way, of which a step takes the oldest complete ones.
 
     A prompt that was begun with weights of version w must be taken by the step that learns with version
     w + max_age_steps at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
@@ -164,16 +164,16 @@ class FirstComplete:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of the prompts that no step has taken, in their order."""
+        """Rows of the prompts that no step has taken."""
         return [prompt.row for prompt in self._prompts.values()]
 
     @property
     def complete(self) -> int:
-        """Number of prompts that are complete and that no step has taken."""
+        """Number of complete prompts that no step has taken."""
         return sum(prompt.complete is not None for prompt in self._prompts.values())
 
     def add(self, row: int, version: int) -> int:
-        """Record a prompt that is begun with weights of this version; returns its number."""
+        """Record a prompt that is begun; returns its number."""
         assert len(self._prompts) < self._per_take * (self._max_age + 1), "prompts begun further ahead become too old"
         self._prompts[self._next_number] = _BufferedPrompt(row, version)
         self._next_number += 1
@@ -184,10 +184,9 @@ class FirstComplete:
         self._prompts[complete.number].complete = complete
 
     def take(self, version: int) -> list[CompletePrompt] | None:
-        """Take the prompts of the step that learns with this version of weights.
+        """Take the prompts of the next step, in the data's order.
 
-        Returns:
-            The prompts in the order of their rows in the data; None: too few are complete yet.
+        None: too few are complete yet. `version`: that of the weights that the step learns with.
         """
         complete = [prompt.complete for prompt in self._prompts.values() if prompt.complete is not None]
         complete = complete[: self._per_take]
@@ -202,10 +201,7 @@ class FirstComplete:
         return complete
 
     def _can_meet_deadlines(self, version: int) -> bool:
-        """Check that later steps can take every other prompt in time.
-
-        The oldest complete prompts are taken now.
-        """
+        """Check that later steps can take the other prompts in time."""
         for last in range(version, version + self._max_age):
             due = [prompt for prompt in self._prompts.values() if prompt.version + self._max_age <= last]
             later = self._per_take * (last - version)
@@ -250,10 +246,6 @@ class Oversampling(SampleBuffer):
         return renumber_groups(groups)
 
     def count_prompts(self) -> dict[str, float]:
-        """Count prompts in the buffer, and those that steps passed over.
-
-        oversampling_left_over: by this step; oversampling_resumed: its own that earlier steps had passed over.
-        """
         return {
             "buffer_depth": float(self._buffer.complete),
             "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
@@ -262,10 +254,7 @@ class Oversampling(SampleBuffer):
         }
 
     def _begin_prompts(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
-        """Begin prompts until enough are under way.
-
-        Their seeds come from their generation batches.
-        """
+        """Begin prompts until enough are under way."""
         needed = self._per_take * (self._loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:

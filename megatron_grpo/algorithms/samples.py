@@ -27,7 +27,7 @@ _GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"
 
 @dataclass(slots=True)
 class StepSamples:
-    """Rollouts that were sampled for a step, and figures of their sampling.
+    """Rollouts that were sampled for a step, with figures of sampling.
 
     Example: num_prompts_per_step=2 with dynamic sampling. Of three sampled groups A, B, C the rewards of B are all
     equal, so `groups` is [A, C], `sampled` has the outcomes of A, B and C, and `dropped` those of B.
@@ -48,7 +48,7 @@ class StepSamples:
     """Number of groups, the first of `groups`, that were sampled before the run was resumed; `sampled` lacks them."""
 
     def make_facts(self, loader_state: dict[str, Any]) -> StepFacts:
-        """Make the facts for the step's file of rollouts; `loader_state`: after the step."""
+        """Make the facts for the step's file of rollouts."""
         names = [name for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)]
         return StepFacts(
             position=loader_state,
@@ -60,12 +60,12 @@ class StepSamples:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Outcomes of the groups to train on; samples of a prompt are neighbours."""
+        """Outcomes of the groups to train on, prompt by prompt."""
         return [outcome for group in self.groups for outcome in group.outcomes]
 
 
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample the groups of the next step, or read them from a recording; None: none are left.
+    """Sample the groups of the next step; None: none are left.
 
     Raises:
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
@@ -88,7 +88,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
 
 
 def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample until enough groups have a signal; None: no prompts are left.
+    """Sample until enough groups have a signal; None: no prompts left.
 
     Groups of a step that is not filled stay in run.batch_cache, for a continuation with more epochs.
     """
@@ -130,10 +130,7 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
 
 
 def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer) -> StepSamples | None:
-    """Read the samples of the next step; None: the recording has no more.
-
-    Progress and the loader's position advance as they did in the recorded run.
-    """
+    """Read the next step's samples; None: the recording has no more."""
     state, loop = run.state, run.config.training_loop
     step = state["total_steps"] + 1
     if step not in recording.files:
@@ -144,6 +141,7 @@ def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer)
     samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
     samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
     samples.metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
+    # Progress and the position in the data advance as they did in the recorded run.
     recording.load_state_dict(facts.position)
     run.batch_cache.clear()
     state["generation_batches"] += int(facts.dynamic_sampling.get(_GEN_BATCHES, 1))
@@ -152,10 +150,7 @@ def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer)
 
 
 def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
-    """Sample the next generation batch, or take it from the buffer.
-
-    None: no prompts are left.
-    """
+    """Sample the next generation batch; None: no prompts are left."""
     state = run.state
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
@@ -174,7 +169,6 @@ def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: 
 
 
 def _compute_async_metrics(run: SamplingRun, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
-    """Compute the metrics of asynchronous sampling, about the samples that are trained on."""
     if run.buffer is None:
         return {}
     waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
@@ -206,7 +200,7 @@ class DynamicBatch(Generic[Group]):
 def dynamic_sampling(
     groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
 ) -> DynamicBatch[Group]:
-    """Add the groups with a signal to those that wait for a step.
+    """Add groups with a signal to those that wait for a step.
 
     Args:
         groups: groups of one generation batch, in the order in which they were sampled.

@@ -61,11 +61,7 @@ def save_checkpoint(
 
 
 def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Add a validation to the last step's checkpoint, which is older.
-
-    Raises:
-        RunError: the checkpoint is damaged or cannot be written.
-    """
+    """Add a validation to the last step's checkpoint, which is older."""
     step = run.state["total_steps"]
     state = read_state(run.checkpointer.locate(step))
     state["metrics"] |= metrics
@@ -79,10 +75,7 @@ def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 
 
 def save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot | None = None) -> None:
-    """Save before a failure ends the run; if that fails too, only note it.
-
-    `metrics` and `snapshot` are of the last finished step; None: the driver's state as it is now.
-    """
+    """Save before a failure ends the run, if that is possible."""
     step = run.state["total_steps"]
     if step == 0 or not run.config.has_checkpoints:
         return
@@ -94,10 +87,7 @@ def save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot
 
 @contextmanager
 def note_failures(run: SamplingRun, text: str) -> Iterator[None]:
-    """Note a RunError of the body after `text` instead of raising it.
-
-    The run ends with an earlier failure.
-    """
+    """Note a RunError of the body; an earlier failure is raised."""
     try:
         yield
     except RunError as error:
@@ -105,11 +95,7 @@ def note_failures(run: SamplingRun, text: str) -> Iterator[None]:
 
 
 def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Check that steps have the metric that ranks checkpoints.
-
-    Raises:
-        RunError: checkpointing.metric_name is not a metric of a step.
-    """
+    """Check that steps have the metric of checkpointing.metric_name."""
     config, step = run.config, run.state["total_steps"]
     name, is_ranked = (
         config.ranked_checkpointing.metric_name,

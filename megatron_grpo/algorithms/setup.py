@@ -153,10 +153,6 @@ def _start_processes(config: Config, folder: Path, startup: Startup, stack: Exit
 
 
 def _wait_ready(startup: Startup, processes: _Processes) -> None:
-    """Wait until all processes are up.
-
-    The seconds of the slowest process of each kind become parts of the start-up.
-    """
     models, generation = processes.models, processes.generation
     trained = {"policy": models.policy, "value": models.value} if models else {}
     handles = {kind: handle for kind, handle in {**trained, "engine": generation}.items() if handle is not None}
@@ -164,13 +160,12 @@ def _wait_ready(startup: Startup, processes: _Processes) -> None:
         for handle in (*handles.values(), processes.rollouts):
             handle.wait_ready()
     startup.engine_settings = [] if generation is None else generation.settings_in_use
-    for kind, handle in handles.items():
+    for kind, handle in handles.items():  # the seconds of the slowest process of each kind
         for name in dict.fromkeys(name for report in handle.startup_s for name in report):
             startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in handle.startup_s)
 
 
 def _prepare_model(config: Config, startup: Startup) -> Path:
-    """Find the policy's model, which is made first if the recipe prepares it."""
     if is_prepared(config):
         with startup.part("prepare"):
             assert config.prepare.name is not None
@@ -179,7 +174,6 @@ def _prepare_model(config: Config, startup: Startup) -> Path:
 
 
 def _load_prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
-    """Load the prompts of the run, or a recording that replaces them."""
     with startup.part("prompts"):
         if config.debug.rollouts_from is None:
             return load_examined_prompts(config, folder, startup.user_objects.tokenizer)
@@ -198,7 +192,6 @@ class _Progress:
 
 
 def _wait_for_checkpoint(startup: Startup) -> Path | None:
-    """Wait for the verified checkpoint to start from, then remove leftovers of interrupted writes."""
     if not startup.start_from.done():
         text = "waiting until all files of the checkpoint to start from are read and verified"
         print(text, file=sys.stderr, flush=True)
@@ -208,10 +201,7 @@ def _wait_for_checkpoint(startup: Startup) -> Path | None:
 
 
 def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
-    """Load the checkpoint at `path` into models and loader.
-
-    None: the run begins anew.
-    """
+    """Load the checkpoint into models and loader; None: begin anew."""
     progress = _Progress()
     if path is not None:
         state = read_state(path)

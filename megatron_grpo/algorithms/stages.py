@@ -35,10 +35,7 @@ from megatron_grpo.weight_sync.refit_calls import RefitError
 
 
 def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:
-    """Lay the rollouts of a step out in partitions, in the object store.
-
-    `cost`: the cost of a sequence to the policy, by which work is divided equally among replicas.
-    """
+    """Lay the rollouts of a step out in partitions of equal cost."""
     batch = StepBatch.from_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
     batch.partitions = partition_sequences(config, batch, cost)
     batch.fields = rollouts.build_partitions(groups, batch.partitions)
@@ -48,7 +45,7 @@ def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPoo
 def add_logprobs(
     config: Config, batch: StepBatch, policy: MegatronPolicy, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> dict[str, float]:
-    """Add the log-probabilities that the step needs, and leave out inconsistent responses.
+    """Add the log-probabilities that the step needs.
 
     prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy.
 
@@ -89,7 +86,7 @@ def add_logprobs(
 def learn(
     config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, check: StepCheck
 ) -> TrainResult | None:
-    """Do all optimizer steps of the policy, and update the reference if due.
+    """Do all optimizer steps of the policy; update the reference if due.
 
     Returns:
         None: no token is in the loss, and the weights are as they were.
@@ -138,10 +135,7 @@ def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult |
 def learn_values(
     config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, check: StepCheck
 ) -> dict[str, float]:
-    """Do all optimizer steps of the value model; returns its metrics.
-
-    Without a token in the loss there are none.
-    """
+    """Do all optimizer steps of the value model; returns its metrics."""
     minibatch = config.value.train_global_batch_samples
     result = _train(config, batch, value, loss_fn, minibatch, check, "the value model's gradient")
     if result is None:
@@ -175,7 +169,7 @@ def _train(
 def train_in_minibatches(
     model: ModelRanks, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
-    """Train passes over the batch, an optimizer step for every `samples` sequences.
+    """Train passes over the batch in optimizer steps of `samples` sequences.
 
     The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. The results are
     combined; None: there was no optimizer step.
@@ -229,7 +223,7 @@ def publish_and_report(
     assessment: Assessment,
     timer: StepTimer,
 ) -> StepReport:
-    """Publish the weights at the end of a step, and report the step.
+    """Publish the weights of a step, and report the step.
 
     Raises:
         UnpublishedStepError: the engines do not serve the weights; the error has the report.

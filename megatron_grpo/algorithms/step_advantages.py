@@ -45,7 +45,7 @@ class Scores:
 
     @staticmethod
     def join(scores: Sequence[Scores]) -> Scores:
-        """Join the scores of several sets of groups, one after the other."""
+        """Join the scores of several sets of groups."""
         reward_parts = [part.reward_parts for part in scores if part.reward_parts is not None]
         return Scores(
             rewards=torch.cat([part.rewards for part in scores]),
@@ -57,10 +57,7 @@ class Scores:
 
 
 def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
-    """Scale and shape the rewards of whole groups, and find learning signals.
-
-    The samples of a prompt are neighbours in `outcomes`.
-    """
+    """Scale and shape rewards of groups, and find learning signals."""
     samples = config.training_loop.num_generations_per_prompt
     rewards = torch.tensor(
         [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes], dtype=torch.float32
@@ -85,7 +82,7 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 
 
 def _split_rewards(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
-    """Split rewards by function: [functions, groups, samples], and the functions' weights, [functions], float32."""
+    """Split rewards by function, and give the weight of each."""
     weights = {name: weight for section in config.env.values() for name, weight in section.function_weights.items()}
     rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in weights]
     samples = config.training_loop.num_generations_per_prompt

@@ -28,7 +28,7 @@ from megatron_grpo.weight_sync.transport import TransferReport
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Metrics and samples of one step, for the files and the progress line."""
+    """Metrics and samples of one step."""
 
     metrics: dict[str, float]
     timing: dict[str, float]
@@ -43,10 +43,7 @@ class StepReport:
 
 
 class UnpublishedStepError(Exception):
-    """A step was learnt, and its weights were not published.
-
-    The loop logs and saves the step, then raises `failure`.
-    """
+    """A step was learnt, and its weights were not published."""
 
     def __init__(self, report: StepReport, failure: RefitError) -> None:
         super().__init__(str(failure))
@@ -77,7 +74,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
 
 
 def compute_learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
-    """Compute the metrics of the policy's optimizer steps; None: there were none."""
+    """Compute the metrics of the policy's optimizer steps, if any."""
     valid_tokens = float(batch.loss_tokens)
     if learned is None:
         return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
@@ -144,11 +141,7 @@ def _compute_throughput(
 
 
 def log_step(run: SamplingRun, report: StepReport, metrics: Mapping[str, float]) -> None:
-    """Log the step that was counted last, once its rollouts are on disk.
-
-    Raises:
-        RunError: the rollouts could not be written; the step was logged all the same.
-    """
+    """Log the last step, once its rollouts are on disk."""
     step = run.state["total_steps"]
     try:
         run.dumps.finish(step)

@@ -65,7 +65,7 @@ def compute_ppo_token_advantages(
     response_tokens: NDArray[np.int64],
     in_loss: NDArray[np.bool_],
 ) -> tuple[TokenArrays, NDArray[np.bool_]]:
-    """Compute advantages and returns of every sampled token, 0 for the others, in float64.
+    """Compute advantages and returns of every sampled token, in float64.
 
     Advantages are normalised over the tokens of sequences `in_loss`, then clipped as configured. Arguments and results
     are those of `compute_token_advantages`, with values in `arrays` and returns beside the advantages.
@@ -86,15 +86,12 @@ def compute_ppo_token_advantages(
 
 
 def choose_policy_logprobs(config: Config) -> str:
-    """Name the policy's log-probabilities to compare with the reference's: those over the whole vocabulary."""
+    """Name the policy's log-probabilities over the whole vocabulary."""
     return "whole_logprobs" if config.generation.has_training_filter else "prev_logprobs"
 
 
 def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:
-    """Compute the KL penalty of each sampled token: [sampled tokens], float32.
-
-    It compares the policy that the step begins with and the reference; None when use_kl_in_reward is off.
-    """
+    """Compute the KL penalty of every sampled token, float32."""
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return None
@@ -127,7 +124,7 @@ def clip_advantages(advantages: Tensor, loop: LoopConfig) -> Tensor:
 
 
 def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Find the sequences whose values of a field are all finite: [sequences], bool."""
+    """Find the sequences with finite values only: [sequences], bool."""
     # Only non-finite values are looked up: nearly always there are none.
     bad_tokens = np.flatnonzero(~np.isfinite(field))
     is_finite = np.ones(len(lengths), dtype=np.bool_)
@@ -152,7 +149,7 @@ def flag_inconsistent_sequences(
 def measure_prob_error(
     lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_]
 ) -> tuple[TokenArrays, tuple[float, float]]:
-    """Measure the probability error of a step as the policy's loss does.
+    """Measure a step's probability error as the policy's loss does.
 
     Returns no fields, and the mean and the largest exp(|prev - generation|) of the tokens in the loss.
     """

@@ -18,7 +18,7 @@ from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metri
 
 
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
-    """Measure the engines' current weights by a response to each validation prompt.
+    """Measure the engines' weights by a response to each validation prompt.
 
     Returns:
         Metrics of `compute_held_out_metrics` with the prefix val_; empty without validation data.
@@ -60,7 +60,7 @@ def sample_responses(
     size: int,
     timer: StepTimer,
 ) -> Iterator[list[SampledGroup]]:
-    """Sample and score responses to all prompts, a batch of `size` prompts at a time.
+    """Sample and score responses to all prompts, in batches.
 
     The same weights give the same prompts the same responses for a seed.
 
@@ -96,10 +96,7 @@ def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Se
 
 
 def _split_outcomes(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
-    """Split outcomes by the name (task or set) of their prompt, sorted by name.
-
-    Prompts without a name are left out.
-    """
+    """Split outcomes by the task or set of their prompt."""
     by_name: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
     for name, group in zip(names, outcomes, strict=True):
         if name is not None:
@@ -113,10 +110,7 @@ def _select_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def update_early_stop(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
-    """Update early stopping with the metrics of a validation.
-
-    A validation without the metric (no response was scored) is ignored.
-    """
+    """Update early stopping with a validation, if a response was scored."""
     if not config.enabled or config.metric_name not in metrics:
         return
     value = metrics[config.metric_name]

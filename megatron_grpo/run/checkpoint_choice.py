@@ -36,10 +36,7 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
 
 
 def _describe_data_difference(checkpoint: Path, config: Config) -> str | None:
-    """Say how the data differs from that of a checkpoint's run.
-
-    None: it does not, or that is not known.
-    """
+    """Say how the data differs from that of a checkpoint's run."""
     try:
         before = read_identity(checkpoint.parent.parent / DATA_FILE)
     except ValueError as error:
@@ -52,7 +49,7 @@ BEST, NEWEST = "best", "newest"
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Find the checkpoint that a path names, which may be RUN_DIR/checkpoints/best or newest.
+    """Find the checkpoint of a path, perhaps checkpoints/best or newest.
 
     Raises:
         ValueError: the run of such a path has no checkpoint, or its configuration cannot be read.
@@ -80,10 +77,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def _describe_adapters(checkpoint: Path) -> str | None:
-    """Describe the adapters of a checkpoint's run.
-
-    None: the checkpoint is not in a run's folder.
-    """
+    """Describe the adapters of a checkpoint's run, if known."""
     try:
         lora = read_config_file(checkpoint.parent.parent / CONFIG_FILE)["policy"]["lora"]
         return LoraConfig(**lora).description

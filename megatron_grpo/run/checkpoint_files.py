@@ -41,18 +41,15 @@ IsCancelled = Callable[[], bool]
 
 
 class CheckpointError(RunError):
-    """A checkpoint is incomplete or damaged; the message names the file and the damage."""
+    """A checkpoint is incomplete or damaged; the message names the file."""
 
 
 class LaterFormatError(RunError):
-    """A later version of this package wrote the checkpoint, which is intact."""
+    """A later version wrote the checkpoint, which is intact."""
 
 
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
-    """Atomically write a JSON object, a key a line.
-
-    The first line is the digest of the others.
-    """
+    """Atomically write a JSON object after a line with its digest."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{lines}\n}}\n".encode()
     line = f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'
@@ -60,12 +57,7 @@ def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
-    """Read a file that `write_with_checksum` wrote.
-
-    Raises:
-        CheckpointError: the file is missing, or a byte of it has changed.
-        OSError: the file is there and cannot be read.
-    """
+    """Read a file of `write_with_checksum`, if no byte has changed."""
     with missing_file_errors(path):
         written = path.read_bytes()
     line = _CHECKSUM_LINE.match(written)
@@ -105,7 +97,7 @@ def _make_record(path: Path, is_cancelled: IsCancelled) -> dict[str, Any]:
 
 
 def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
-    """Call a function for every path in threads; an error cancels all."""
+    """Call a function for every path in threads; errors cancel all."""
     has_failed = Event()
     pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
     try:
@@ -118,9 +110,13 @@ def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[
 
 
 def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Complete a folder that has the models after `step` steps, and sync it to disk.
+    """Add the driver's files to those of the models, and sync all.
 
-    `state` has progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
+    Args:
+        folder: the checkpoint, perhaps under a temporary name.
+        step: training steps before the checkpoint.
+        state: progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
+        loader_state: state of the training data loader.
     """
     import torch  # imported here: a command that only verifies a checkpoint starts at once
 
@@ -142,13 +138,10 @@ def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
 
 
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Atomically replace the driver's state in a checkpoint.
-
-    A checkpoint without a manifest gets no digest of the state, which would mean that the manifest is missing.
-    """
+    """Atomically replace the driver's state in a checkpoint."""
     if (folder / MANIFEST_FILE).exists():
         write_with_checksum(folder / STATE_FILE, state)
-    else:
+    else:  # a digest of the state would mean that the manifest is missing
         write_text(folder / STATE_FILE, json.dumps(dict(state)))
 
 
@@ -191,12 +184,7 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the driver's state; raises CheckpointError if it is missing or damaged.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-        OSError: the file is there and cannot be read.
-    """
+    """Read the driver's state, or raise CheckpointError if it is damaged."""
     path = folder / STATE_FILE
     if (folder / MANIFEST_FILE).exists():
         return read_with_checksum(path)
@@ -214,12 +202,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
-    """Read the loader's state; raises CheckpointError if it is missing or damaged.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-        OSError: the file is there and cannot be read.
-    """
+    """Read the loader's state, or raise CheckpointError if it is damaged."""
     import torch
 
     path = folder / LOADER_FILE
@@ -237,10 +220,7 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
 
 
 def _verify_without_manifest(folder: Path) -> str:
-    """Check a checkpoint from before manifests; returns a remark.
-
-    None of its files may be missing or empty.
-    """
+    """Check a checkpoint of an earlier version; returns a remark."""
     with missing_file_errors(folder):
         if not any(folder.iterdir()):
             raise CheckpointError(f"{folder} is empty")

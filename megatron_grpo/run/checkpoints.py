@@ -54,7 +54,7 @@ class PendingSave:
 
 
 class Checkpointer:
-    """The folder run_dir/checkpoints. One process, the driver, owns it.
+    """The folder run_dir/checkpoints, which the driver alone writes.
 
     `look_only`: let `find_start` only say which damaged checkpoints it would set aside.
     """
@@ -118,7 +118,7 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> None:
-        """Begin to write checkpoint `step`, which `finish` completes; complete the pending one first.
+        """Begin to write checkpoint `step`, which `finish` completes.
 
         Args:
             step: training steps so far.
@@ -142,11 +142,7 @@ class Checkpointer:
         )
 
     def advance(self) -> None:
-        """Advance the pending checkpoint as far as possible without waiting.
-
-        Raises:
-            RunError: it could not be written.
-        """
+        """Advance the pending checkpoint as far as possible without waiting."""
         pending = self.pending
         if pending is None:
             return
@@ -190,17 +186,13 @@ class Checkpointer:
 
     @contextmanager
     def _writing(self, step: int, folder: Path) -> Iterator[None]:
-        """Turn a file error of the body into a RunError.
-
-        After any error nothing is pending, and the incomplete folder is removed, which leaves room for the summary on a
-        full disk.
-        """
+        """Turn a file error of the body into a RunError."""
         try:
             yield
         except BaseException as error:
             self.pending = None
             is_full = self.folder.is_dir() and shutil.disk_usage(self.folder).free < _LEAST_FREE
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # which leaves room for the summary on a full disk
             is_explained = isinstance(error, ModelLostError) or (isinstance(error, RunError) and not is_full)
             if is_explained or not isinstance(
                 error, OSError | RuntimeError
@@ -261,11 +253,7 @@ class Checkpointer:
         raise ConfigError([Problem(f"checkpointing.resume={self.config.resume}", text)])
 
     def _require_intact(self, path: Path, stop: Event | None) -> None:
-        """Check the checkpoint that checkpointing.resume names.
-
-        Raises:
-            ConfigError: the folder is not a checkpoint, or a damaged one.
-        """
+        """Check the checkpoint that checkpointing.resume names."""
         subject = f"checkpointing.resume={self.config.resume}"
         try:
             if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
@@ -319,10 +307,7 @@ class Checkpointer:
             shutil.rmtree(temporary)
 
     def _compute_score(self, step: int) -> float | None:
-        """Compute the score of a checkpoint; higher is better.
-
-        None: the checkpoint cannot be read, so it is not deleted.
-        """
+        """Compute the score of a checkpoint; None: it is unreadable."""
         if self.config.metric_name is None:
             return float(step)
         try:

@@ -166,7 +166,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
 
 
 def compare_with_last_start(folder: Path, config: Config) -> list[str]:
-    """List the changes since the run's last start, a line for each key.
+    """List the changes since the run's last start, one a key.
 
     Raises:
         ConfigError: the folder belongs to another run, or its configuration cannot be read.
@@ -196,17 +196,14 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
 
 
 def _describe_model_difference(folder: Path, path: str, config: Config) -> str | None:
-    """Say why the model is not the one of the run; None: it is.
-
-    Models are compared by their content, and by their paths where one of the contents is not known; `path` is that of
-    the run.
-    """
+    """Say how the model is another than that of the run."""
     now, subject = config.policy.model.path, f"policy.model.path={config.policy.model.path}"
     try:
         digest = json.loads((folder / MODEL_FILE).read_bytes())["digest"]
     except (OSError, ValueError, LookupError, TypeError):
         digest = None
     current = _compute_digest(config)
+    # Paths count only where one of the contents is not known.
     if None not in (digest, current):
         reason = f"{subject} is another model than the run began with, or its files have changed since"
         return None if digest == current else reason
@@ -214,10 +211,7 @@ def _describe_model_difference(folder: Path, path: str, config: Config) -> str |
 
 
 def _compute_digest(config: Config) -> str | None:
-    """Compute the digest of the policy's model.
-
-    None: it is not on this machine yet, or the recipe makes it anew.
-    """
+    """Compute the digest of the policy's model, if it exists."""
     path = config.policy.model.path
     is_elsewhere = path == MISSING or is_made_before_run(config, path)
     model = None if is_elsewhere else find_local_folder(path)
@@ -225,7 +219,7 @@ def _compute_digest(config: Config) -> str | None:
 
 
 def compare_data(folder: Path, config: Config) -> list[str]:
-    """Compare the data with that of the last start; returns remarks on changes.
+    """List the changes of the data since the last start.
 
     Raises:
         ConfigError: the training data is another, so the position to continue from would mean other rows.
@@ -246,10 +240,7 @@ def compare_data(folder: Path, config: Config) -> list[str]:
 
 
 def _compare_data_paths(folder: Path, config: Config) -> list[str]:
-    """Compare the paths of the data, for a folder without digests.
-
-    Folders of earlier versions have none.
-    """
+    """Compare the paths of the data, for folders without digests."""
     try:
         path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:

@@ -71,10 +71,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
 
 
 def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
-    """Begin to start engines alone; the stack ends them.
-
-    They have the weights of the model folder.
-    """
+    """Begin to start engines alone; the stack ends them."""
     generation = replace(config.generation, placement="separate")  # there is no policy to share devices with
     cluster.reserve(None, generation.parallel)
     return _start_generation(replace(config, generation=generation), folder, cluster, stack)
@@ -175,7 +172,7 @@ def start_rollouts(
 
 
 def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
-    """Replace lost engines by new ones, with the weights of the model folder."""
+    """Replace lost engines by new ones with the folder's weights."""
     try:
         generation.replace(lost)
     except RunError as error:

@@ -71,7 +71,7 @@ def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> I
 
 @dataclass(slots=True)
 class Startup:
-    """A run that has its folder and its Ray cluster, while its processes start."""
+    """A run whose processes start: it has its folder and Ray."""
 
     run_dir: Path
     checkpointer: Checkpointer
@@ -92,7 +92,7 @@ class Startup:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Announce a part of the start-up, and add the body's time to its seconds."""
+        """Announce a part of the start-up, and time the body."""
         if name not in self.parts:
             print(_ANNOUNCEMENTS[name], flush=True)
         began = time.monotonic()
@@ -104,7 +104,7 @@ class Startup:
 
 @contextmanager
 def open_run(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
-    """Lock the run's folder and start Ray; leaving the context ends it.
+    """Lock the run's folder and start Ray; leaving ends it.
 
     `began`: time since the epoch at which a script called for the run; None: the run is the command of this process,
     whose imports count too.

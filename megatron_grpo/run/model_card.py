@@ -61,7 +61,7 @@ def _list_data(config: dict[str, Any]) -> str:
 
 
 def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
-    """Send a folder with its card to the hub; returns the repository's address.
+    """Send a folder with its card to the hub; returns its address.
 
     The repository `name`, ORGANISATION/NAME, is made (private) if it does not exist. The other arguments are those of
     `write_model_card`.

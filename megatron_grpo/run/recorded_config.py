@@ -18,15 +18,12 @@ from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
 
 
 def is_composition(name: str) -> bool:
-    """Tell whether an argument of this name composes a configuration.
-
-    It chooses an option of a group, or adds a folder of options.
-    """
+    """Tell whether an argument composes the configuration from files."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """Load the configuration of a run's last start, with some keys changed.
+    """Load the configuration of a run's last start, with changes.
 
     Raises:
         ConfigError: an override (section.key=VALUE in YAML) is not understood, or makes the configuration wrong.
@@ -61,10 +58,7 @@ def override_values(values: dict[str, Any], overrides: Sequence[str], source: st
 
 
 def _set_value(values: dict[str, Any], override: str, algorithm: str) -> None:
-    """Apply section.key=VALUE (in YAML) to a configuration.
-
-    Shared loop keys are stored under the run's algorithm.
-    """
+    """Apply section.key=VALUE (in YAML); the algorithm has the shared loop keys."""
     name, _, text = override.partition("=")
     *sections, last = translate_key(algorithm, name).split(".")
     node: Any = values

@@ -25,9 +25,8 @@ DATA_FOLDER = "data"
 
 
 class ScriptData:
-    """Rows of a script, apart from the run's folder until the run may start.
+    """Rows of a script, kept aside until the run may start.
 
-    It may start when the folder's lock is free and the configuration is accepted.
     A start that is refused leaves the folder, and the rows of a live run in it, as they are.
     """
 
@@ -52,7 +51,7 @@ class ScriptData:
             self._aside = None
 
     def reserve_path(self, run_dir: str, name: str) -> Path:
-        """Reserve the path, without a suffix, to which a dataset is to be written.
+        """Reserve the path, without a suffix, of a dataset.
 
         Raises:
             ConfigError: run_dir is in use by a live run, or nothing can be written there.
@@ -96,7 +95,7 @@ class ScriptData:
             raise ConfigError([Problem(f"run_dir={self._run_dir}", text)])
 
     def name_arguments(self, problem: Problem) -> Problem:
-        """Name the files in a problem as arguments of the script: train_dataset[3]."""
+        """Name files in a problem as the script's arguments: train_dataset[3]."""
         subject, text = problem.subject, problem.text
         for file, argument in self._arguments.items():
             pattern = rf"(?:[\w.]+=)?{re.escape(str(file))}(?::(\d+)|, row (\d+))?"
@@ -109,7 +108,7 @@ class ScriptData:
         return Problem(subject, text)
 
     def settle_paths(self, config: Config) -> None:
-        """Replace the files in a configuration by their paths in the run's folder."""
+        """Replace files in a configuration by those in the run's folder."""
         final = {str(file): str(path) for file, path in self._moves.items()}
         data = config.data
         data.train_path = final.get(data.train_path, data.train_path)
@@ -148,7 +147,6 @@ class ScriptData:
 
 
 def _remove_refused(folder: Path, new_folders: list[Path]) -> None:
-    """Remove the folders that a refused start made, if nobody has used them since."""
     if folder not in new_folders:
         return
     with suppress(RunError, OSError), lock_run_directory(str(folder)):

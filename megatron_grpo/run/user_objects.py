@@ -14,12 +14,7 @@ class Callback:
     """Base class of callbacks, which the driver calls between stages."""
 
     def on_start(self, step: int, run_dir: Path) -> None:
-        """Called when all processes are up.
-
-        Args:
-            step: steps so far, 0 unless the run resumes.
-            run_dir: the run's folder.
-        """
+        """Called when all processes are up, after `step` steps."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | Literal["save"] | None:
         """Called after a step was logged.
@@ -41,10 +36,7 @@ class Callback:
         """Called when a checkpoint is complete in `folder`."""
 
     def on_end(self, step: int) -> None:
-        """Called when training has ended and its last checkpoint is written.
-
-        It is not called after a failure.
-        """
+        """Called when training has ended and its last checkpoint is written."""
 
 
 class Callbacks:
@@ -58,11 +50,7 @@ class Callbacks:
         """True: on_step of a callback has asked for a checkpoint of the last step."""
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Call a method of every callback.
-
-        Raises:
-            RunError: a callback raised an error; the message names both.
-        """
+        """Call a method of every callback; raises RunError if that fails."""
         if event == "on_step":
             self.wants_checkpoint = False
         for callback in self._callbacks:
@@ -80,7 +68,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserObjects:
-    """Objects that a script passes to a run; the command line passes none."""
+    """Objects that a script passes to a run."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that cannot be imported, by their entry in reward_funcs."""
