@@ -52,8 +52,8 @@ from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
     add_logprobs,
     build_batch,
-    learn,
     publish_and_report,
+    train_policy,
 )
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
@@ -108,7 +108,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.placement.offload_engines(timer)
+    run.placement.offload_engines(timer)  # on shared devices models and engines take turns
     check = run.make_check(samples.groups, step)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
@@ -119,9 +119,9 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("advantages"):
         is_finite = add_advantages(config, scores, batch, rollouts)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
-    run.dumps.begin()
+    run.dumps.begin()  # rollouts are written while the policy learns
     with timer.phase("train"):
-        learned = learn(config, batch, policy, run.loss_fn, check)
+        learned = train_policy(config, batch, policy, run.loss_fn, check)
     learning_metrics = compute_learning_metrics(learned, batch)
     assessment = assess_agreement(run, step, learning_metrics, samples.outcomes)
     metrics = {**compute_sampling_metrics(config, samples, scores), **logprob_metrics, **learning_metrics}

@@ -48,7 +48,7 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
     _catch_up_on_validation(run)
     batches = iterate_batches(run.loader, limits.max_num_epochs)
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {}  # of the last step
     while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run):
         _share_progress(run)
         try:
@@ -72,6 +72,8 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     """Validate if due, log the step, save if due; returns its metrics."""
     step, loop, metrics = run.state["total_steps"], run.config.training_loop, dict(report.metrics)
+    # The validation comes first: the step's line has its metrics. If it fails, the models have learnt from the step all
+    # the same, so the step is logged and saved before the run ends.
     try:
         if _is_validation_due(run) or (loop.val_at_end and step == loop.max_num_steps):
             metrics |= _validate(run)

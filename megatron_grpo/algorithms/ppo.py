@@ -12,9 +12,9 @@ from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
     add_logprobs,
     build_batch,
-    learn,
-    learn_values,
     publish_and_report,
+    train_policy,
+    train_value_model,
 )
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
@@ -66,9 +66,9 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     if step > config.ppo.policy_training_start_step:
         # The policy learns first, since it may refuse the step, which then changes nothing.
         with timer.phase("train"):
-            learned = learn(config, batch, policy, run.loss_fn, check)
+            learned = train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):
-        value_metrics = learn_values(config, batch, run.value, run.value_loss_fn, check)
+        value_metrics = train_value_model(config, batch, run.value, run.value_loss_fn, check)
     learning_metrics = compute_learning_metrics(learned, batch)
     assessment = assess_agreement(run, step, learning_metrics, samples.outcomes)
     metrics = {

@@ -83,6 +83,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
             samples.sampled = samples.outcomes
             samples.metrics = _compute_async_metrics(run, samples.outcomes, timer)
     if samples is not None:
+        # Also if dynamic sampling sampled several batches: the counts are since the last step.
         samples.engines = compute_engine_metrics(run.rollouts.take_engine_counts())
     return samples
 
@@ -94,6 +95,7 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
     """
     config, loop = run.config, run.config.training_loop
     samples = StepSamples(carried=len(run.batch_cache))
+    # Groups that waited in a checkpoint are scored anew: it has their rewards, not their scores.
     waiting = [(group, score(config, group.outcomes)) for group in run.batch_cache]
     without_signal = surplus = 0
     for gen_batches in itertools.count(1):

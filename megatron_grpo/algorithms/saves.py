@@ -32,6 +32,7 @@ class Snapshot:
     @staticmethod
     def from_run(run: SamplingRun) -> Snapshot:
         """Copy the driver's part of a checkpoint."""
+        # Deep copies: with async_save the run goes on while the state is being written.
         return Snapshot(copy.deepcopy(run.state), copy.deepcopy(run.loader_state), list(run.batch_cache))
 
 

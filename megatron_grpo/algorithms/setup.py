@@ -91,6 +91,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
 def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
     """Start the processes, load the checkpoint, publish the first weights."""
     folder = _prepare_model(config, startup)
+    # Processes take long to start, so all begin at once; prompts are read meanwhile.
     processes = _start_processes(config, folder, startup, stack)
     models, generation, transport = processes.models, processes.generation, processes.transport
     data = _load_prompts(config, folder, startup)
@@ -104,6 +105,7 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
         if generation is not None and config.generation.is_colocated:
             placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
     if transport is not None:
+        # Version N is the weights after N steps, so a resumed run does not start at 0.
         with startup.part("refit"):
             publish(transport, placement, progress.state["total_steps"], StepTimer())
     sampling = _make_sampling_run(config, startup, folder, processes.rollouts, placement, data, progress, stack)

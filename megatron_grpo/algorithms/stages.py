@@ -56,8 +56,9 @@ def add_logprobs(
         RunError: a log-probability that the step uses is not finite.
         DisagreementError: they are too far from those of generation (`require_agreement`).
     """
-    # A KL penalty in the reward uses every response, the loss only the responses in it.
+    # A KL penalty in the reward uses every response, the loss only the responses in it; others need not be finite.
     needs_all = config.loss_fn.use_kl_in_reward
+    # A step to be replayed has them recorded, even if it learns without them.
     is_recorded = config.logger.has_replay(check.step)
     if config.needs_prev_logprobs or is_recorded:
         with timer.phase("logprobs"):
@@ -78,12 +79,12 @@ def add_logprobs(
         with timer.phase("logprobs"):
             fields, in_loss = ("sampled", "prev_logprobs", "generation_logprobs"), batch.in_loss
             is_flagged, metrics = rollouts.compute(flag_inconsistent_sequences, batch, fields, in_loss, threshold)
-        batch.in_loss = in_loss & ~is_flagged
+        batch.in_loss = in_loss & ~is_flagged  # before the advantages, whose normalisation leaves them out, too
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
 
 
-def learn(
+def train_policy(
     config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, check: StepCheck
 ) -> TrainResult | None:
     """Do all optimizer steps of the policy; update the reference if due.
@@ -132,7 +133,7 @@ def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult |
         write_figures(locate_figures_file(check.run_dir, check.step), figures)
 
 
-def learn_values(
+def train_value_model(
     config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, check: StepCheck
 ) -> dict[str, float]:
     """Do all optimizer steps of the value model; returns its metrics."""
@@ -198,6 +199,7 @@ def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]
     """
     if len(results) == 1:
         return results[0]
+    # A metric is a mean over the tokens in the loss of its optimizer step, which are therefore its weight here.
     weighted_metrics = [
         {
             name: value if is_extreme(name) else value * tokens / sum(loss_tokens)

@@ -116,7 +116,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
         ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
     """
     identity = identify(config)
-    compare_data(folder, config)
+    compare_data(folder, config)  # once more: the data may have changed since the check
     if identity.is_comparable:
         write_json(folder / DATA_FILE, identity.as_json())
     if not (folder / MODEL_FILE).exists() and (digest := _compute_digest(config)) is not None:
@@ -130,6 +130,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
         return
+    # Renamed into place, so that `latest` always points at a run, also while two runs start.
     temporary = folder.parent / f".latest.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.name)

@@ -104,7 +104,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         token_filter=make_training_filter(config.generation),
         decay_steps=config.decay_steps,
         seed=config.training_loop.seed,
-        shares_cores=_shares_cores(config),
+        shares_cores=_uses_shared_cores(config),
     )
 
 
@@ -117,12 +117,12 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         folder=str(folder),
         decay_steps=config.value_decay_steps,
         seed=config.training_loop.seed,
-        shares_cores=_shares_cores(config),
+        shares_cores=_uses_shared_cores(config),
     )
     return MegatronValue(settings, cluster.build_value_options, config.cluster.startup_timeout_s)
 
 
-def _shares_cores(config: Config) -> bool:
+def _uses_shared_cores(config: Config) -> bool:
     """Tell whether the run's engines sample while its models train."""
     return config.training_loop.async_grpo.can_sample_ahead and not config.generation.server.urls
 
@@ -171,9 +171,9 @@ def start_rollouts(
     return rollouts
 
 
-def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
+def restore_from_folder(generation: VllmGeneration, lost_engines: Mapping[int, str]) -> None:
     """Replace lost engines by new ones with the folder's weights."""
     try:
-        generation.replace(lost)
+        generation.replace(lost_engines)
     except RunError as error:
         raise SamplingError(str(error)) from error

@@ -120,6 +120,7 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
     with ExitStack() as stack:
         stack.enter_context(tolerant_output(of_run=True))
         stack.enter_context(interrupt_on_sigterm())
+        # Ray comes last, since it takes seconds to start: most mistakes in folder and checkpoint are reported before.
         run_dir = stack.enter_context(lock_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.ranked_checkpointing)
         checkpointer.keep_forever = config.logger.is_replay_start

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.algorithms.records import StepCheck
-from megatron_grpo.algorithms.stages import combine_results, learn, learn_values, train_in_minibatches
+from megatron_grpo.algorithms.stages import combine_results, train_in_minibatches, train_policy, train_value_model
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
@@ -153,7 +153,7 @@ def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what
     check = StepCheck(tmp_path, rollouts.fetch, groups, step=4)
     config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
     config.value.train_global_batch_samples = 2
-    stage, model = (learn_values if of_values else learn), RecordingPolicy(bad_call=2)
+    stage, model = (train_value_model if of_values else train_policy), RecordingPolicy(bad_call=2)
     with pytest.raises(RunError, match=rf"step 4: {what} is not finite for 1 response\(s\) to prompt\(s\) 35 of"):
         stage(config, make_batch(), model, NO_LOSS, check)  # type: ignore[operator]
     written = json.loads((tmp_path / "non_finite_step_4.json").read_text())
@@ -168,7 +168,7 @@ def test_a_value_model_has_minibatches_of_its_own() -> None:
     config.ppo.ppo_epochs = 2
     model, check = RecordingPolicy(), StepCheck(Path(), FakeRollouts().fetch, [], step=1)
     add_moments(model)
-    metrics = learn_values(config, make_batch(), model, NO_LOSS, check)  # type: ignore[arg-type]
+    metrics = train_value_model(config, make_batch(), model, NO_LOSS, check)  # type: ignore[arg-type]
     assert model.sequences == [[0, 1], [2, 3], [4, 5]] * 2
     assert metrics["value_loss"] == pytest.approx(2.5)
     assert metrics["value_grad_norm"] == pytest.approx(5.0)
