@@ -194,7 +194,7 @@ def _add_setting(job: Job, name: str, key: str, value: Any) -> None:
     job.problems.append(Problem(f"{job.file}: {name}={to_text(value)}", text))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)

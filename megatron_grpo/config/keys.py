@@ -186,7 +186,7 @@ def describe_type(hint: Any) -> str:
     return {bool: "true or false", str: "text", type(None): "null"}.get(hint) or str(getattr(hint, "__name__", hint))
 
 
-def _to_yaml(value: Any) -> str:
+def _to_yaml(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
