@@ -57,7 +57,7 @@ class TaskConfig(PromptConfig):
     """Column with the reference answer."""
 
     apply_chat_template: bool | None = None
-    """Whether prompts are rendered with the chat template."""
+    """Render prompts with the chat template."""
 
 
 @dataclass(kw_only=True)
@@ -129,7 +129,7 @@ class DataConfig(PromptConfig):
     """Environment of rows that have no task_name column."""
 
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
-    """Prompt settings of single tasks, by the name of the task."""
+    """Prompt settings of single tasks, by the name of the task; null: the value of the same key in data."""
 
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template (true) or use the text as it is (false)."""

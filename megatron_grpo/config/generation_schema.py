@@ -49,7 +49,7 @@ class GenerationParallelConfig(Section):
     every expert; equal to `tensor`: each rank has whole experts. vLLM supports no other values."""
 
     data: Positive = 1
-    """Independent engines; each prompt goes to one of them."""
+    """Independent engines, which share the prompts."""
 
     @property
     def ranks_per_engine(self) -> int:
@@ -146,7 +146,7 @@ class EndpointConfig(Section):
     """An OpenAI-compatible endpoint through which agents make the turns of rollouts."""
 
     enabled: bool = False
-    """Whether the endpoint is started."""
+    """Start the endpoint."""
 
     host: str = "127.0.0.1"
     """Address to listen on. If other machines reach it, it needs a token in the environment variable
@@ -216,9 +216,10 @@ class GenerationConfig(Section):
     """Deadline of one generation phase."""
 
     engine_restarts: NonNegative = 2
-    """How often a run replaces each engine of which a process dies, or hangs past a deadline, while it samples or
-    receives weights. The new engine gets the current weights, and the lost responses are sampled again. At the next
-    such failure the steps so far are saved and the run ends; with `placement: colocated`, at the first."""
+    """How often a run replaces an engine, counted for each, when one of its processes dies, or hangs past a deadline,
+    while it samples or receives weights. The new engine gets the current weights, and the lost responses are sampled
+    again. At a further failure, or at the first with `placement: colocated`, the run saves the steps so far and
+    ends."""
 
     engine_args: VllmArguments = field(default_factory=dict)
     """Further arguments of vLLM's engine, which have no key here."""

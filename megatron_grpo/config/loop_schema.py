@@ -31,13 +31,13 @@ class EarlyStopConfig(Section):
     """End training when a validation metric is good or stops improving."""
 
     enabled: bool = False
-    """Whether training may end before max_num_steps."""
+    """Let training end before max_num_steps."""
 
     metric_name: str = "val_accuracy"
     """Validation metric that decides."""
 
     higher_is_better: bool = True
-    """True: a higher metric_name is an improvement; false: a lower one."""
+    """true: a higher metric_name is an improvement; false: a lower one."""
 
     threshold: float | None = None
     """End when the metric reaches this; null is off."""
@@ -209,7 +209,7 @@ class PPOAdvantageConfig(Section):
 
 @dataclass(kw_only=True)
 class PPOConfig(LoopConfig):
-    """Keys that only PPO has; read with algorithm=ppo."""
+    """Keys that only PPO has; for algorithm=ppo."""
 
     num_generations_per_prompt: Positive = 1
     """Responses to each prompt; the value model is the baseline, so one is enough."""

@@ -234,7 +234,7 @@ class Fp8Config(Section):
     (from 9.0); mxfp8: 32 values (from 10.0)."""
 
     parameters: bool = False
-    """Keep the layers' matrices in FP8 alone, besides the optimizer's float32. Needs optimizer.distributed; not with
+    """Keep the layers' matrices only in FP8; the optimizer has them in float32. Needs optimizer.distributed; not with
     mxfp8."""
 
     first_layers_bf16: NonNegative = 0
@@ -347,8 +347,8 @@ class PolicyConfig(Section):
     """Reduce gradients over data-parallel ranks during the backward pass; null: on GPUs."""
 
     overlap_param_gather: bool | None = None
-    """Gather the weights that data-parallel ranks have updated during the next forward pass of training. Needs
-    overlap_grad_reduce and optimizer.distributed; null: on if both are."""
+    """Gather the weights that data-parallel ranks have updated only in the next forward pass of training, while it
+    runs. Needs overlap_grad_reduce and optimizer.distributed; null: on if both are."""
 
     gradient_accumulation_fusion: bool | None = None
     """Accumulate the gradient of a matrix within the multiplication that computes it. Needs GPUs and apex's extension

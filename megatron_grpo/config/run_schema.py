@@ -62,7 +62,7 @@ class CheckpointingConfig(Section):
     rank first."""
 
     higher_is_better: bool = True
-    """True: a higher metric_name makes a better checkpoint; false: a lower one."""
+    """true: a higher metric_name makes a better checkpoint; false: a lower one."""
 
     resume: PathText = "auto"
     """auto: start from the newest intact checkpoint of run_dir, if any; none: start from step 1, in a run_dir without
