@@ -134,7 +134,7 @@ class LoggerConfig(Section):
     """Show the live progress line."""
 
     rollouts: Literal["all", "sample", "off"] = "all"
-    """Rollouts of each step that are written to run_dir/rollouts; debug.rollouts_from can train on all."""
+    """Rollouts of each step that are written to run_dir/rollouts. debug.rollouts_from can train on them with all."""
 
     rollouts_sample: Positive = 64
     """Rollouts written per step with rollouts=sample."""
