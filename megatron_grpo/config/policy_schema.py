@@ -365,7 +365,7 @@ class PolicyConfig(Section):
     bfloat16, float16, float32."""
 
     threads: Positive | None = None
-    """CPU threads of each rank; null: an equal share of the machine's cores, of half of them where engines sample at
+    """CPU threads of each rank; null: an equal share of the machine's cores, or half of them where engines sample at
     the same time. Not used on GPUs."""
 
     timeout_s: Seconds = 1800.0
