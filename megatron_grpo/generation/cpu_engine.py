@@ -92,7 +92,7 @@ async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], 
 
 
 def prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind the workers to cores, and begin to import vLLM for them.
+    """Bind workers to cores; begin to import vLLM for them.
 
     Call it before this process imports vLLM.
     """
@@ -111,7 +111,7 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
 
 
 def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str:
-    """Assign cores to the threads of ranks [first, first + ranks) of `total`, evenly.
+    """Assign cores to ranks [first, first + ranks) of `total`.
 
     Returns:
         In vLLM's form, one comma-separated core list per rank, joined by "|"; a rank without its own core shares one.
@@ -124,7 +124,7 @@ def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str
 
 
 def patch_vllm() -> None:
-    """Make vLLM's queues sleep instead of spinning, and fork its processes.
+    """Make vLLM's queues sleep, and fork its processes.
 
     vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. Called
     in the actor, this sets how the core is started; called in the core, how the workers are started.
@@ -144,7 +144,7 @@ def patch_vllm() -> None:
 
 
 class ForkedCore(ForkServerProcess):
-    """Process of an engine core with the actor's environment, as if it were spawned."""
+    """Process of an engine core with the actor's environment."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "environment": dict(os.environ)}
@@ -165,7 +165,7 @@ def is_in_core() -> bool:
 
 
 def remove_sockets() -> None:
-    """Remove the folder with sockets and rendezvous file of the engine's processes.
+    """Remove the folder with the processes' sockets and rendezvous file.
 
     So an engine that is killed leaves no files. Call it after the engine core has answered a call: vLLM waits only for
     the core's incoming connection, and the core makes the other one, on which it answers, in a thread of its own. If

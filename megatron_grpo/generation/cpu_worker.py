@@ -24,7 +24,7 @@ from megatron_grpo.platform.hooks import check_hooks
 
 
 def localize_choices(weights: Tensor, chosen: Tensor, local_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Renumber the experts that tokens chose, for a rank with some of them.
+    """Renumber chosen experts for a rank with some of them.
 
     A choice of another rank's expert becomes a choice of a local expert with weight 0, spread over all local experts.
 
@@ -70,7 +70,7 @@ Rows = dict[int, NDArray[np.int16]]
 
 
 class RoutingRecorder:
-    """Records the experts of each token in the layers of this rank's stage.
+    """Records each token's experts in this rank's layers.
 
     Every rank sees all tokens of its stage. All tokens of a request pass the model: its engine has no prefix cache
     (`make_cpu_arguments`).
@@ -109,7 +109,7 @@ class RoutingRecorder:
                 begin += count
 
     def take(self, name: str) -> Rows:
-        """Return the experts of a finished request by layer, and forget it.
+        """Return a finished request's experts by layer; forget it.
 
         `name`: what the request was added as; vLLM appends a hyphen and random characters to it. Empty if it never ran.
         """
@@ -121,7 +121,7 @@ class RoutingRecorder:
 
 
 class PipelineCPUWorker(CPUWorker):
-    """vLLM's CPU worker on its own cores, with what this module adds.
+    """vLLM's CPU worker with this module's additions.
 
     It also allocates the buffer for the previous stage's activations, as vLLM does in a warm-up that eager mode skips.
     """

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
-    """Set vLLM's environment variables, except those that the user has set."""
+    """Set vLLM's environment variables where the user has not."""
     os.environ[ENGINE_MARKER] = name
     os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
     os.environ.setdefault("VLLM_LOGGING_LEVEL", choose_library_level())
@@ -89,7 +89,6 @@ class VllmEngine(Engine):
 
     @phase("start")
     async def start(self) -> EngineStart:
-        """Start the processes, load the weights and run one small batch."""
         times = [time.monotonic()]
         require_gpus(list_assigned_gpus())
         require_folder(self._settings.model_path)
@@ -118,7 +117,7 @@ class VllmEngine(Engine):
         )
         times.append(time.monotonic())
         await self._warm_up()
-        self._statistics.take()
+        self._statistics.take()  # the warm-up is not part of the first step's counts
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         times.append(time.monotonic())
@@ -129,7 +128,7 @@ class VllmEngine(Engine):
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
     ) -> AsyncIterator[Any]:
-        """Sample all requests, and yield responses as they become complete (see `Engine`).
+        """Sample all requests; responses come as they are complete.
 
         An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
         seed, and the scheduler sees all of them, in order, before it takes the first. Calls that come while others are
@@ -149,6 +148,7 @@ class VllmEngine(Engine):
                         await make_responses(self._llm, finals, self._settings.routed, self._tokenizer)
                     )
             finally:
+                # If the caller is gone, vLLM must forget the requests before the gate may pause it.
                 for task in pending:
                     task.cancel()
                 try:
@@ -201,7 +201,7 @@ class VllmEngine(Engine):
 
     @phase("canary")
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the engine agrees with the policy on the canary.
+        """Serve the committed weights if the canary's log-probabilities agree.
 
         Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are
         paused again, and the run ends without using their tokens.
@@ -241,7 +241,7 @@ class VllmEngine(Engine):
 
     @phase("sleep")
     async def sleep(self) -> None:
-        """Free device memory and refuse to sample; weights stay in host memory.
+        """Free device memory; weights stay in host memory.
 
         With vLLM's CPU build the engine only refuses.
         """
@@ -253,7 +253,7 @@ class VllmEngine(Engine):
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
-        """Take back device memory: first for the weights, then for the cache."""
+        """Take back memory: first for weights, then for the cache."""
         if not self._gate.is_closed("memory"):
             return
         llm = await self._gate.wait_paused()
@@ -270,7 +270,7 @@ class VllmEngine(Engine):
             self._llm = None
 
     async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
-        """Call a method on every worker; RuntimeError with the errors of all workers."""
+        """Call a method on every worker; RuntimeError has all errors."""
         llm = await self._gate.wait_paused()
         return require_answers(await await_alive(llm, llm.collective_rpc(method.__name__, args=args)))
 

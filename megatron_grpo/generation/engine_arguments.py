@@ -18,7 +18,7 @@ from megatron_grpo.platform.device import detect_platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """All settings of one engine; plain values that Ray can send."""
+    """All settings of one engine, as plain values."""
 
     index: int = 0
     model_path: str
@@ -37,12 +37,12 @@ class VllmSettings:
 
     @property
     def sleeps(self) -> bool:
-        """True if vLLM frees device memory while models train; its CPU build cannot."""
+        """True if vLLM frees memory while models train (not on CPUs)."""
         return self.config.is_colocated and detect_platform().name == "cuda"
 
     @property
     def keeps_cache(self) -> bool:
-        """True if responses keep their KV cache of the old weights after a refit."""
+        """True if responses keep their KV cache after a refit."""
         return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
 
 
@@ -60,7 +60,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "max_num_seqs": config.sequences_per_engine,
         "enforce_eager": config.engine.enforce_eager,
         "enable_prefix_caching": config.engine.enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "disable_log_stats": True,
         "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
     }
@@ -81,6 +81,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments["enable_sleep_mode"] = config.is_colocated
         if settings.routed is not None:
             arguments["enable_return_routed_experts"] = True
+    # None leaves the choice to vLLM, or to the CPU's arguments above.
     for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
         if getattr(config.engine, name) is not None:
             arguments[name] = getattr(config.engine, name)
@@ -93,7 +94,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Find arguments by section that vLLM does not know, or of a wrong type."""
+    """Find arguments that vLLM does not know or accept."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     types = {argument.name: argument.type for argument in fields(AsyncEngineArgs)}
@@ -106,7 +107,7 @@ def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> lis
 
 
 def _convert_argument(name: str, value: Any) -> Any:
-    """Convert mappings to vLLM's settings classes, names to members of enumerations."""
+    """Convert a value to vLLM's settings class or enumeration."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     declared = next(argument.type for argument in fields(AsyncEngineArgs) if argument.name == name)

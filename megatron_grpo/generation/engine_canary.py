@@ -19,7 +19,7 @@ NEARER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CanaryPrompt:
-    """The sequences of one refit, with the policy's log-probabilities of them.
+    """The sequences of one refit, and the policy's log-probabilities.
 
     The policy computes them in one microbatch, and an engine in one batch, so that leaks between neighbours show.
     """
@@ -71,7 +71,7 @@ class CanaryPrompt:
 
 
 def _compute_medians(expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]]) -> list[float]:
-    """Compute each sequence's median absolute difference; infinite where a number is not finite."""
+    """Compute each sequence's median absolute difference; infinite if not finite."""
     # The median, because in bfloat16 a near tie sends some token to another expert, whose difference is large. One a
     # sequence, because a fault of packing leaves the first sequence of a pack as it is.
     medians = []

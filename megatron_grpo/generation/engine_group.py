@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmGeneration:
-    """The run's engines in Ray actors; for external servers, one actor per server.
+    """The run's engines or external servers, an actor each.
 
     `start()` returns at once, so that the policy can start meanwhile; then call `wait_ready()`.
     """
@@ -67,7 +67,7 @@ class VllmGeneration:
         self._starting = self.submit(Engine.start)
 
     def wait_ready(self) -> None:
-        """Wait until every engine can generate; RunError names one that failed."""
+        """Wait until every engine can generate; RunError otherwise."""
         remaining_s = self._startup_timeout_s - (time.monotonic() - self._started_at)
         deadline_s = max(remaining_s, 0.0)
         self._starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
@@ -75,7 +75,7 @@ class VllmGeneration:
         self.settings_in_use = [start.settings for start in self._starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
-        """Replace engines, given by number with the reason; returns when they are up.
+        """Replace engines, given with reasons; wait until they are up.
 
         New engines have the weights of the model folder, so they must not serve before a refit.
 
@@ -84,6 +84,7 @@ class VllmGeneration:
                 share devices with models, which would have to be offloaded first.
         """
         limit = self.config.engine_restarts
+        # All are checked before one is touched.
         for index, reason in lost_engines.items():
             if limit and self.config.is_colocated:
                 raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
@@ -108,17 +109,17 @@ class VllmGeneration:
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        """Call a method of every engine; returns references to the results, by number."""
+        """Call a method of every engine; returns references by number."""
         return self.submit_to(range(len(self.engines)), method, *args, **kwargs)
 
     def submit_to(
         self, numbers: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        """Call a method of some engines; returns references to the results."""
+        """Call a method of some engines; returns references."""
         return [call_actor(self.engines[number], method, *args, **kwargs) for number in numbers]
 
     def sleep(self) -> None:
-        """Put all engines to sleep, so that models can use the devices.
+        """Put all engines to sleep, which frees the devices.
 
         Raises:
             RunError: an engine has responses in flight, failed, or missed the deadline; the others sleep.
@@ -131,7 +132,7 @@ class VllmGeneration:
             raise
 
     def wake(self, part: EngineMemory) -> None:
-        """Let engines take back device memory: first for weights, then for the cache."""
+        """Let engines take back memory: first weights, then cache."""
         self._gather(self.submit(VllmEngine.wake, part), "engines waking up")
 
     def shutdown(self) -> None:

@@ -27,10 +27,10 @@ class EngineStart:
 
 
 class Engine(Protocol):
-    """Ray actor that samples: `VllmEngine`, or `ServerEngine` for an external server."""
+    """Ray actor that samples: `VllmEngine` or `ServerEngine`."""
 
     async def start(self) -> EngineStart:
-        """Make the engine ready to sample with the weights of the model folder."""
+        """Start with the weights of the model folder."""
         ...
 
     def generate(
@@ -56,7 +56,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop sampling some requests of a call; each is answered with the reason."""
+        """Stop some requests of a call; each gets the reason."""
         ...
 
     def take_counts(self) -> EngineCounts:
@@ -74,18 +74,18 @@ class Engine(Protocol):
         ...
 
     async def receive_weights(self, version: int) -> None:
-        """Receive a version in every worker; until its commit the engine does not sample."""
+        """Receive a version; until its commit nothing is sampled."""
         ...
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the received weights as this version; every worker must hold it.
+        """Serve the received weights; every worker must confirm them.
 
         With `awaits_canary` the engine serves it only after `check_canary`.
         """
         ...
 
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the engine agrees with the policy on the canary.
+        """Serve the committed weights if the canary's log-probabilities agree.
 
         Returns the median difference of the log-probabilities in the worst sequence, in nats. Raises CanaryError if
         they differ.
@@ -111,10 +111,8 @@ class EngineWorker(Protocol):
 
     def confirm_refit(self, version: int) -> str | None: ...
 
-    def fingerprint_weights(self) -> dict[str, list[float]] | str:
-        """Compute fingerprints of this worker's weights, as its kernels hold them."""
-        ...
+    def fingerprint_weights(self) -> dict[str, list[float]] | str: ...
 
     def describe(self) -> dict[str, Any]:
-        """Describe the server for a run's checks, or return {"problem": ...}."""
+        """Describe the server for checks, or return {"problem": ...}."""
         ...

@@ -40,7 +40,7 @@ class EngineProcesses:
 
 
 async def await_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """Await a call of vLLM's processes; EngineLostError if one ends meanwhile."""
+    """Await a call; EngineLostError if a process ends meanwhile."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     task = asyncio.create_task(call)
@@ -55,7 +55,7 @@ async def await_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Resul
 
 @contextmanager
 def death_as_engine_loss() -> Iterator[None]:
-    """Turn errors of vLLM that mean an ended process into EngineLostError."""
+    """Turn vLLM's errors about ended processes into EngineLostError."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -69,7 +69,7 @@ def death_as_engine_loss() -> Iterator[None]:
 
 
 def list_own_processes() -> EngineProcesses:
-    """List the processes of the calling actor, including the actor itself."""
+    """List the calling actor's process and its children."""
     actor, started = psutil.Process(), []
     for process in [actor, *actor.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
@@ -78,9 +78,10 @@ def list_own_processes() -> EngineProcesses:
 
 
 def end_child_processes(llm: AsyncLLM) -> None:
-    """End the processes that the calling actor started, and free their shared memory."""
+    """End the actor's children, and free their shared memory."""
     actor = psutil.Process()
     children = actor.children(recursive=True)
+    # Which memory they share is known only while they live.
     segments = set().union(*(find_shared_files(process) for process in [actor, *children]))
     llm.shutdown(timeout=GRACE_S)
     kill_stopped(children)
@@ -88,8 +89,9 @@ def end_child_processes(llm: AsyncLLM) -> None:
 
 
 def end_processes(engine: EngineProcesses) -> list[int]:
-    """Kill an engine's processes on this machine; returns pids that survive END_S."""
+    """Kill an engine's processes here; returns pids that survive."""
     family: set[psutil.Process] = set()
+    # A pid may belong to another process by now; the start time tells.
     for pid, started in engine.started:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineStatistics:
-    """A stat logger for vLLM; its base class takes seconds to import."""
+    """A stat logger; vLLM's base class takes seconds to import."""
 
     def __init__(self) -> None:
         self._counts = EngineCounts()
@@ -24,7 +24,7 @@ class EngineStatistics:
         return self
 
     def attach(self, llm: AsyncLLM) -> None:
-        """Become the only logger of an engine; vLLM's Prometheus logger costs time."""
+        """Become the only logger; vLLM's Prometheus logger costs time."""
         manager = llm.logger_manager
         assert manager is not None, "an engine with loggers has a manager of them"
         manager.stat_loggers = [self]

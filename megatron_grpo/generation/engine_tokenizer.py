@@ -13,7 +13,7 @@ from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_s
 
 @cache
 def load_engine_tokenizer(folder: str) -> Any:
-    """Load the tokenizer of a model's folder once; RunError as of `load_tokenizer`."""
+    """Load a folder's tokenizer once; errors as of `load_tokenizer`."""
     return load_tokenizer(folder)
 
 
@@ -43,7 +43,7 @@ def replace_tokenizer_in_vllm() -> None:
 
 
 def require_same_tokenizer(served: Any, tokenizer: Any) -> None:
-    """Raise RunError unless vLLM matches stop strings with the run's tokenizer."""
+    """Raise RunError unless vLLM has the run's tokenizer."""
     difference = find_difference(served, tokenizer, make_sample_texts(list_added_tokens(tokenizer)))
     if difference is not None:
         raise RunError(

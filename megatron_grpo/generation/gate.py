@@ -67,7 +67,7 @@ class Gate:
         return cause in self._reasons
 
     async def close(self, cause: Cause, reason: str) -> None:
-        """Refuse new requests with this reason, or let them wait (`updates_in_flight`).
+        """Refuse new requests with this reason, or let them wait.
 
         The gate is open again when no cause remains.
         """
@@ -76,7 +76,7 @@ class Gate:
             await self._hold()
 
     async def open(self, cause: Cause) -> None:
-        """Resume requests in flight, and let requests enter, unless another cause remains."""
+        """Let requests enter and continue, unless another cause remains."""
         self._reasons.pop(cause, None)
         if cause == "weights":
             if self._in_flight and self._parking is not None:
@@ -90,7 +90,7 @@ class Gate:
         self._parking = asyncio.create_task(self._park())
 
     async def wait_paused(self) -> AsyncLLM:
-        """Wait for the scheduler's stop; RuntimeError if responses stay for LEAVE_S."""
+        """Wait for the pause; RuntimeError if responses stay LEAVE_S."""
         began = time.monotonic()
         while self._parking is None and time.monotonic() < began + LEAVE_S:
             await asyncio.sleep(LOOK_S)  # aborted requests may still be draining
@@ -101,7 +101,7 @@ class Gate:
 
     @asynccontextmanager
     async def admission(self, requests: int) -> AsyncIterator[None]:
-        """Context in which requests are added; weights do not change meanwhile.
+        """Context in which requests are added; weights cannot change.
 
         A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
         """
@@ -118,7 +118,7 @@ class Gate:
                 raise
 
     def leave(self, requests: int) -> None:
-        """Record that requests have ended; after the last one the engine is paused."""
+        """Record ended requests; the last one pauses the engine."""
         self._count(-requests)
         if requests and not self._in_flight and self._parking is None:
             self.pause()

@@ -32,7 +32,7 @@ _OPEN_PATH = "/health"
 def find_refusal(
     method: str, headers: Mapping[str, str], bearer: str | None, names: Collection[str] = ()
 ) -> tuple[int, str] | None:
-    """Find the status and reason with which a request is refused, or None.
+    """Find the status and reason of a refusal, or None.
 
     A web page can make a browser send requests to this machine. If the page's host name is made to resolve to this
     machine (DNS rebinding), the page can also read the answers. Browsers put the page's origin into the header Origin
@@ -53,6 +53,7 @@ def find_refusal(
         return 403, "requests of web pages (Origin) are not answered"
     if bearer is not None:
         authorization = headers.get("authorization", "").encode("utf-8", "replace")
+        # In constant time: the time of an answer must not tell how much of a token was right.
         if not secrets.compare_digest(authorization, b"Bearer " + bearer.encode()):
             return 401, "wrong or missing token"
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -62,7 +63,6 @@ def find_refusal(
 
 
 def _is_own_host(host: str, names: Collection[str]) -> bool:
-    """True if a Host header is an address, or a name of this machine."""
     name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)
@@ -82,7 +82,7 @@ class TokenCheck:
     """
 
     def __init__(self, app: Application) -> None:
-        """Require the token of the environment variable; RuntimeError: there is none."""
+        """Read the token of the environment; RuntimeError without one."""
         bearer = read_token()
         if bearer is None:
             raise RuntimeError(f"a server needs a token in {TOKEN_VARIABLE}; python -m megatron_grpo.serve makes one")
@@ -97,6 +97,7 @@ class TokenCheck:
                 await send({"type": "lifespan.startup.failed", "message": "this vLLM does not tell its uvicorn server"})
                 return
             config = server.config
+            # uvicorn makes a protocol for each connection from this class, from now on with bounds.
             config.http_protocol_class = type("Bounded", (_BoundedHeads, config.http_protocol_class), {})
         if scope_type in ("http", "websocket"):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -126,7 +127,7 @@ def _count_head_bytes(scope: Scope) -> int:
 
 
 class _BoundedHeads(asyncio.Protocol):
-    """Mixed into uvicorn's HTTP protocol; ends connections whose head is overdue or too large."""
+    """Mixin of uvicorn's HTTP protocol that bounds a request's head."""
 
     transport: asyncio.Transport
     cycle: Any
@@ -177,7 +178,7 @@ class _BoundedHeads(asyncio.Protocol):
 
 
 async def _read_body(receive: Any) -> Callable[[], Awaitable[Any]]:
-    """Read the body of a request; returns a `receive` that replays it."""
+    """Read a request's body; returns a `receive` that replays it."""
     messages: list[Any] = []
     size = 0
     async with asyncio.timeout(REQUEST_S):

@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServerGoneError(RuntimeError):
-    """The connection to the server could not be made, or ended before the answer."""
+    """The connection failed, or ended before the answer."""
 
 
 class OtherWeightsError(Exception):
-    """A response was sampled by weights that do not belong to this run."""
+    """A response was sampled by weights that this run did not send."""
 
 
 class ServerEngine(Engine):
@@ -80,7 +80,7 @@ class ServerEngine(Engine):
 
     @phase("start")
     async def start(self) -> EngineStart:
-        """Find the server and check that it serves the run's model."""
+        """Find the server, and check that it fits."""
         began = time.monotonic()
         self._tokenizer = load_tokenizer(self._settings.model_path)
         bearer = self._settings.token
@@ -147,6 +147,7 @@ class ServerEngine(Engine):
 
     @phase("canary")
     async def check_canary(self, prompt: CanaryPrompt) -> float:
+        # The server computes the canary only while it runs; requests of this run wait for `_serving` meanwhile.
         await self._post("/resume")
         try:
             error = prompt.require_agreement(
@@ -171,12 +172,12 @@ class ServerEngine(Engine):
         return await self._call_workers(EngineWorker.fingerprint_weights)
 
     def shutdown(self) -> None:
-        """Do nothing: the server does not belong to this run and keeps running."""
+        """Do nothing: the server is not this run's."""
 
     async def _sample(
         self, name: str, request: GenerationRequest, settings: SamplingSettings
     ) -> GenerationOutput | str:
-        """Get a response that this run's weights sampled, even if the server is restarted."""
+        """Get a response by this run's weights, despite restarts."""
         arguments = make_sampling_arguments(request, settings, self._settings.max_total_sequence_length)
         body = {
             "request_id": name,
@@ -184,7 +185,7 @@ class ServerEngine(Engine):
             "sampling_params": {key: value for key, value in arguments.items() if value != []},
         }
         while True:
-            await self._serving.wait()
+            await self._serving.wait()  # a change of weights holds requests back
             if self._settings.keeps_cache:  # separates prompts cached under different weights
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
@@ -195,7 +196,7 @@ class ServerEngine(Engine):
                 await self._ensure_current_version()
 
     def _parse_response(self, answer: dict[str, Any]) -> GenerationOutput | str:
-        """Parse an answer; OtherWeightsError if another run's weights sampled a token."""
+        """Parse an answer; OtherWeightsError if this run did not send the weights."""
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
@@ -242,12 +243,13 @@ class ServerEngine(Engine):
 
     async def _fetch_version_name(self) -> str:
         served: str = (await self._request("GET", "/weight_info"))["weight_version"]
+        # The names of runs have a colon, the name that vLLM gives the weights of the folder has none.
         if ":" in served and not served.startswith(self._prefix) and self._version is not None:
             raise RuntimeError(f"{self._url} was given weights by another run; a server serves one at a time")
         return served
 
     async def _receive(self, version: int) -> None:
-        """Pause the server, let its workers receive a version, and name its weights so."""
+        """Pause the server; let its workers receive a version."""
         await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
         # A restarted server has new workers, which are not connected; only files can connect them again by themselves.
         is_restarted = self._version is not None and not (await self._fetch_version_name()).startswith(self._prefix)
@@ -258,7 +260,7 @@ class ServerEngine(Engine):
         await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
     async def _commit(self, version: int, awaits_canary: bool = False) -> None:
-        """Let the server serve the received version; RuntimeError if it was restarted since."""
+        """Serve the received version; RuntimeError after a restart."""
         if await self._fetch_version_name() != f"{self._prefix}{version}":
             raise RuntimeError(f"{self._url} was restarted since it received version {version}")
         if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
@@ -269,7 +271,6 @@ class ServerEngine(Engine):
     async def _call_workers(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[Any]:
-        """Call a method on every worker; RuntimeError with the errors of all workers."""
         return require_answers(await self._collect_answers(method, *args, **kwargs), f"{self._url}: ")
 
     async def _collect_answers(
@@ -279,7 +280,7 @@ class ServerEngine(Engine):
         return list(answer["results"])
 
     async def _require_fitting_server(self) -> None:
-        """Raise RuntimeError unless the server can be refitted and serves the run's model."""
+        """Raise RuntimeError unless the server fits the run."""
         url = self._url
         try:
             worker, *_ = await self._collect_answers(EngineWorker.describe)
@@ -311,7 +312,7 @@ class ServerEngine(Engine):
             )
 
     async def _require_same_tokenizer(self) -> None:
-        """Raise RuntimeError if the server's tokenizer, which matches stop strings, is not the run's."""
+        """Raise RuntimeError if the server's tokenizer is another one."""
         for text in make_sample_texts(list_added_tokens(self._tokenizer)):
             ids = encode_text(self._tokenizer, text)
             if ids is None:  # it has no tokens for this text
@@ -329,7 +330,7 @@ class ServerEngine(Engine):
                 )
 
     async def _wait_until_up(self) -> None:
-        """Wait until the server answers; RuntimeError if it does not in time."""
+        """Wait until the server answers; RuntimeError if it never does."""
         limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "it says nothing"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -347,7 +348,7 @@ class ServerEngine(Engine):
         return await self._request("POST", path, json={} if body is None else body, params=query)
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request with options of aiohttp; returns the answer, parsed from JSON.
+        """Send a request; returns the answer, parsed from JSON.
 
         Raises:
             ServerGoneError: the connection could not be made, or ended before the answer.

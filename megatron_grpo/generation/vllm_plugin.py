@@ -66,7 +66,7 @@ def _describe_role() -> str:
 
 
 def begin_process() -> None:
-    """Open this process's log, and start the thread that ends it with its parent.
+    """Open the log; end this process when its parent ends.
 
     Call it in each process of an engine, because a fork does not copy threads.
     """

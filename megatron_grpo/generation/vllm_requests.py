@@ -44,7 +44,7 @@ async def iterate_finished(
 
 
 def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
-    """Return workers' answers; RuntimeError with all texts among them, which are errors."""
+    """Return workers' answers; a text is an error (RuntimeError)."""
     errors = [f"{prefix}{answer}" for answer in answers if isinstance(answer, str)]
     if errors:
         raise RuntimeError("; ".join(errors))
@@ -98,7 +98,7 @@ def make_sampling_arguments(request: GenerationRequest, settings: SamplingSettin
 
 
 def describe_settings(config: VllmConfig) -> dict[str, Any]:
-    """Describe the settings that decide an engine's log-probabilities, in JSON types.
+    """Describe the settings that decide log-probabilities, in JSON types.
 
     Returns:
         "model": its configuration of the text model, by transformers' names; and dtypes, quantisation, longest sequence
@@ -118,7 +118,7 @@ def describe_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """Read the recorded experts of finished requests, given by their last outputs.
+    """Read the recorded experts of finished requests.
 
     Returns:
         For each request, [prompt and response tokens but the last, experts recorded per token].

@@ -17,11 +17,11 @@ OVER = "the rollout is over"
 
 
 class BadCallError(ValueError):
-    """A call that this rollout cannot answer; the message is for the agent."""
+    """A call without an answer; the message is for the agent."""
 
 
 class Conversation:
-    """The calls of one rollout, each of which continues the previous one.
+    """The calls of one rollout, each continuing the previous one.
 
     The model's text is never tokenized again: the prompt of a call is all tokens so far, followed by the tokens of the
     text that the call adds.
@@ -63,7 +63,7 @@ class Conversation:
         return sum(len(piece) for piece in self.pieces)
 
     def end(self) -> None:
-        """End the rollout: cancel the current call, and refuse further calls."""
+        """End the rollout: cancel its call, and refuse further calls."""
         self._is_over = True
         if self._sampling is not None:
             self._sampling.cancel()
@@ -108,7 +108,6 @@ class Conversation:
         tools: Sequence[ChatMessage] | None,
         variables: Mapping[str, Any] | None,
     ) -> list[int]:
-        """Make the token ids that a call adds to the conversation."""
         renderer, history = self._renderer, self._history
         if not renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
@@ -185,14 +184,12 @@ class Conversation:
 
 
 def _is_continuation(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
-    """True if the messages begin with the history and add at least one."""
     pairs = zip(messages, history, strict=False)
     is_repeated = all(_normalize(message) == _normalize(earlier) for message, earlier in pairs)
     return len(messages) > len(history) and is_repeated
 
 
 def _normalize(message: ChatMessage) -> dict[str, Any]:
-    """Drop empty fields of a message, and join the parts of its text."""
     # Clients send back empty fields that they received, and some make parts of a text.
     fields = {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
     return fields | ({"content": join_content(fields["content"])} if are_text_parts(fields.get("content")) else {})

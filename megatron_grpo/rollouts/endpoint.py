@@ -40,7 +40,7 @@ _COMPLETION_FIELDS = {*_COMMON_FIELDS, "prompt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """Address of a rollout worker's endpoint, its token and its tokenizer."""
+    """Address, token and tokenizer of a rollout worker's endpoint."""
 
     host: str
     port: int
@@ -51,19 +51,19 @@ class EndpointSettings:
     """Folder with the tokenizer, or the tokenizer that a script passed."""
 
     def with_worker_port(self, index: int) -> EndpointSettings:
-        """Give the worker with this index a port; workers listen on consecutive ports."""
+        """Give a worker its port; workers listen on consecutive ports."""
         return replace(self, port=self.port + index) if self.port else self
 
 
 def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
-    """Make the settings of endpoints from generation.endpoint; None: they are not enabled."""
+    """Make the settings of generation.endpoint; None: it is not enabled."""
     if not config.enabled:
         return None
     return EndpointSettings(host=config.host, port=config.port, token=read_token(), tokenizer=tokenizer)
 
 
 class Endpoint:
-    """Answers calls only in open rollouts: every sampled token belongs to a trajectory."""
+    """Answers calls in open rollouts, so that every token is trained on."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
@@ -78,7 +78,7 @@ class Endpoint:
         self._idle_since: dict[Any, float] = {}
 
     async def start(self) -> None:
-        """Load the tokenizer and listen; SamplingError when the address cannot be used."""
+        """Load the tokenizer and listen; SamplingError if the address is unusable."""
         tokenizer = self._settings.tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_access])
@@ -103,7 +103,8 @@ class Endpoint:
 
     @contextmanager
     def open_rollout(self, conversation: Conversation) -> Iterator[ModelAccess]:
-        """Open a rollout to an agent's calls while the body runs; yields its address."""
+        """Open a rollout to an agent's calls; yields its address."""
+        # The name cannot be guessed, so an agent reaches only the rollout that it was started for.
         name = secrets.token_urlsafe(16)
         self._open[name] = conversation
         try:
@@ -120,7 +121,7 @@ class Endpoint:
         task.cancel()
 
     async def _watch_connections(self) -> None:
-        """Close connections that send no complete request in time, or are too many."""
+        """Close connections without a timely request, and those beyond the limit."""
         while True:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()
@@ -176,7 +177,6 @@ class Endpoint:
             return _make_error(500, str(error))
 
     def _make_answer(self, output: GenerationOutput, call: Any, conversation: Conversation) -> dict[str, Any]:
-        """Make the answer to a call, with the sampled token ids beside the text."""
         token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
         choice: dict[str, Any] = {"index": 0, "finish_reason": output.stop_reason, "token_ids": token_ids}
         if "messages" in call:
@@ -226,14 +226,13 @@ async def _read_json(request: web.Request) -> Any:
 
 
 def _make_url_host(host: str) -> str:
-    """Make the host in the URL of a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
         host = find_node_address()
     return f"[{host}]" if ":" in host else host
 
 
 def _require_valid_call(call: Any, accepted: set[str], settings: SamplingSettings) -> None:
-    """Raise BadCallError if a call is malformed, or asks for another kind of sampling."""
+    """Raise BadCallError if a call is malformed or samples differently."""
     if not isinstance(call, dict):
         raise BadCallError("the request is not a JSON object")
     fields = {name: value for name, value in call.items() if value is not None}
@@ -253,7 +252,6 @@ def _require_valid_call(call: Any, accepted: set[str], settings: SamplingSetting
 
 
 def _require_valid_chat(call: dict[str, Any]) -> None:
-    """Raise BadCallError for malformed messages, tools or variables of the chat template."""
     for name in ("messages", "tools"):
         if not _is_list_of(dict, call.get(name) or ([{}] if name == "tools" else None)):
             raise BadCallError(f"{name}: give a list of objects")
@@ -267,7 +265,6 @@ def _require_valid_chat(call: dict[str, Any]) -> None:
 
 
 def _is_list_of(value_type: type, values: Any) -> bool:
-    """True for a non-empty list of values of this type."""
     return isinstance(values, list) and bool(values) and all(type(value) is value_type for value in values)
 
 

@@ -49,7 +49,7 @@ class EngineLoss:
 
 
 class EngineClient:
-    """Client of one engine; sends the requests of an event loop's round together.
+    """Client of one engine; sends simultaneous requests together.
 
     While an engine is lost, callers that ask it or wait for it get an error, until it is replaced.
     """
@@ -81,7 +81,7 @@ class EngineClient:
         self._streams: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
-        """Sample one response; the engine stops sampling it if the caller is cancelled.
+        """Sample one response; a cancelled caller stops the sampling.
 
         Raises:
             RolloutFailure: the engine ended this request without a response.
@@ -112,7 +112,7 @@ class EngineClient:
         return bool(self._pending)
 
     def lose(self, reason: str) -> None:
-        """Mark the engine as lost: all waiting callers get an EngineLostError."""
+        """Mark the engine as lost; waiting callers get EngineLostError."""
         if self.loss is None:
             self.loss = EngineLoss(self.restarts, reason)
             self._settled.clear()
@@ -120,7 +120,7 @@ class EngineClient:
             self.losses.put_nowait(self)
 
     def replace(self, actor: Any) -> None:
-        """Use this actor from now on; callers of the previous one get an EngineLostError."""
+        """Use this actor from now on; waiting callers get EngineLostError."""
         self._actor, self.loss = actor, None
         self.restarts += 1
         self.replaced_at = asyncio.get_running_loop().time()
@@ -128,19 +128,19 @@ class EngineClient:
         self._settled.set()
 
     def give_up(self, reason: str) -> None:
-        """Record that the engine is not replaced: callers get a SamplingError from now on."""
+        """Record that the engine is not replaced; callers get SamplingError."""
         self.loss = EngineLoss(self.restarts, reason, is_final=True)
         _fail(self._pending, SamplingError(reason))
         self._settled.set()
 
     async def wait_replaced(self) -> None:
-        """Wait until the engine is usable; SamplingError if it is not replaced."""
+        """Wait until the engine is usable; SamplingError if never."""
         await self._settled.wait()
         if self.loss is not None and self.loss.is_final:
             raise SamplingError(self.loss.reason)
 
     async def is_lost(self) -> bool:
-        """Check whether an overdue engine is lost, or has a hanging process."""
+        """Check whether an overdue engine is lost or hangs."""
         if self.loss is None:
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self._look_for_hanging())
@@ -149,6 +149,7 @@ class EngineClient:
 
     async def _look_for_hanging(self) -> None:
         restarts = self.restarts
+        # On a thread, because it reads heartbeats and stacks; the engine may be replaced meanwhile.
         hanging = await asyncio.to_thread(report_hanging, [self.name], "generation")
         if hanging and restarts == self.restarts:
             self.lose(f"generation: {self.name} did not answer in time{hanging}")
@@ -206,7 +207,7 @@ def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception)
 
 
 class Engines:
-    """The engines of a rollout worker, and the assignment of rollouts to them."""
+    """The engines of a rollout worker; rollouts are assigned to them."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = list(clients)
@@ -218,7 +219,7 @@ class Engines:
         return next(client for client in self.clients if client.number == number)
 
     def assign(self, group_sizes: Sequence[int]) -> list[EngineClient]:
-        """Choose an engine for each group, and count its rollouts in the engine's load.
+        """Choose an engine for each group, and count the load.
 
         Loads become as equal as groups allow. A group stays on one engine, for the prefix cache, and neighbouring
         groups share an engine; among equally loaded engines the first ones are filled first.
@@ -241,7 +242,7 @@ class Engines:
         return assigned
 
     async def lose_overdue(self, deadline_s: float) -> None:
-        """Mark engines as lost whose responses are overdue, until it is cancelled.
+        """Mark overdue engines as lost, until it is cancelled.
 
         The deadline counts from now or from the engine's replacement.
         """
@@ -249,6 +250,7 @@ class Engines:
         began = loop.time()
         while True:
             await asyncio.sleep(min(LOOK_S, deadline_s))
+            # A new engine has the whole deadline, since it begins with the requests of the lost one.
             limit = loop.time() - deadline_s
             slow = [client for client in self.clients if client.is_busy and max(began, client.replaced_at) <= limit]
             if not slow:
@@ -262,7 +264,7 @@ class Engines:
                     client.lose(reason)
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
-        """Wait for losses that were not returned before; returns them by engine."""
+        """Wait for new losses; returns them by engine."""
         while True:
             clients = [await self._losses.get()]
             while not self._losses.empty():
@@ -274,7 +276,8 @@ class Engines:
 
 
 def _compute_water_level(loads: Sequence[int], amount: int) -> float:
-    """Compute the level that `loads` reach when `amount` rollouts fill the lowest ones."""
+    """Compute the level of the lowest loads after filling them up."""
+    # Loads join in ascending order until the common level would stay below the next one.
     lowest: list[int] = []
     for load in sorted(loads):
         if lowest and (sum(lowest) + amount) / len(lowest) <= load:

@@ -42,7 +42,7 @@ class _Call:
     """True if the call is sent by itself, as the last attempt."""
 
     def settle(self, outcome: Any) -> None:
-        """Set the result or exception, unless there is one or the caller is cancelled."""
+        """Set the result or exception, unless the call has ended."""
         if self.answer.done():
             return
         if isinstance(outcome, Exception):
@@ -52,7 +52,7 @@ class _Call:
 
 
 class EnvironmentClient:
-    """Client of an environment; sends queued calls when a process is free.
+    """Client of an environment; free processes take queued calls.
 
     When a process dies or misses the deadline, it is replaced, and its calls are repeated once, sample by sample, each
     by itself, so that only the sample that caused the failure fails.
@@ -71,30 +71,30 @@ class EnvironmentClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Wait until every process is up; SamplingError if one does not start."""
+        """Wait until every process is up; SamplingError if one fails."""
         for process in await asyncio.gather(*map(self._wait_ready, self._handle.actors)):
             self.is_multi_turn, self.has_agent = process.status.multi_turn, process.status.has_agent
             self.reads_token_ids = process.status.reads_token_ids
             self._start_task(self._serve(process))
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
-        """Return the first state of a rollout; None in a single-turn environment."""
+        """Return the first state of a rollout; None if single-turn."""
         if not self.is_multi_turn:
             return None
         return await self._ask_or_fail(EnvironmentWorker.reset, prompt, extra_env_info)
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
-        """Return the turn after a response; a single-turn environment ends the rollout."""
+        """Return the turn after a response; the last one if single-turn."""
         if not self.is_multi_turn:
             return Turn()
         return await self._ask_or_fail(EnvironmentWorker.step, state, response, last_token)
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        """Run the agent in its own process; returns the rollout's state."""
+        """Run the agent in its own process; returns the state."""
         return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """Return a score for each sample, or the reason of its second failure.
+        """Return a score for each sample, or why it has none.
 
         Raises:
             SamplingError: a process died and could not be replaced.
@@ -117,7 +117,7 @@ class EnvironmentClient:
         *arguments: *Arguments,
         is_alone: bool = False,
     ) -> Answer:
-        """Return the answer to a call; repeat it alone if its process is lost."""
+        """Return an answer; a lost process's call is repeated alone."""
         try:
             answer = await self._ask(method, *arguments, is_alone=is_alone)
         except RolloutFailure:
@@ -131,7 +131,7 @@ class EnvironmentClient:
     async def _ask(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
     ) -> Answer:
-        """Return the answer to a call; RolloutFailure if its process was lost."""
+        """Return an answer; RolloutFailure if its process was lost."""
         if self._error is not None:
             raise self._error
         call = _Call(method, arguments, asyncio.get_running_loop().create_future(), is_alone)
@@ -141,7 +141,7 @@ class EnvironmentClient:
         return answer
 
     def _take_calls(self) -> list[_Call]:
-        """Take a process's share of the queue, or one call that goes alone."""
+        """Take a process's share of the queue, or one lone call."""
         while self._queue and self._queue[0].answer.done():
             self._queue.popleft()  # its caller is cancelled
         # A process takes its share, not the whole queue, so that the other processes have work, too.
@@ -156,7 +156,6 @@ class EnvironmentClient:
         return calls
 
     async def _serve(self, process: EnvironmentProcess) -> None:
-        """Send calls to one process, and replace it when it fails."""
         calls: list[_Call] = []
         try:
             while True:
@@ -172,12 +171,12 @@ class EnvironmentClient:
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
             sampling_error = error if isinstance(error, SamplingError) else SamplingError(text)
-            self._error = sampling_error
+            self._error = sampling_error  # later calls fail, too
             for call in [*calls, *self._queue]:
                 call.settle(sampling_error)
 
     async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
-        """Send calls to a process; returns why it did not answer, or None."""
+        """Send calls to a process; returns why it failed, or None."""
         name, timeout_s, pid = self._handle.name, self._handle.config.timeout_s, process.status.pid
         process_name = f"environment {name} worker {pid}"
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])

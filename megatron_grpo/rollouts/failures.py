@@ -12,11 +12,11 @@ LISTED_REASONS = 3
 
 
 class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an error of the run
-    """One rollout failed for the reason in the message; other rollouts continue."""
+    """One rollout failed, for the reason in the message."""
 
 
 def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float) -> None:
-    """Raise SamplingError with the reasons if more rollouts than this fraction failed."""
+    """Raise SamplingError with the reasons if too many rollouts failed."""
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if len(failed) <= max_failed_fraction * len(outcomes):
         return
@@ -27,7 +27,7 @@ def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float
 
 
 def describe_failures(failed: Sequence[Outcome]) -> str:
-    """List the most frequent reasons, each with the data row of one example."""
+    """List the most frequent reasons, each with a data row."""
     rows: dict[str, int] = {}
     for outcome in failed:
         rows.setdefault(str(outcome.failure), outcome.prompt_idx)

@@ -18,7 +18,7 @@ RestoreEngines = Callable[[Mapping[int, str]], None]
 
 
 def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
-    """Raise SamplingError with the reasons: a `RestoreEngines` that replaces no engine."""
+    """Raise SamplingError with the reasons; replaces no engine."""
     raise SamplingError("; ".join(dict.fromkeys(lost_engines.values())))
 
 
@@ -36,12 +36,12 @@ class EngineReplacer:
         self._reports: dict[Any, Any] = {}  # open calls of `wait_for_losses`, each with its worker
 
     def watch(self, worker: Any, numbers: Sequence[int]) -> None:
-        """Listen to the reports of a rollout worker, which uses these engines."""
+        """Listen to the reports of a worker that uses these engines."""
         self._users.append((worker, numbers))
         self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
 
     def announce_replacements(self) -> None:
-        """Tell workers about engines that were replaced, for example by a refit."""
+        """Tell workers about replaced engines, such as those of a refit."""
         for number, actor in enumerate(self._engines):
             if actor is not self._announced[number]:
                 self._announced[number] = actor
@@ -50,7 +50,7 @@ class EngineReplacer:
                     call_actor(worker, RolloutWorker.replace_engine, number, actor)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Wait until a call of a worker has ended, and replace lost engines.
+        """Wait until a call has ended, and replace lost engines.
 
         Returns:
             The call that has ended; None: a worker has reported lost engines.
@@ -58,6 +58,7 @@ class EngineReplacer:
         Raises:
             TimeoutError: neither happened in time.
         """
+        # Reports are open calls like any other, so one wait notices both.
         self.announce_replacements()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
         if not ready:

@@ -20,7 +20,7 @@ TokenFunction = Callable[..., tuple[TokenArrays, Any]]
 
 
 def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
-    """List the fields that rollouts have, with recorded experts or without."""
+    """List the fields that rollouts have."""
     fields = ("token_ids", "sampled", "generation_logprobs")
     return fields if routed is None else (*fields, "routed_experts")
 
@@ -28,7 +28,7 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
 def locate_sequences(
     partitions: Sequence[NDArray[np.int64]], group_sizes: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Locate the sequences of each partition: group, and index in the group.
+    """Find each sequence's group, and its index in the group.
 
     Args:
         partitions: indices of the sequences of each partition, int64, group by group.
@@ -82,7 +82,7 @@ def concatenate_trajectories(trajectories: Sequence[Trajectory], routed: RoutedF
 def build_partitions(
     groups: PackedGroups, located: Sequence[NDArray[np.int32]], routed: RoutedForm | None
 ) -> tuple[NDArray[Any], ...]:
-    """Build the arrays of partitions: partition by partition, field by field.
+    """Build the arrays of partitions, field by field.
 
     Args:
         groups: groups of the sequences.
@@ -101,7 +101,7 @@ def build_partitions(
 def gather_partitions(
     parts: Sequence[NDArray[Any]], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Concatenate a field of all tokens in the order of the step.
+    """Concatenate a field of all tokens in the step's order.
 
     Args:
         parts: the field in each partition, [tokens of the partition], of one dtype.
@@ -121,7 +121,7 @@ def gather_partitions(
 def split_by_partition(
     values: NDArray[Any], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> list[NDArray[Any]]:
-    """Split a field of all tokens into partitions: the inverse of `gather_partitions`."""
+    """Split a field into partitions: the inverse of `gather_partitions`."""
     pieces = np.split(values, np.cumsum(lengths)[:-1])
     return [np.concatenate([values[:0], *(pieces[index] for index in indices.tolist())]) for indices in partitions]
 
@@ -129,7 +129,7 @@ def split_by_partition(
 def compute_over_tokens(
     fn: TokenFunction, batch: StepBatch, fields: Sequence[str], arguments: Sequence[Any]
 ) -> tuple[dict[str, list[Any]], Any]:
-    """Run a function over the tokens of a step, in this process (`RolloutWorkers.compute`).
+    """Run a function over a step's tokens in this process.
 
     Returns:
         The new fields by name, for each partition a reference to its array (`StepBatch.fields`), and the summary.

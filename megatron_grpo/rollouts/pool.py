@@ -71,13 +71,13 @@ class PendingBatch:
     """Ray generators of lists of complete prompts' numbers, each with its worker; removed when the worker is done."""
 
     def is_done(self) -> bool:
-        """True once all prompts are sampled and scored, or have failed."""
+        """True once all prompts are scored or have failed."""
         ends = [stream.completed() for stream in self.streams]
         return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
 
 
 class RolloutPool(RolloutWorkers):
-    """The driver's handle of the rollout workers; after `start()` call `wait_ready()`."""
+    """The driver's handle of the rollout workers."""
 
     def __init__(
         self,
@@ -104,14 +104,7 @@ class RolloutPool(RolloutWorkers):
             endpoint: settings of the endpoints for agents; None: there are no endpoints.
             restore: replaces lost engines in `engines` in place, or raises SamplingError.
         """
-        super().__init__(
-            config.num_workers,
-            engines,
-            environments,
-            timeout_s=generation_timeout_s,
-            routed=routed,
-            endpoint=endpoint,
-        )
+        super().__init__(config.num_workers, engines, environments, generation_timeout_s, routed, endpoint)
         self._config = config
         self._replacer = EngineReplacer(engines, restore)
         self._max_total_sequence_length = max_total_sequence_length
@@ -132,7 +125,7 @@ class RolloutPool(RolloutWorkers):
     def make_settings(
         self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, step: int
     ) -> RolloutSettings:
-        """Make the settings of a generation batch, for `collect` and `begin`.
+        """Make the settings of a generation batch.
 
         The seed of a response comes from `run_seed`, `step` (number of the generation batch), the prompt's row, and the
         numbers of the sample and turn.
@@ -149,7 +142,7 @@ class RolloutPool(RolloutWorkers):
         )
 
     def collect(self, prompts: Sequence[DatumSpec], settings: RolloutSettings, timer: StepTimer) -> list[SampledGroup]:
-        """Sample responses to each prompt and score them; returns a group for each prompt.
+        """Sample and score responses; returns a group for each prompt.
 
         The time until the last response is sampled counts as "generation", the scoring after that as "environment".
 
@@ -161,7 +154,7 @@ class RolloutPool(RolloutWorkers):
         return self.finish(batch, timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> PendingBatch:
-        """Begin to sample and score; then call `finish`, or `list_complete` and `take`.
+        """Begin a batch; then call `finish`, or `list_complete` and `take`.
 
         Args:
             prompts: prompts by their number in the batch, in ascending order.
@@ -179,7 +172,7 @@ class RolloutPool(RolloutWorkers):
         return PendingBatch(batch, sampled, streams)
 
     def finish(self, batch: PendingBatch, timer: StepTimer) -> list[SampledGroup]:
-        """Wait for all prompts of a batch; returns and raises the same as `collect`."""
+        """Wait for a batch; returns and raises the same as `collect`."""
         with timer.phase("generation"), phase("generation"):
             limit, since = self._timeout_s + GRACE_S, time.monotonic()
             pending = {call: worker for worker, call in batch.sampled.items()}
@@ -200,7 +193,7 @@ class RolloutPool(RolloutWorkers):
             return self.take(sorted(complete))
 
     def list_complete(self, batches: Sequence[PendingBatch]) -> list[CompletePrompt]:
-        """Return the prompts that have become complete since the last call, without waiting.
+        """Return newly complete prompts, without waiting.
 
         Raises:
             SamplingError: an engine or an environment failed.
@@ -221,7 +214,7 @@ class RolloutPool(RolloutWorkers):
         return complete
 
     def take(self, complete: Sequence[CompletePrompt]) -> list[SampledGroup]:
-        """Fetch the groups of complete prompts, in this order; workers then forget them.
+        """Fetch the groups of prompts; workers then forget them.
 
         Raises:
             SamplingError: a worker failed, or too many of the rollouts failed.
@@ -251,7 +244,7 @@ class RolloutPool(RolloutWorkers):
         return groups
 
     def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
-        """Wait until `list_complete` may return a prompt; replaces lost engines meanwhile.
+        """Wait until `list_complete` may return a prompt.
 
         Args:
             batches: all pending batches.
@@ -264,7 +257,7 @@ class RolloutPool(RolloutWorkers):
         self._wait_for_call(streams, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 
     def _wait_for_call(self, calls: Mapping[Any, int], since: float, deadline_s: float, phase_name: str) -> Any | None:
-        """Wait until one of `calls` ends, and return it; None: lost engines were replaced.
+        """Wait until a call ends; None: lost engines were replaced.
 
         `calls` maps a call to its worker's number. Raises SamplingError, naming the late workers, `deadline_s` after
         `since` (time.monotonic()).

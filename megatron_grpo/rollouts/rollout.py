@@ -68,13 +68,13 @@ class GroupRollout:
         ]
         try:
             self._sampled = await asyncio.gather(*samples)
-        except BaseException:
+        except BaseException:  # gather leaves the other samples running
             for sample in samples:
                 sample.cancel()
             raise
 
     async def score(self) -> list[Trajectory]:
-        """Score the samples; returns all, with scores or the reason of their failure.
+        """Score the samples; each gets a score or a failure.
 
         Raises:
             SamplingError: a process of the environment could not be replaced.
@@ -117,7 +117,7 @@ class GroupRollout:
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(sampled)
 
     async def _run_sample(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Run one sample; if it fails, try again with equal seeds."""
+        """Run one sample; a failed one is retried once with equal seeds."""
         timeout_s, reason = self._settings.timeout_s, ""
         try:
             for attempt in range(ATTEMPTS):
@@ -139,7 +139,7 @@ class GroupRollout:
         return trajectory, None
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Attempt a sample; start over, with equal seeds, when the engine is replaced."""
+        """Attempt a sample; a replaced engine starts it over."""
         run_turns = self._run_turns if self._endpoint is None else self._run_agent
         while True:
             try:
@@ -179,7 +179,7 @@ class GroupRollout:
             pieces.append(turn.observation)
 
     async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Run one sample in which the environment's agent calls the model."""
+        """Run one sample whose calls an agent makes."""
         datum, settings = self._datum, self._settings
         assert self._endpoint is not None
         conversation = Conversation(
@@ -212,10 +212,11 @@ class GroupRollout:
         outputs: list[GenerationOutput],
         stop_reason: StopReason,
     ) -> Trajectory:
-        """Make a trajectory of context and sampled token ids, which alternate in `pieces`."""
+        """Make a trajectory of context and sampled pieces, which alternate."""
         spans: list[Span] = []
         routed: NDArray[Any] | None = None
         start = 0
+        # A failed sample has its prompt alone, so there may be one more context than outputs.
         for context, output in zip(pieces[::2], outputs, strict=False):
             start += len(context)
             spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
@@ -248,7 +249,7 @@ def _concatenate(pieces: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def flag_suspicious(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
-    """Flag rewarded responses far shorter than the group's median; remove suspect rewards.
+    """Flag unusually short rewarded responses; remove suspect rewards.
 
     A response without a reward is in no baseline and not in the loss. It counts as incorrect: nothing shows that it is
     right.
@@ -258,6 +259,7 @@ def flag_suspicious(group: Sequence[Trajectory], leave_out: Collection[str]) -> 
         leave_out: names of figures (without suspect/); responses with one of these above 0 lose their reward.
     """
     scored = [(trajectory, trajectory.reward) for trajectory in group if trajectory.reward is not None]
+    # The environment may call a response correct; where it does not say, a reward above the mean counts.
     if len(scored) >= LEAST_COMPARED:
         median_tokens = median(trajectory.response_tokens for trajectory, _ in scored)
         mean = fmean(reward for _, reward in scored)

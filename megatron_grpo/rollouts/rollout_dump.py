@@ -29,7 +29,7 @@ FETCHED_GROUPS = 64
 
 
 def load_rollouts(file: Path) -> tuple[StepFacts, PackedGroups]:
-    """Read a step's file of rollouts; RunError if it cannot be read."""
+    """Read a step's file of rollouts; RunError if unreadable."""
     try:
         facts, groups = read_recorded_rollouts(file)
     except (OSError, ValueError) as error:
@@ -38,7 +38,7 @@ def load_rollouts(file: Path) -> tuple[StepFacts, PackedGroups]:
 
 
 def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[int]]:
-    """Choose sequences spread evenly over all groups: their indices in each group."""
+    """Choose sequences spread evenly over all groups."""
     total = sum(group_sizes)
     indices = np.arange(total) if number is None or number >= total else np.arange(number) * total // number
     chosen: list[list[int]] = [[] for _ in group_sizes]
@@ -50,7 +50,7 @@ def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[i
 def dump_rollouts(
     groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
 ) -> None:
-    """Write trajectories into a Parquet file, which appears only when it is complete.
+    """Write trajectories to Parquet; the file appears when complete.
 
     Args:
         groups: the step's groups; the batch has their sequences in this order.
@@ -77,7 +77,7 @@ def dump_rollouts(
 
 
 def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
-    """Fetch the advantages and log-probabilities that a step has so far.
+    """Fetch a step's advantages and log-probabilities so far.
 
     Returns:
         By name, an array for each sequence: [tokens], float32. A field that was lost with its process is left out.
@@ -97,7 +97,7 @@ def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.floa
 def select_trained_values(
     values: Mapping[str, Sequence[NDArray[np.float32]]], index: int, trajectory: Trajectory
 ) -> TrainedValues:
-    """Select the values of a sequence's sampled tokens; `index` is the sequence's."""
+    """Select the values of sequence `index` at its sampled tokens."""
     spans = [np.arange(span.start, span.end) for span in trajectory.spans]
     positions = np.concatenate([np.empty(0, dtype=np.int64), *spans])
     selected = {name: by_sequence[index][positions] for name, by_sequence in values.items()}

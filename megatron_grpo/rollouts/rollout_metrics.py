@@ -47,7 +47,7 @@ def compute_task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) ->
 
 
 def compute_length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Compute percentiles of the response length, and the share of untruncated responses."""
+    """Compute percentiles of response lengths, and the untruncated share."""
     lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
     # Percentiles are in tokens, linearly interpolated.
     metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in (50, 90, 99)}
@@ -56,7 +56,7 @@ def compute_length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
-    """Compare the samples of each prompt, which are neighbours in `outcomes`.
+    """Compare the samples of a prompt, neighbours in `outcomes`.
 
     Returns:
         reward_std: mean of the groups' standard deviations (divisor n - 1), as in TRL; with one sample per prompt, the
@@ -111,7 +111,7 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
 
 
 def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
-    """Compute the age of trajectories, and the number of weight versions of each.
+    """Compute ages of trajectories, and their numbers of versions.
 
     Args:
         outcomes: outcomes that the step trains on; failed rollouts without a token do not count.

@@ -58,7 +58,7 @@ class RolloutWorker:
 
     @phase("start")
     async def start(self) -> None:
-        """Wait until every environment is up; SamplingError if a process does not start."""
+        """Wait until every environment is up; SamplingError otherwise."""
         await asyncio.gather(*(client.start() for client in self._environments.values()))
         if self._endpoint is not None:
             await self._endpoint.start()
@@ -66,7 +66,7 @@ class RolloutWorker:
     async def collect(
         self, batch: int, settings: RolloutSettings, prompts: list[tuple[int, DatumSpec]]
     ) -> AsyncIterator[list[int]]:
-        """Sample and score responses to prompts; each group is kept here until `hand_over`.
+        """Sample and score responses to prompts.
 
         It is called as a streaming generator of Ray.
 
@@ -113,7 +113,7 @@ class RolloutWorker:
                 task.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
-        """Return groups, with remarks for the run's log, and forget them.
+        """Return groups and remarks for the log; forget them.
 
         Why `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
         generator. `complete`: numbers of batch and prompt of each group.
@@ -124,7 +124,7 @@ class RolloutWorker:
         return store_groups([self._complete.pop(key) for key in complete]).to_message(), remarks
 
     async def wait_sampled(self, batch: int) -> None:
-        """Wait until the sampling of a batch is complete or has failed."""
+        """Wait until a batch is sampled or has failed."""
         await self._sampled[batch].wait()
         del self._sampled[batch]
 
@@ -136,11 +136,11 @@ class RolloutWorker:
         return await self._engines.wait_for_losses()
 
     async def replace_engine(self, number: int, actor: Any) -> None:
-        """Use another actor as this engine; unanswered requests are sent again."""
+        """Use another actor as this engine; requests are repeated."""
         self._engines.find(number).replace(actor)
 
     async def give_up_engine(self, number: int, reason: str) -> None:
-        """Let rollouts on an engine that is not replaced fail with this text."""
+        """Let rollouts on a lost engine fail with this text."""
         self._engines.find(number).give_up(reason)
 
     # These run on a thread, so that rollouts continue meanwhile.

@@ -21,7 +21,7 @@ TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """References to the trajectories of groups, each Ray object named once.
+    """References to groups of trajectories, each object named once.
 
     Example: of three groups, two small ones share an object:
         PackedGroups([ref_a, ref_b], array([[0, 0], [0, 1], [1, 0]]))
@@ -38,7 +38,7 @@ class PackedGroups:
         return PackedGroups(self.references, self.indices[groups])
 
     def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
-        """Fetch the trajectories of each group; RayError if one is lost or overdue."""
+        """Fetch the trajectories of each group; RayError if lost."""
         # Each object is fetched once, however many of its groups are needed.
         needed = np.unique(self.indices[:, 0]).tolist()
         objects = ray.get([self.references[number] for number in needed], timeout=timeout_s)
@@ -46,7 +46,7 @@ class PackedGroups:
         return [groups[number][index] for number, index in self.indices.tolist()]
 
     def to_message(self) -> PackedGroups:
-        """Wrap the outcomes for fast pickling; they are readable only where Ray delivers them."""
+        """Wrap the outcomes, so that Ray pickles them fast."""
         return replace(self, outcomes=wrap_for_pickling(self.outcomes))
 
     def unpack(self) -> list[SampledGroup]:
@@ -56,7 +56,7 @@ class PackedGroups:
 
 
 def pack_groups(groups: Sequence[SampledGroup]) -> PackedGroups:
-    """Pack the references of groups, in their order, without their outcomes."""
+    """Pack the references of groups, without their outcomes."""
     numbers: dict[Any, int] = {}
     indices = [(numbers.setdefault(group.objects_ref, len(numbers)), group.index_in_ref) for group in groups]
     return PackedGroups(list(numbers), np.array(indices, dtype=np.int32).reshape(-1, 2))

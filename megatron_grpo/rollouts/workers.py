@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 class RolloutWorkers:
-    """The actors of a `RolloutPool`, and what they do with stored tokens.
+    """The actors of a `RolloutPool`, and calls on stored tokens.
 
     The driver holds only references to tokens.
     """
@@ -44,7 +44,6 @@ class RolloutWorkers:
         number: int | None,
         engines: Sequence[Any],
         environments: Mapping[str, EnvironmentPool],
-        *,
         timeout_s: float,
         routed: RoutedForm | None = None,
         endpoint: EndpointSettings | None = None,
@@ -85,7 +84,7 @@ class RolloutWorkers:
         self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
 
     def wait_ready(self) -> None:
-        """Wait until workers and environments are up; RunError if STARTUP_S from `start` pass."""
+        """Wait until all is up; RunError after STARTUP_S."""
         remaining_s = STARTUP_S - (time.monotonic() - self._started_at)
         self._gather(self._starting, max(remaining_s, 0.0), "start of rollouts")
 
@@ -98,7 +97,7 @@ class RolloutWorkers:
     def build_partitions(
         self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Make the workers store a step's tokens, one array per partition and field.
+        """Make the workers store a step's tokens as arrays.
 
         Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
 
@@ -132,7 +131,7 @@ class RolloutWorkers:
         return stored
 
     def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
-        """Compute new fields of a step's tokens in a worker; returns the function's summary.
+        """Compute new fields of a step's tokens in a worker.
 
         Args:
             fn: called with the lengths, the arrays of `fields` and `args`; it must be importable in the worker.
@@ -162,11 +161,11 @@ class RolloutWorkers:
             ) from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        """Put trajectories into the object store; returns groups as `RolloutPool.collect` does."""
+        """Put trajectories into the object store, as collected groups."""
         return store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """Read a step's rollouts from the file of an earlier run; facts and groups.
+        """Read a step's rollouts from an earlier run's file.
 
         Raises:
             RunError: the file cannot be read in time.
@@ -204,24 +203,25 @@ class RolloutWorkers:
         return self._call_next(RolloutWorker.dump, pack_groups(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
-        """Wait until the file of a `dump` is written; RunError if that fails."""
+        """Wait until a `dump` is written; RunError if that fails."""
         self._gather(dump, self._timeout_s, "writing of rollouts")
 
     def _share_out(self, values: Sequence[Value]) -> list[list[Value]]:
-        """Divide values among workers by their number of engines; each part is contiguous."""
+        """Divide values among workers, in proportion to their engines."""
+        # Rounding the bounds, not the sizes, gives every value to exactly one worker.
         bounds = [round(len(values) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         return [list(values[begin:end]) for begin, end in pairwise(bounds)]
 
     def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, Any]:
-        """Call a method of the next worker (round robin); returns {worker's number: call}."""
+        """Call a method of the next worker, round robin."""
         worker = next(self._turn) % len(self.actors)
         return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
 
     @staticmethod
     def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:
-        """Wait for the answers to calls, given by number of the worker.
+        """Wait for the answers to calls by worker's number.
 
         Raises:
             SamplingError: a worker failed or missed the deadline.
