@@ -37,7 +37,7 @@ MEMORY_EVENTS = 200_000
 
 
 class RankActor(ABC):
-    """Ray actor around one rank's model: the methods that the driver calls.
+    """Ray actor around one rank's model.
 
     Methods without a docstring hand on to the model (`ModelRank`) and its parts (`RankCheckpoint`, `DeviceMemory`,
     `StepRecorder`).
@@ -62,7 +62,7 @@ class RankActor(ABC):
         return self.store.host, self.store.port
 
     def list_gpus(self) -> list[str]:
-        """List Ray's ids of this process's GPUs: one, or none on a CPU."""
+        """List Ray's ids of this process's GPUs; empty on a CPU."""
         from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 
         return list_assigned_gpus()
@@ -87,7 +87,7 @@ class RankActor(ABC):
 
     @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:
-        """Join the other ranks, build the model and load this rank's weights."""
+        """Join the other ranks and build this rank's model."""
         self.import_packages()
         began = time.monotonic()
         import torch
@@ -119,7 +119,7 @@ class RankActor(ABC):
 
     @abstractmethod
     def _build_model(self, settings: RankSettings) -> ModelRank:
-        """Build the model and load this rank's weights; process groups are set up."""
+        """Build the model and load this rank's weights."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return function(this rank's model, *args); `ModelRanks.submit` checks the arguments' types."""
@@ -168,7 +168,7 @@ class RankActor(ABC):
 
     @phase("watch states")
     def watch_states(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Sketch hidden states of these tokens in the next pass for log-probabilities."""
+        """Sketch these tokens in the next pass for log-probabilities."""
         self.model.recorder.watch(indices, numbers)
 
     @phase("end states")
@@ -201,7 +201,7 @@ class RankActor(ABC):
         return references, np.array([bool(flags.all()) for flags in by_sequence])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
-        """Fetch the fields that this rank's stage reads; no others move to its node."""
+        """Fetch only the fields that this rank's stage reads."""
         import ray
 
         from megatron_grpo.batch.token_batch import TokenBatch

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def errors_in_one_line(failure: str) -> Iterator[None]:
-    """Turn an error of a distributed checkpoint into a RunError of one line.
+    """Turn a checkpoint's error into a RunError of one line.
 
     The line begins with `failure`, which names the folder that cannot be loaded or written. The error becomes its
     cause.
@@ -150,11 +150,11 @@ class RankCheckpoint:
         logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
 
     def is_written(self) -> bool:
-        """True once the background process has ended, with or without an error."""
+        """True once the background process has ended."""
         return self._writer is None or not self._writer.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written in the background, then write the metadata.
+        """Wait until all ranks have written, then write the metadata.
 
         Raises:
             RunError: a rank could not write its part, or its process was killed.
@@ -230,7 +230,7 @@ def _find_replicas() -> dist.ProcessGroup:
 
 
 def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
-    """Build a rank's entries of a checkpoint, without random state and reference."""
+    """Build a rank's checkpoint entries, without random state and reference."""
     metadata = dict(_METADATA)  # Megatron adds its process groups
     model = build_sharded_weights(rank.gather_chunks(), metadata)
     optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
@@ -246,7 +246,7 @@ def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 
 
 def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Build the entries of a rank's weights by chunk; with adapters, of adapters only.
+    """Build a rank's weight entries by chunk; with adapters, theirs only.
 
     Names in the checkpoint are those of the whole model, so that another layout can load it. Megatron-Core adds process
     groups to the checkpoint's `metadata`.

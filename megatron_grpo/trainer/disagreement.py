@@ -14,7 +14,7 @@ from megatron_grpo.losses.divergence import error_without_worst
 def is_beyond_limit(
     metrics: Sequence[Mapping[str, Tensor]], limit: float, tokens: float, device: torch.device | str
 ) -> bool:
-    """True if the step's error, without its worst token, is above the limit.
+    """True if the step's error without its worst token is too large.
 
     Collective over all ranks. NaN is not above it: the gradient is NaN too, and its error names the responses.
 

@@ -36,16 +36,11 @@ def export_checkpoint(
     quantization: QuantizationFormat | None,
     chat_template: str | None = None,
 ) -> None:
-    """Load the model in this process and write it.
-
-    A failure leaves nothing at the output.
+    """Load the model in this process and write it; a failure leaves no output.
 
     Args:
         weights: folder of Megatron's distributed checkpoint.
         source: folder of the model that the run started from.
-        shape: sizes of the model.
-        output: folder to make.
-        precision: dtype of the run's weights.
         lora: settings of the run's adapters, which are merged into the weights of a whole model.
         adapters_of: write the adapters alone, for the base model of this name; None: write the whole model.
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
@@ -67,14 +62,11 @@ def export_checkpoint(
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
             settings = read_settings(source, shape)
-            stage_tensors = iter_hf_tensors(chunks, shape)
-            tensors: Iterable[tuple[str, Tensor]] = (
-                (name, value) for name, value in stage_tensors if value is not None
-            )
+            tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization)
-                tensors = quantize_tensors(tensors, quantization)
-            write_hf_folder(tensors, source, output, settings=settings, chat_template=chat_template)
+            quantized = tensors if quantization is None else quantize_tensors(tensors, quantization)
+            write_hf_folder(quantized, source, output, settings=settings, chat_template=chat_template)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
     finally:
@@ -84,7 +76,7 @@ def export_checkpoint(
 def _load_model(
     config: PolicyConfig, shape: ModelShape, weights: Path, source: Path, *, merges_adapters: bool
 ) -> list[DecoderModel]:
-    """Load the checkpoint into a model, beside base weights that adapters are merged into."""
+    """Load the checkpoint, and base weights to merge adapters into."""
     from megatron.core import dist_checkpointing
 
     from megatron_grpo.trainer.checkpoint import build_sharded_weights, errors_in_one_line, load_weights
@@ -104,7 +96,7 @@ def _load_model(
 
 
 def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
-    """Read the entries of config.json to change so that they fit the exported weights."""
+    """Read the entries of config.json that the exported weights change."""
     settings: dict[str, Any] = {}
     if is_untied_by_weights(source):
         settings["tie_word_embeddings"] = False
@@ -131,8 +123,6 @@ def write_peft_folder(
 
     Args:
         chunks: the whole model, on one rank.
-        shape: sizes of the model.
-        lora: settings of the model's adapters.
         base_model: path or hub name of the model that the adapters belong to.
         output: folder to make; must not exist, or be empty.
 

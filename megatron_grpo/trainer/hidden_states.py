@@ -48,7 +48,7 @@ _LAYER_POINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rank's part of the hidden states at one point, for one microbatch.
+    """Hidden states of a rank at one point, for one microbatch.
 
     Example: `Piece("layers.3.mlp", tokens=tensor([7, 8]), values=hidden[:2], column=0)`.
     """
@@ -107,7 +107,7 @@ def capture_states(
 
 
 def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
-    """Assemble the pieces of all ranks by point, in the order of computation.
+    """Assemble the pieces of all ranks, point by point.
 
     Args:
         pieces: pieces of every rank of one layout.
@@ -144,7 +144,7 @@ def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A microbatch's tokens on this rank: indices in the whole batch; -1 on padding."""
+    """A microbatch's tokens on this rank; -1 on padding."""
 
     context_tokens: NDArray[np.int64]
     """[tokens of this context-parallel rank], int64."""

@@ -167,7 +167,7 @@ def _make_dummy_batch(batch: TokenBatch) -> TokenBatch:
 
 
 def sum_over_context(values: Tensor) -> Tensor:
-    """Sum values, [...], over the context-parallel ranks that share the sequences; all get it."""
+    """Sum values over the context-parallel ranks that share the sequences."""
     total = values.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total

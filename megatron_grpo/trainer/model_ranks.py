@@ -58,7 +58,7 @@ class TrainResult:
 
 
 class NonFiniteGradientError(RunError):
-    """The gradient's norm is NaN or infinite; no optimizer step was made.
+    """The gradient is not finite; no optimizer step was made.
 
     `sequences` are the indices, in the step, of the sequences that may have caused it.
     """
@@ -70,7 +70,7 @@ class NonFiniteGradientError(RunError):
 
 
 class RefusedStepError(RunError):
-    """The probability error is beyond its limit; no optimizer step was made."""
+    """The probability error is too large; no optimizer step was made."""
 
     def __init__(self, metrics: Mapping[str, float]) -> None:
         super().__init__(f"token_mult_prob_error is {metrics['token_mult_prob_error']:g}")
@@ -123,7 +123,7 @@ class ModelRanks(ABC):
         self._reports = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, function: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
-        """Run function(rank's model, *args, **kwargs) on every rank; returns a reference each."""
+        """Run function(rank's model, *args, **kwargs) on every rank."""
         return self._call(RankActor.run, function, *args, **kwargs)
 
     def _call(self, method: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
@@ -163,7 +163,7 @@ class ModelRanks(ABC):
         )
 
     def _find_prob_error_limit(self, batch: StepBatch) -> float | None:
-        """Find the largest probability error to learn from; None: ranks do not check it."""
+        """Find the largest probability error to learn from, if ranks check it."""
         return None
 
     @property
@@ -183,11 +183,11 @@ class ModelRanks(ABC):
 
     @property
     def device_name(self) -> str:
-        """Name that the vendor gives a rank's device; "cpu" without a GPU."""
+        """The vendor's name of a rank's device; "cpu" without a GPU."""
         return self._reports[0].device_name
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
-        """Write weights, optimizer, schedule and random state to an existing, empty folder.
+        """Write weights, optimizer, schedule and random state to an empty folder.
 
         In the background it returns as soon as the model may change, and `finish_checkpoint` has to follow.
         """
@@ -218,11 +218,11 @@ class ModelRanks(ABC):
         return [gpu for gpus in by_rank for gpu in gpus]
 
     def offload(self, *, weights: bool) -> None:
-        """Move optimizer state, and weights if asked, to host memory; drop gradients."""
+        """Move optimizer state and optionally weights to the host; drop gradients."""
         self._gather(self._call(RankActor.offload, weights), "moving to host memory")
 
     def onload(self) -> None:
-        """Move weights and optimizer state back to the devices; gradients are zero."""
+        """Move weights and optimizer state back; gradients are zero."""
         self._gather(self._call(RankActor.onload), "moving back from host memory")
 
     def begin_record(self) -> None:
@@ -238,7 +238,7 @@ class ModelRanks(ABC):
         return [figure for figures in by_rank for figure in figures]
 
     def watch_states(self, batch: StepBatch) -> None:
-        """Sketch the watched tokens' hidden states in the next pass for log-probabilities.
+        """Sketch watched tokens in the next pass for log-probabilities.
 
         `end_states` returns them.
         """
@@ -253,7 +253,7 @@ class ModelRanks(ABC):
         self._gather(refs, "choosing the recorded hidden states")
 
     def end_states(self) -> list[StateFigure]:
-        """Collect the watched tokens' sketches, each token once at every point of the model."""
+        """Collect the sketches of the watched tokens' hidden states."""
         return sum_states(self._gather(self._call(RankActor.end_states), "recording hidden states"))
 
     def begin_profile(self) -> None:
@@ -286,7 +286,7 @@ class ModelRanks(ABC):
     def _find_suspects(
         self, batch: StepBatch, schedules: Sequence[StepMicrobatches], results: Sequence[RankTrainResult]
     ) -> list[int]:
-        """Find the sequences that may have caused a gradient that is not finite.
+        """Find sequences that may have caused a non-finite gradient.
 
         Candidates are the sequences of microbatches whose loss is not finite, or all if every loss is finite. Returned
         are the candidates with a sampled token whose output is not finite, or all candidates if there are none.
@@ -304,7 +304,7 @@ class ModelRanks(ABC):
 
     @abstractmethod
     def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Compute outputs again; True for sequences that are finite at sampled tokens."""
+        """Compute outputs again; True for sequences with finite outputs."""
 
     def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], phase_name: str) -> ForwardResult:
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
@@ -330,7 +330,7 @@ class ModelRanks(ABC):
         return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
 
     def _put_works(self, batch: StepBatch, schedules: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
-        """Store each replica's `ReplicaWork` once; returns every rank's actor with its reference."""
+        """Store each replica's work once; returns (actor, reference) of every rank."""
         works = []
         index_in_replica = np.zeros(len(batch), dtype=np.int64)
         for partitions, schedule in zip(split_among_replicas(batch, len(schedules)), schedules, strict=True):
@@ -386,7 +386,7 @@ class MegatronValue(ModelRanks):
         return self._forward(batch, ValueActor.compute_values, "outputs of a failed training step")[1]
 
     def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add values: the expected return before every token, 0 at first tokens.
+        """Add values: the expected return before every token.
 
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.

@@ -133,7 +133,7 @@ def _drop_copies(rank: ModelRank) -> None:
 
 
 def iter_weights(rank: ModelRank) -> Iterator[Tensor]:
-    """Iterate over parameters, buffers and flat parameter buffers of model and reference."""
+    """Iterate over parameters and buffers of model and reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
         yield from map(_unwrap_parameter, chunk.parameters())
         yield from chunk.buffers()
@@ -161,7 +161,7 @@ def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
 
 
 def iter_gradients(rank: ModelRank) -> Iterator[Tensor]:
-    """Iterate over gradient buffers, and the gradients that the optimizer made of them."""
+    """Iterate over gradient buffers and the optimizer's gradients."""
     yield from (buffer.grad_data for buffer in _iter_flat_buffers(rank))
     for parameter in iter_optimizer_state(rank):
         gradients = (parameter.grad, getattr(parameter, "decoupled_grad", None))
@@ -178,7 +178,7 @@ def _view_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
-    """Move a frozen model's parameters to host memory, pinned if there is a GPU."""
+    """Move a frozen model's parameters to (pinned) host memory."""
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         host = parameter.data.cpu()
         parameter.data = host.pin_memory() if platform.name == "cuda" else host

@@ -174,7 +174,7 @@ class ModelOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def iter_updated_weights(self) -> Iterator[tuple[Any, int, Tensor]]:
-        """Iterate over the weights that this rank updates, in the optimizer's precision.
+        """Iterate over the weights that this rank updates.
 
         Yields:
             (parameter, first element of the part in the flat parameter, the part, [elements]): with a distributed
@@ -207,7 +207,7 @@ class ModelOptimizer:
                     dist.all_gather(list(parts), parts[group.rank()].clone(), group=group)
 
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
-        """Load a checkpoint's moments and schedule; settings stay those of this run.
+        """Load a checkpoint's moments and schedule, but not its settings.
 
         Parameter groups also contain settings of the run that saved, which loading would otherwise restore.
         """
@@ -235,7 +235,7 @@ def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
-    """Reduce gradients as Megatron does, without its division by the number of tokens."""
+    """Reduce gradients without Megatron's division by the number of tokens."""
     finalize_model_grads(list(model), None, **keywords)
 
 

@@ -61,7 +61,7 @@ def iter_updated_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _build_sharded_state(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Build the boxes of main weights and moments, by parameter index and state name."""
+    """Build the boxes by parameter index and name of the state."""
     build_sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     weight_of = {weight.data: weight for weight in nested_values(build_sharded_weights)}
     return {
@@ -76,7 +76,7 @@ def _build_sharded_state(
 
 @torch.no_grad()
 def _load_sharded_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Set main weights and moments from boxes in the form of `_build_sharded_state`."""
+    """Set weights and moments from the form of `_build_sharded_state`."""
     for index, (parameter, _, _) in enumerate(iter_updated_ranges(self)):
         state = {name: torch.cat([box.reshape(-1) for box in boxes]) for name, boxes in loaded[index].items()}
         self._set_main_param_and_optimizer_states(parameter, state)
@@ -87,7 +87,7 @@ def _load_sharded_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -
 def _build_boxes(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Build checkpoint entries for one state of a parameter's range, [stop - start].
+    """Build checkpoint entries for one state of a parameter's range.
 
     The entries share the state's memory. The parameter's entry `weight` is a factory if it is stored as several tensors
     (gate and up projections).

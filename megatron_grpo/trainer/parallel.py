@@ -24,7 +24,7 @@ _EXCHANGES_IN_FLIGHT = 16
 
 @cache
 def exchange_shapes_in_order() -> None:
-    """Make interleaved pipeline stages exchange shapes in the order of their tensors.
+    """Make interleaved stages exchange shapes in the order of their tensors.
 
     Packed microbatches differ in length, so a stage must learn the shape [tokens, 1, hidden] of a tensor before it can
     receive it. Without interleaving, Megatron-Core's own exchange works and is used: a batch of sends and receives,
@@ -42,10 +42,7 @@ def exchange_shapes_in_order() -> None:
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
         if self.virtual_pipeline_model_parallel_size is None:
-            shapes: tuple[list[int], list[int]] = original(
-                self, tensor_send_next, tensor_send_prev, recv_prev, recv_next
-            )
-            return shapes
+            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         device = self.config.platform.device
         previous, following = (
             torch.empty(3, dtype=torch.int64, device=device) if receives else None
@@ -85,7 +82,7 @@ def initialize_parallel(
     timeout_s: float,
     platform: Platform | None = None,
 ) -> None:
-    """Join the other ranks, form all process groups, and seed the random states.
+    """Join the other ranks, form process groups, seed random states.
 
     Args:
         parallel: sizes of the process groups.

@@ -98,7 +98,7 @@ def _load_plain_bytes(planner: DefaultLoadPlanner, item: ReadItem, content: io.B
 
 
 def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
-    """Load a file of torch.save; RunError unless it holds only tensors, numbers and texts."""
+    """Load a file of only tensors, numbers and texts, else RunError."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -106,7 +106,7 @@ def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
 
 
 def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
-    """Describe a file that torch refused, without torch's advice to load it nevertheless.
+    """Describe a file that torch refused, without torch's advice.
 
     Args:
         where: the file, or the entry of a checkpoint.
@@ -119,7 +119,7 @@ def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
 
 
 def open_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Restrict this process to listed classes in checkpoints; returns the ranks' shared part.
+    """Restrict checkpoints to listed classes; returns the ranks' shared part.
 
     Raises:
         RunError: the shared part names something that is not on the list, or does not hold a dictionary.
@@ -134,7 +134,7 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
-    """Check the FP8 state of a Transformer Engine layer, and pickle it again.
+    """Check a Transformer Engine layer's FP8 state, and pickle it again.
 
     Args:
         name: the layer's name, for the message.

@@ -125,7 +125,7 @@ class ModelRank(ABC):
 
     @abstractmethod
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """Turn hidden states before some tokens, [rows, hidden], into outputs, [rows], float32.
+        """Compute outputs, [rows], from hidden states, [rows, hidden].
 
         Also returns the tokens' fields, which the head may add to (entropy).
         """
@@ -152,7 +152,7 @@ class ModelRank(ABC):
         counts: GlobalCounts,
         limit: float | None = None,
     ) -> RankTrainResult:
-        """Make one optimizer step on this replica's `batch`; `counts` are of all replicas.
+        """Make one optimizer step; `counts` are of all replicas.
 
         The weights do not change when the gradient's norm (`grad_norm` of the result) is not finite, or the probability
         error is beyond `limit` (`is_refused`).
@@ -203,10 +203,10 @@ class ModelRank(ABC):
     def _forward_tokens(
         self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
     ) -> Tensor | None:
-        """Run a forward pass that returns one float per token (log-probability or value).
+        """Run a forward pass that returns one float per token.
 
-        Tokens that were not sampled have 0; without the field `sampled` every token has its output. Shape
-        [sum(lengths)], on the host. Only the output rank gets it; others get None.
+        The float is a log-probability or a value; 0 for tokens that were not sampled. Without the field `sampled` every
+        token has its output. Shape [sum(lengths)], on the host. Only the output rank gets it; others get None.
         """
         for chunk in chunks:
             chunk.eval()
@@ -237,7 +237,7 @@ class ModelRank(ABC):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's pipeline schedule; returns the third value of `finish` per microbatch.
+        """Run the pipeline schedule; returns `finish`'s third value per microbatch.
 
         The result is empty except on the last stage.
 
@@ -301,7 +301,7 @@ class _HeadArguments(TypedDict):
 
 
 class PolicyRank(ModelRank):
-    """A rank's shard of the policy, its optimizer and the frozen reference.
+    """A rank's shard of policy, optimizer and frozen reference.
 
     With adapters the reference is the policy without them, so it has no weights.
 

@@ -67,7 +67,7 @@ def _derive_seed(name: str) -> int:
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """Mix the bits of integers, int64, as SplitMix64 does (Steele et al. 2014)."""
+    """Mix bits like SplitMix64 (Steele et al. 2014), int64 to int64."""
     mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -124,7 +124,7 @@ class StepRecorder:
         self._states.append((piece.point, piece.tokens, sketch_rows(piece.values, piece.point, piece.column)))
 
     def end_states(self) -> list[StateSketches]:
-        """Return this rank's sketches of the watched tokens, which add up over ranks."""
+        """Return this rank's sketches, which add up over ranks."""
         parts, self._states = self._states, []
         return [(point, tokens.numpy(), sketches.cpu().numpy()) for point, tokens, sketches in parts]
 
@@ -138,14 +138,14 @@ class StepRecorder:
         self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in updated]
 
     def add_gradient(self) -> None:
-        """Note the gradient if a step is recorded, before the optimizer step."""
+        """Note the gradient before the optimizer step, if recording."""
         if self._figures is not None:
             self._figures += self._read_buffers("gradient", self._steps)
             self._steps += 1
 
     @torch.no_grad()
     def end(self) -> list[TensorFigure]:
-        """Note the change of the weights since `begin`, and return all figures."""
+        """Note the weights' change since `begin`; returns all figures."""
         figures, self._figures = self._figures, None
         assert figures is not None, "the step was begun"
         if self._before and self._steps:

@@ -52,7 +52,7 @@ class TorchCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Let every token attend to itself and the tokens before it in its sequence.
+        """Let every token attend to its sequence up to itself.
 
         Heads of a group share key and value. The query is [tokens, 1, heads, head_dim], any float type; of its dtype
         are key, [tokens, 1, groups, head_dim], value, [tokens, 1, groups, value_dim], and the result, [tokens, 1, heads
@@ -106,7 +106,7 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):
-    """Self-attention whose layers with a window have another rotary embedding (Gemma 3)."""
+    """Self-attention with another rotary embedding in windowed layers (Gemma 3)."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Any = None, **named: Any
@@ -135,7 +135,7 @@ class RotaryAtPositions(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles at positions: [tokens], int64, to [tokens, 1, 1, head_dim], float32."""
+        """Compute angles, [tokens, 1, 1, head_dim], float32, at positions."""
         frequencies = torch.outer(positions.to(self.rotary.inv_freq.dtype), self.rotary.inv_freq)
         return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
 
@@ -148,12 +148,12 @@ class GlobalAndLocalRotary(RotaryAtPositions):
         self.local = RotaryAtPositions(local)
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles without and with a window: [2, tokens, 1, 1, head_dim], float32."""
+        """Compute angles without and with a window: [2, tokens, ...]."""
         return torch.stack([super().forward(positions), self.local(positions)])
 
 
 class RotaryTable(torch.nn.Module):
-    """Rotary embedding of Transformer Engine's layers: one table of angles for all lengths.
+    """Rotary embedding of Transformer Engine's layers: one table of angles.
 
     The first rows of the table serve a shorter microbatch. Megatron-Core would keep a table for each of the last 32
     lengths, and packed microbatches nearly all differ: with a longest sequence of 32,768 tokens that is half a
@@ -166,12 +166,12 @@ class RotaryTable(torch.nn.Module):
         self._table: Tensor | None = None
 
     def get_rotary_seq_len(self, *arguments: Any) -> int:
-        """Return the argument of `forward`: tokens of the longest sequence, over all ranks."""
+        """Return the argument of `forward`: tokens of the longest sequence."""
         length: int = self.rotary.get_rotary_seq_len(*arguments)
         return length
 
     def forward(self, length: int, *, packed_seq: bool, **_: Any) -> Tensor:
-        """Look up the angles at positions 0 to `length`: [length, 1, 1, head_dim], float32."""
+        """Look up the angles at positions 0 to `length`."""
         assert packed_seq, "Transformer Engine takes each context-parallel rank's positions from the whole table"
         if self._table is None or len(self._table) < length:
             self._table = self.rotary.get_emb(length)

@@ -33,7 +33,7 @@ from megatron_grpo.trainer.model.rounding import keep_outer_layers
 
 
 class DecoderModel(GPTModel):
-    """Megatron-Core's model without its head, which is applied to chosen tokens only.
+    """Megatron-Core's model; its head is applied to chosen tokens only.
 
     The head is the largest matrix of a small model, and its output the largest tensor of any model. So prompts and
     padding never reach it, and logits of all tokens are never held.
@@ -58,7 +58,7 @@ class DecoderModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """[columns of this rank, hidden]: a row for each vocabulary entry, padding included."""
+        """A row for each vocabulary entry of this rank, padding included."""
         weight: Tensor | None = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -80,7 +80,7 @@ class ValueHead(torch.nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute the value after each token in float32: [rows, hidden] to [rows]."""
+        """Compute values in float32: [rows, hidden] to [rows]."""
         return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
 
 

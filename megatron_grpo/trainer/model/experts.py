@@ -47,7 +47,7 @@ class RoutingReplay:
 
 
 class ExpertRouter(TopKRouter):
-    """Chooses experts, counts the choices, and adds the losses that balance them.
+    """Chooses experts, counts the choices, and adds balancing losses.
 
     Megatron-Core's own router balances the load over a microbatch, which depends on packing and layout, and scales its
     loss by token counts that only its own loss normalisation cancels. Here the load is balanced within each sequence,
@@ -177,7 +177,7 @@ class DecoderLayer(TransformerLayer):
             self._experts, self.mlp.forward = self.mlp.forward, self._compute_experts
 
     def _compute_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
-        """Compute the experts' output for [tokens, 1, hidden], in the backward pass again."""
+        """Compute the experts' output, and again in the backward pass."""
         router = self.mlp.router
         microbatch = router.membership, router.record
 
@@ -243,7 +243,7 @@ class StepRouting:
             router.sequences_in_step = sequences
 
     def sum_counts(self) -> Tensor:
-        """Sum the step's tokens by expert over a stage (collective): [layers, experts], float32."""
+        """Sum the step's tokens by expert: [layers, experts]; collective."""
         if not self.routers:
             return torch.zeros(0, 1, device=self._device)
         counts = torch.stack([router.chosen for router in self.routers])
@@ -252,9 +252,9 @@ class StepRouting:
 
     @torch.no_grad()
     def end(self) -> dict[str, float]:
-        """End the step: raise the bias of rarely chosen experts, lower the others'.
+        """End the step: update the bias of experts, return metrics.
 
-        Experts chosen less than the mean are raised (DeepSeek-V3, 2.1.2).
+        The bias rises for experts that were chosen less than the mean, and falls for the others (DeepSeek-V3, 2.1.2).
 
         Returns:
             The step's metrics about experts, equal on every rank; collective over all ranks of the model.

@@ -36,7 +36,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Multiply [..., inputs] to [..., outputs], in the dtype of the weight."""
+        """Multiply [..., inputs] to [..., outputs]."""
         return F.linear(hidden, self.weight)
 
 
@@ -103,7 +103,7 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend causally within each sequence: [length, 1, hidden] to the same shape, no bias.
+        """Attend causally within each sequence; returns [length, 1, hidden], no bias.
 
         With sequence parallelism `length` counts this rank's tokens. The angles of all tokens are [length, 1, 1,
         rope_dim], float32; the core attention ignores the mask.
@@ -133,7 +133,7 @@ class LatentAttention(MegatronModule):
         return projected
 
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
-        """Rotate [length, sequences, heads, rope_dim] by angles, [length, 1, 1, rope_dim], float32."""
+        """Rotate [length, sequences, heads, rope_dim] by angles."""
         # Neighbouring elements are rotated against each other. They are moved half a vector apart, in queries as in
         # keys, which leaves query-key products unchanged.
         vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -67,7 +67,7 @@ def _has_transformer_engine(platform: Literal["cuda", "cpu", "dry"]) -> bool:
 def build_layer_specs(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Build the layer specs of this pipeline stage or one of its chunks.
+    """Build the layer specs of a pipeline stage or chunk.
 
     With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer Engine
     is installed: its linear layers contain the norm before them, which hides the input that an adapter needs. Its

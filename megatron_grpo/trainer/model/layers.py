@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     Zhang and Sennrich 2019, eq. 4. With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the
     factor is 1 + weight, and everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
@@ -55,7 +55,7 @@ class NormedRowParallelLinear(RowParallelLinear):
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Project [length, sequences, features of this rank] to [length, sequences, output_size]; no bias."""
+        """Project to [length, sequences, output_size]; no bias."""
         projected, bias = super().forward(input_)
         assert bias is None, "a bias would have to be added before the norm"
         return self.post_norm(projected), None
@@ -64,7 +64,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 def apply_mixin(
     block: TransformerBlockSubmodules, mixin: type, names: Collection[str] | None = None, **arguments: Any
 ) -> None:
-    """Make `mixin` the first base class of linear layers in a stage's spec.
+    """Make `mixin` the first base class of a stage's linear layers.
 
     The mixin overrides methods of the layer's class, the next base.
 

@@ -34,7 +34,7 @@ _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
 
 
 class AdaptedLinear:
-    """An adapter, as the first base class of a linear layer (`layers.apply_mixin`).
+    """An adapter, a mixin of linear layers (`layers.apply_mixin`).
 
     The adapter acts in `_forward_impl`, the product with this rank's weight. Gathering the input before it and reducing
     the output after it stay those of the layer. Where tensor parallelism splits the layer's rows, each rank has all of
@@ -68,7 +68,7 @@ class AdaptedLinear:
 
     @torch.no_grad()
     def initialize_adapter(self, name: str) -> None:
-        """Draw A uniformly, as torch's linear layers do, and set B to zero.
+        """Draw A like torch's linear layers, and set B to zero.
 
         The bound is 1 / sqrt(columns of the unsplit matrix). The layer's `name` in the model seeds the draw, so that it
         is the same in every layout.
@@ -81,7 +81,7 @@ class AdaptedLinear:
         self.lora_b.zero_()
 
     def merge_weight(self) -> Tensor:
-        """Compute this rank's W + scale * B A, in float32, rounded once."""
+        """W + scale * B A of this rank, rounded once from float32."""
         added = self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + self.scale * added).to(self.weight.dtype)
 

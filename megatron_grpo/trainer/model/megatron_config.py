@@ -161,7 +161,7 @@ def _convert_value(hint: Any, value: Any) -> Any:
 
 
 def _should_fuse_accumulation(config: PolicyConfig, platform: Platform) -> bool:
-    """True if the product that makes a weight's gradient also accumulates it.
+    """True if the product for a weight's gradient also accumulates it.
 
     apex's extension does that on a GPU.
     """

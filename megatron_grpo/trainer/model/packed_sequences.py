@@ -101,7 +101,7 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parts of sequences with consecutive queries on this rank and consecutive keys."""
+    """Parts of sequences: consecutive queries, and the keys that they see."""
 
     queries: Ints
     """[parts]: number of queries."""
@@ -113,7 +113,7 @@ class _Parts:
     """[parts]: index of the first key among all tokens in sequence order."""
 
     def cut_to_window(self, window: int) -> _Parts:
-        """Cut parts to at most `window` queries and the keys that these see.
+        """Cut parts to `window` queries and the keys that they see.
 
         A part then has fewer than 2 * window keys, however long its sequence is.
         """
@@ -215,7 +215,7 @@ def lay_out(
 
 
 def _split_into_parts(layout: PackedLayout) -> _Parts:
-    """Split into one part per sequence; with context parallelism two, the rank's chunks."""
+    """Split into one part per sequence, or two with context parallelism."""
     columns = np.cumsum(layout.widths) - layout.widths
     size, rank = layout.size, layout.rank
     if size == 1:
@@ -283,7 +283,7 @@ def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from
 
 
 def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
-    """Select the recorded experts of the tokens of `source` (`select_source`); -1 on padding.
+    """Select the recorded experts of the tokens of `source`; -1 on padding.
 
     `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16, becomes [tokens of the part,
     layers * experts of a token].

@@ -62,7 +62,7 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 class RoundedLinear:
-    """Simulated FP8, as the first base class of a linear layer (`layers.apply_mixin`)."""
+    """Simulated FP8, a mixin of linear layers (`layers.apply_mixin`)."""
 
     tp_group: Any
     fp8_on = True
@@ -89,7 +89,7 @@ class RoundedLinear:
 
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
-    """Switch rounding off in a chunk's share of the model's first and last layers."""
+    """Switch rounding off in the model's first and last layers."""
     for layer in chunk.decoder.layers:
         is_outer = layer.layer_number <= fp8.first_layers_bf16 or layer.layer_number > layers - fp8.last_layers_bf16
         for module in layer.modules():
@@ -103,7 +103,7 @@ def _round_at_scale(values: Tensor, scale: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Returns `rounded`, and passes its gradient to `values` (straight-through); both [...], of one dtype."""
+    """Returns `rounded`, and passes its gradient to `values`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class QuantizedLinear:
-    """modelopt's rounding, as the first base class of a linear layer (`layers.apply_mixin`)."""
+    """modelopt's rounding, a mixin of linear layers (`layers.apply_mixin`)."""
 
     tp_group: Any
 
@@ -141,7 +141,7 @@ NUM_BITS = {"int8": 8, "fp8": (4, 3)}
 def _make_quantizer(
     quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None
 ) -> Any:
-    """Make a quantiser with a scale per index of `axis`, for columns split over `group`."""
+    """Make a quantiser with a scale per index of `axis`."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
 
     # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
