@@ -42,7 +42,7 @@ class AdapterCheck:
 
 @torch.no_grad()
 def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
-    """Compare published weights with what this rank's layers with adapters compute.
+    """Compare published weights with what this rank's adapted layers compute.
 
     These layers are found by their parameters, whatever the weight map says of them. Collective over tensor-parallel
     ranks.
@@ -67,7 +67,7 @@ def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
 
 
 def _find_fault(published: Tensor, layer: Any) -> str | None:
-    """The fault in the published weight of a layer, [rows, columns], in words; None: there is none."""
+    """Describe the fault in a layer's published weight, [rows, columns], if any."""
     width = published.shape[1]
     columns = torch.arange(0, width, -(-width // COLUMNS), device=published.device)
     published, base = published[:, columns].float(), layer.weight.detach()[:, columns].float()

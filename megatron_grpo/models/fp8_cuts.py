@@ -15,7 +15,7 @@ _ROUTING = {"experts", "score"}
 
 
 def can_travel_in_fp8(entry: WeightEntry) -> bool:
-    """True for matrices of layers; false for embeddings, heads, routers, norms and biases."""
+    """Whether a row has matrices of layers; not for embeddings, heads, routers, norms, biases."""
     return is_per_layer(entry.megatron[0]) and all(
         len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
     )
@@ -37,18 +37,18 @@ def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Seq
         expert = engine[0].experts[0] if entry.per_expert else 0
         for split in sorted({shard.find_split(entry) for shard in sources}, key=lambda split: split.index):
             for part in entry.list_slices(shape, 0, split.index, split.count, expert):
-                if _cuts_block(part):
+                if _has_cut_block(part):
                     yield f"{part.name} on policy ranks: {part.start} to {part.stop} of {part.shape}"
         for rank, shard in enumerate(engine):
             first = shard.experts[0] if entry.per_expert else 0
             for destination in find_destinations(entry, shape, shard, expert=first):
                 part = destination.part
-                if _cuts_block(part) or destination.row % BLOCK:
+                if _has_cut_block(part) or destination.row % BLOCK:
                     yield f"{part.name} on rank {rank} of an engine: {part.start} to {part.stop} of {part.shape}"
 
 
-def _cuts_block(part: WeightSlice) -> bool:
-    """True for a slice that begins or ends inside a block."""
+def _has_cut_block(part: WeightSlice) -> bool:
+    """Whether a slice begins or ends inside a block."""
     if part.axis is None:
         return False
     return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))

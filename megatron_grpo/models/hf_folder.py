@@ -18,14 +18,14 @@ from torch import Tensor
 from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE
 from megatron_grpo.models.weight_map import WeightSlice
 
+# Configuration, tokenizer and template files that travel with the weights.
 _SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Configuration, tokenizer and template files that travel with the weights."""
+# Files that describe other weights, or how they came about.
 _LEFT_BEHIND = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json")
-"""Files that describe other weights, or how they came about."""
 
 
 class HFFolderReader:
-    """Reads slices of tensors from safetensors files; opens each file once, and reads only the bytes of a slice.
+    """Reads slices of tensors from safetensors files, each of which is opened once.
 
     Raises:
         ValueError: the folder has no safetensors weights, or its index cannot be read.
@@ -37,11 +37,11 @@ class HFFolderReader:
         self._file_of = self._locate()
 
     def has(self, name: str) -> bool:
-        """Whether the folder holds a tensor of this name."""
+        """Whether the folder has a tensor of this name."""
         return name in self._file_of
 
-    def read(self, wanted: WeightSlice) -> Tensor:
-        """A slice [...] of a tensor, of shape `wanted.local_shape`, in the dtype of the file, contiguous, on the CPU.
+    def read(self, part: WeightSlice) -> Tensor:
+        """Read a slice of a tensor: contiguous, on the CPU, in the file's dtype.
 
         An empty slice, of a rank that holds only padding of the vocabulary, is float32.
 
@@ -49,26 +49,24 @@ class HFFolderReader:
             ValueError: no such tensor, another shape than the model's config.json implies, values that are not
                 finite, or an unreadable file.
         """
-        file = self._file_of.get(wanted.name)
+        file = self._file_of.get(part.name)
         if file is None:
-            raise ValueError(f"{self._folder} has no tensor {wanted.name}")
+            raise ValueError(f"{self._folder} has no tensor {part.name}")
         try:
-            tensor = self._open(file).get_slice(wanted.name)
+            tensor = self._open(file).get_slice(part.name)
         except SafetensorError as error:
-            raise ValueError(f"{file} has no tensor {wanted.name}: {error}") from None
-        found = tuple(tensor.get_shape())
-        if found != wanted.shape:
-            raise ValueError(
-                f"{file}: {wanted.name} has shape {list(found)}, but config.json implies {list(wanted.shape)}"
-            )
-        region = [slice(None)] * len(found)
-        if wanted.axis is not None:
-            region[wanted.axis] = slice(wanted.start, wanted.stop)
-            if wanted.start == wanted.stop:
-                return torch.empty(wanted.local_shape)
+            raise ValueError(f"{file} has no tensor {part.name}: {error}") from None
+        shape = tuple(tensor.get_shape())
+        if shape != part.shape:
+            raise ValueError(f"{file}: {part.name} has shape {list(shape)}, but config.json implies {list(part.shape)}")
+        region = [slice(None)] * len(shape)
+        if part.axis is not None:
+            region[part.axis] = slice(part.start, part.stop)
+            if part.start == part.stop:
+                return torch.empty(part.local_shape)
         values: Tensor = tensor[tuple(region)].contiguous()
         if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
-            raise ValueError(f"{file}: {wanted.name} has values that are not finite")
+            raise ValueError(f"{file}: {part.name} has values that are not finite")
         return values
 
     def _locate(self) -> dict[str, Path]:
@@ -102,7 +100,7 @@ def write_hf_folder(
     settings: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Write full tensors as a folder in Hugging Face format, under a temporary name until it is complete.
+    """Write full tensors as a complete folder in Hugging Face format.
 
     Args:
         tensors: (name, tensor of any shape [...] and dtype); taken one at a time, kept in host memory until their shard
@@ -126,7 +124,7 @@ def write_hf_folder(
 
 @contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
-    """Make a folder under a temporary name for the body; then rename it to `output`, or delete it if the body raises.
+    """Make a folder under a temporary name; rename it to `output` after the body.
 
     An empty folder that was there lends its permissions. Whoever may read the folder may read its files, and whoever
     may write into it may write them.
@@ -160,15 +158,15 @@ def _share(folder: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a file of safetensors with the permissions of any other new file: the library's are the user's alone."""
-    file.touch()
+    """Write safetensors with the permissions of any new file."""
+    file.touch()  # the library makes files that only the user can read
     mode = file.stat().st_mode & 0o777
     save_file(tensors, file, metadata=metadata)  # renames a temporary file
     file.chmod(mode)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
-    """Write and index shards of at most max_shard_bytes (or of one larger tensor); returns the first tensor's dtype."""
+    """Write and index weights files; return the first tensor's dtype."""
     names: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = pending_bytes = 0
@@ -205,25 +203,23 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
 
 
 def _list_side_files(source: Path) -> Iterator[Path]:
-    """Files of a model's folder that travel with the weights, those in folders of nothing else included.
-
-    A folder of templates or of a tokenizer is one; one that has weights or a model's config.json of its own, such as a
-    checkpoint of a trainer, is not.
-    """
+    """List files that travel with the weights."""
     for entry in sorted(source.iterdir()):
         if entry.name.startswith("."):
             continue
         if entry.is_file() and _is_side_file(entry):
             yield entry
         elif entry.is_dir() and not entry.is_symlink():
+            # Templates or a tokenizer travel; a folder with weights or a config.json of its own, such as a checkpoint
+            # of a trainer, stays.
             inside = [file for file in sorted(entry.rglob("*")) if not file.is_dir()]
             if all(file.is_file() and _is_side_file(file) and file.name != "config.json" for file in inside):
                 yield from inside
 
 
 def _is_side_file(file: Path) -> bool:
-    named = file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
-    return named and file.name not in _LEFT_BEHIND
+    has_suffix = file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
+    return has_suffix and file.name not in _LEFT_BEHIND
 
 
 def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
@@ -240,7 +236,7 @@ def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: M
 
 
 def _replace_templates(folder: Path, template: str) -> None:
-    """Make a template the only one of a folder, in both files from which tokenizers take it."""
+    """Make a template the only one of a folder, wherever tokenizers take it from."""
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / "chat_template.json").unlink(missing_ok=True)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -18,7 +18,7 @@ from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, count_grou
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
-    """A rank's parameter from the slices of the Hugging Face tensors that it is made of.
+    """Merge slices of Hugging Face tensors into a rank's parameter.
 
     Args:
         entry: row of the weight map, which says how the slices are merged.
@@ -43,12 +43,9 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
 
 
 def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
-    """The inverse of `merge_slices`: a rank's parameter [rows, ...] to slices in the order of `entry.hf`, in its dtype.
-
-    The slices are contiguous and may share memory with `local`.
-    """
+    """Split a rank's parameter into slices: the inverse of `merge_slices`."""
     if entry.merge == "qkv" and len(local) < sum(count_group_rows(model)):
-        return list(local.split([wanted.stop - wanted.start for wanted in slices]))
+        return list(local.split([part.stop - part.start for part in slices]))
     if entry.merge == "qkv":
         widths = count_group_rows(model)
         grouped = local.view(-1, sum(widths), *local.shape[1:])
@@ -75,11 +72,11 @@ class AdaptedLayer(Protocol):
     """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
 
     def merge_weight(self) -> Tensor:
-        """This rank's weight plus the adapter's product, [rows, columns], in the dtype of the weight."""
+        """Compute this rank's weight plus the adapter's product: [rows, columns]."""
         ...
 
     def compute_columns(self, columns: Tensor) -> Tensor:
-        """[rows, columns asked for], float32: some columns of the matrix that the layer's forward pass multiplies by.
+        """Compute float32 columns of the matrix that the forward pass multiplies by.
 
         `columns`: [n], int64, numbers among this rank's columns. Collective over tensor-parallel ranks.
         """
@@ -88,7 +85,7 @@ class AdaptedLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundEntry:
-    """An entry of the weight map together with a parameter of this rank that it describes."""
+    """A row of the weight map with a parameter of this rank."""
 
     entry: WeightEntry
     layer: int
@@ -100,8 +97,7 @@ class BoundEntry:
     """The layer that the parameter is the weight of, if that layer has an adapter."""
 
     def compute_weight(self) -> Tensor:
-        """The weight that the model computes with, [...] as the parameter, detached: adapter merged, FP8
-        dequantised."""
+        """Compute the weight that the model uses: adapter merged, FP8 dequantised."""
         if self.adapted is not None:
             return self.adapted.merge_weight()
         weight = self.parameter.detach()
@@ -109,7 +105,7 @@ class BoundEntry:
 
 
 def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
-    """Every parameter of this rank with its entry: chunk by chunk, each in the order of the weight map.
+    """Bind every parameter of this rank to its row of the weight map.
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
@@ -134,16 +130,18 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     experts = _list_rank_experts(model, shape)
     # A stage may lack parameters outside layers, such as the embedding; a chunk that is the whole model may not, except
     # for the copy of a tied embedding.
-    whole = model.pre_process and model.post_process
+    is_full_model = model.pre_process and model.post_process
     bound: list[BoundEntry] = []
     for entry, layer, local in iter_entries(build_weight_map(shape), shape, layers):
         for expert in range(len(experts) if entry.per_expert else 1):
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
-            there = [name for name in names if name in parameters]
+            present = [name for name in names if name in parameters]
             is_layer_entry = is_per_layer(entry.megatron[0])
             owner_text = f"layer {layer} of the model" if is_layer_entry else "the model"
-            assert there or not (is_layer_entry or (whole and not entry.copy)), f"{owner_text} has no parameter {names}"
-            for name in there:
+            assert present or not (is_layer_entry or (is_full_model and not entry.copy)), (
+                f"{owner_text} has no parameter {names}"
+            )
+            for name in present:
                 module, _, last = name.rpartition(".")
                 adapted = None
                 if last == "weight" and module in adapters:
@@ -156,7 +154,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
 
 
 def _is_quantised(parameter: Tensor) -> bool:
-    """Whether a parameter, [...], is an FP8 tensor of Transformer Engine's."""
+    """Whether a parameter is an FP8 tensor of Transformer Engine."""
     # Imported here because the driver imports this module too, and does not need Megatron.
     from megatron.core.fp8_utils import is_float8tensor
 
@@ -165,7 +163,7 @@ def _is_quantised(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
-    """Fill this rank's parameters from a folder in Hugging Face format, reading only the slices that it holds.
+    """Fill this rank's parameters from a folder in Hugging Face format.
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels; values are converted to their dtype.
@@ -181,10 +179,10 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         entry = bound.entry
         split = groups.expt_tp if entry.per_expert else groups.tp
         slices = entry.list_slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
-        if entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
+        if entry.zero_if_absent and not any(reader.has(part.name) for part in slices):
             bound.parameter.zero_()
             continue
-        parts = [reader.read(wanted) for wanted in slices]
+        parts = [reader.read(part) for part in slices]
         merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
         assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
@@ -198,7 +196,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
 def iter_hf_tensors(
     chunks: Sequence[Any], shape: ModelShape, value: Callable[[BoundEntry], Tensor | None] = BoundEntry.compute_weight
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
+    """Gather full Hugging Face tensors of a pipeline stage, which is collective.
 
     Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
 
@@ -211,20 +209,20 @@ def iter_hf_tensors(
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
         Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
-    groups, here = chunks[0].pg_collection, len(_list_rank_experts(chunks[0], shape))
+    groups, rank_experts = chunks[0].pg_collection, len(_list_rank_experts(chunks[0], shape))
     for bound in bind_entries(chunks, shape):
-        own = None if bound.entry.copy else value(bound)
-        if own is None:
+        local = None if bound.entry.copy else value(bound)
+        if local is None:
             continue
         # group: ranks that together hold the parameter; split: ranks that split one matrix; replicas: equal parts.
         group, split, replicas = groups.tp, groups.tp, groups.dp_cp
         if bound.entry.per_expert:
             group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
         size, parted = split.size(), bound.entry.axis is not None or bound.entry.per_expert
-        shards = _gather(own, group, parted=parted) if replicas.rank() == 0 else []
+        shards = _gather(local, group, parted=parted) if replicas.rank() == 0 else []
         for part in range(group.size() // size):
-            number = part * here + bound.expert
-            names = [one.name for one in bound.entry.list_slices(shape, bound.layer, 0, 1, number)]
+            expert = part * rank_experts + bound.expert
+            names = [tensor.name for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1, expert)]
             if shards:
                 yield from zip(names, _join_shards(bound, shards[part * size : (part + 1) * size], shape), strict=True)
             else:
@@ -235,7 +233,7 @@ def iter_hf_tensors(
 def iter_adapter_tensors(
     chunks: Sequence[Any], shape: ModelShape, value: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Full matrices of the adapters of a pipeline stage, [rank, columns] and [rows, rank], as `iter_hf_tensors`.
+    """Gather full matrices of a stage's adapters, as `iter_hf_tensors`.
 
     Hugging Face matrices of one Megatron parameter share its A: it comes once for each. Names are peft's, without its
     prefix. `value` is the tensor to export for a parameter, in its shape.
@@ -244,42 +242,44 @@ def iter_adapter_tensors(
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
-        names = [one.name.removesuffix(".weight") for one in bound.entry.list_slices(shape, bound.layer, 0, 1)]
+        names = [tensor.name.removesuffix(".weight") for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1)]
         for part, letter in (("lora_a", "A"), ("lora_b", "B")):
             parted = bound.adapted.split == part
-            own = value(getattr(bound.adapted, part))
-            shards = _gather(own, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
+            local = value(getattr(bound.adapted, part))
+            shards = _gather(local, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
             tensors: list[Tensor | None] = [None] * len(names)
             if shards:
                 shared = part == "lora_a" and not parted
-                tensors = [own] * len(names) if shared else [*_join_shards(bound, shards if parted else [own], shape)]
+                tensors = (
+                    [local] * len(names) if shared else [*_join_shards(bound, shards if parted else [local], shape)]
+                )
             yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
 
 
 def _list_rank_experts(model: Any, shape: ModelShape) -> range:
-    """Numbers of this rank's experts in every layer; range(1) in a model without experts."""
+    """List this rank's experts in every layer; range(1) without experts."""
     if shape.experts is None:
         return range(1)
     group = model.pg_collection.ep
-    here = shape.experts.count // group.size()
-    return range(group.rank() * here, (group.rank() + 1) * here)
+    count = shape.experts.count // group.size()
+    return range(group.rank() * count, (group.rank() + 1) * count)
 
 
-def _gather(own: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
-    """The values, [...] each, of a parameter on all ranks of a group; empty on ranks other than 0.
+def _gather(local: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
+    """Gather a parameter's values on the first rank of a group; empty elsewhere.
 
     `parted`: whether the ranks hold different parts; if not, nothing is sent.
     """
-    own, first = own.contiguous(), group.rank() == 0
+    local, is_first = local.contiguous(), group.rank() == 0
     if group.size() == 1 or not parted:
-        return [own] * group.size() if first else []
-    received = [torch.empty_like(own) for _ in range(group.size())] if first else []
-    dist.gather(own, received or None, group=group, group_dst=0)
+        return [local] * group.size() if is_first else []
+    received = [torch.empty_like(local) for _ in range(group.size())] if is_first else []
+    dist.gather(local, received or None, group=group, group_dst=0)
     return received
 
 
 def _join_shards(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The full Hugging Face tensors of a parameter, from the shards, [...] in one dtype, of the ranks that split it."""
+    """Join the shards of the ranks that split a parameter into full tensors."""
     entry, size = bound.entry, len(shards)
     if entry.axis is None:
         return [shards[0]]

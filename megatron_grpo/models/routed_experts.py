@@ -17,7 +17,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class RoutedForm:
-    """Layout of recorded router choices: a row per token, a column per layer and chosen expert."""
+    """Layout of recorded router choices: rows are tokens, columns are chosen experts."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with experts among all layers, from 0."""

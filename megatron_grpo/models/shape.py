@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import to_text
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """Sizes of a mixture of experts, and how its router assigns tokens to experts."""
+    """Sizes of a mixture of experts, and how its router chooses."""
 
     count: int
     """Number of routed experts in a layer."""
@@ -42,7 +42,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """Multi-latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one short vector."""
+    """Multi-latent attention (DeepSeek-V2, 2.1): keys and values come from one short vector."""
 
     query_rank: int | None
     """Length of the vector that queries are projected from; None: they are projected from the hidden state."""
@@ -102,7 +102,7 @@ class ModelShape:
 
     @staticmethod
     def from_json(sizes: dict[str, Any]) -> ModelShape:
-        """The shape from `asdict` in types of JSON, in which tuples have become lists."""
+        """The shape from `asdict` in types of JSON."""
         experts, latent = sizes["experts"], sizes["latent"]
         parts = {
             "windowed": tuple(sizes["windowed"]),
@@ -113,16 +113,16 @@ class ModelShape:
 
     @property
     def fits_transformer_engine(self) -> bool:
-        """Whether Transformer Engine's layers can express the model's; if not, they are plain torch on GPUs too."""
+        """Whether Transformer Engine's layers can express the model's."""
         return not self.post_norms and self.local_rope_theta is None and self.latent is None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts rather than one feed-forward network."""
+        """Whether a layer, from 0, has experts."""
         return self.experts is not None and self.experts.layers[layer]
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """The contents of a config.json.
+    """Read a config.json.
 
     Raises:
         ValueError: the file is missing, cannot be read, or is not a JSON object; names the file.
@@ -144,7 +144,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """An integer of config.json that is at least 1.
+    """Read a whole number of at least 1 from config.json.
 
     Args:
         raw: contents of config.json, by key.
@@ -167,7 +167,7 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """A finite number of config.json above 0; the default when its key is missing or null.
+    """Read a number above 0 from config.json; the default when it is missing.
 
     Raises:
         ValueError: the value is not such a number.
@@ -181,7 +181,7 @@ def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """A boolean of config.json; the default when its key is missing.
+    """Read a boolean from config.json; the default when it is missing.
 
     Raises:
         ValueError: the value is not true or false.
@@ -193,7 +193,7 @@ def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def read_section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The first non-empty object among keys of one meaning; empty when there is none.
+    """Read the first non-empty object among keys of one meaning.
 
     Raises:
         ValueError: a value is not an object.

@@ -42,7 +42,7 @@ _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def find_local_folder(path: str) -> Path | None:
-    """The folder on this machine with the model's config.json, perhaps in the hub's cache; None: there is none."""
+    """Find a model's folder on this machine, perhaps in the hub's cache."""
     if not is_hub_name(path):
         return Path(path) if os.path.isdir(path) else None
     from huggingface_hub import try_to_load_from_cache  # here: its import takes longer than all others together
@@ -52,7 +52,7 @@ def find_local_folder(path: str) -> Path | None:
 
 
 def download_config(path: str) -> str | None:
-    """Download a hub model's config.json into the cache; returns the reason when that fails."""
+    """Download a hub model's config.json; return the reason when that fails."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     try:
@@ -65,7 +65,7 @@ def download_config(path: str) -> str | None:
 
 
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
-    """The folder of the complete model, downloaded into the hub's cache first when it is not there yet.
+    """Find the folder of a complete model, which is downloaded if need be.
 
     Args:
         path: a folder or a hub name.
@@ -85,7 +85,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
 
 
 def require_folder(folder: str) -> None:
-    """Raise a RunError if this machine lacks the model's folder, which the driver found on its own."""
+    """Require on this machine the model's folder that the driver has found."""
     if not Path(folder, "config.json").is_file():
         raise RunError(
             f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines of "
@@ -94,7 +94,7 @@ def require_folder(folder: str) -> None:
 
 
 def list_hub_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that a download raises: HTTP errors, no connection to the hub, no room for the files."""
+    """List the exceptions that a download from the hub raises."""
     from huggingface_hub.errors import HfHubHTTPError
 
     # Its bases are the errors of whichever HTTP library the hub's package is built on.
@@ -102,12 +102,11 @@ def list_hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _describe_error(error: Exception) -> str:
-    """The first line of an error's message, or the error's type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def find_model_shape(config: Config) -> ModelShape | None:
-    """Sizes of the policy's model, if this machine can tell them; None: the model is not here (yet)."""
+    """Find the sizes of the policy's model; None: it is not here yet."""
     if is_made_before_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         return parse_model_shape(PREPARED_MODELS[config.prepare.name])
@@ -115,7 +114,7 @@ def find_model_shape(config: Config) -> ModelShape | None:
 
 
 def find_value_shape(config: Config) -> ModelShape | None:
-    """Sizes of the model or reward model at value.model.path, if this machine can tell them; None: it is not here."""
+    """Find the sizes of value.model.path; None: it is not here yet."""
     assert config.value.model.path is not None
     return _shape_here(config.value.model.path, reward_models=True)
 
@@ -129,25 +128,20 @@ def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
 
 
 def is_prepared(config: Config) -> bool:
-    """Whether the run reads a model or data that megatron_grpo.prepare makes before it."""
+    """Whether a run reads a model or data that megatron_grpo.prepare makes before it."""
     sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
-    return any(is_made_before_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
+    return any(
+        is_made_before_run(config, path) for path in (config.policy.model.path, *(dataset.path for dataset in sets))
+    )
 
 
 def is_made_before_run(config: Config, path: str) -> bool:
-    """Whether a path lies in prepare.folder, which is filled before the run, so that it need not exist yet."""
+    """Whether a path lies in prepare.folder, so that it need not exist yet."""
     return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
 
 
 def compute_vocabulary_digest(folder: Path) -> str | None:
-    """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their ids, added tokens included.
-
-    Args:
-        folder: a model's folder in Hugging Face format.
-
-    Returns:
-        The digest; None where the folder has no tokenizer.json, or one that cannot be read.
-    """
+    """Digest all tokens with their ids (BLAKE2b); None: no readable tokenizer.json."""
     tokens = read_token_ids(folder)
     if tokens is None:
         return None

@@ -30,7 +30,7 @@ class StoredTensor:
 
 
 def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in the folder, by name.
+    """List the tensors of a folder, by name.
 
     Raises:
         ValueError: a file is missing, truncated or not safetensors, or transformers, vLLM and this project would read
@@ -62,7 +62,6 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Name of each tensor's file, by name of the tensor."""
     try:
         located = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in located.values()):
@@ -136,7 +135,7 @@ def _are_equal(head: tuple[Path, str, tuple[int, int]], embedding: tuple[Path, s
 
 
 def _find_bytes(file: Path, name: str) -> tuple[int, int]:
-    """Range of a tensor's bytes in its file, whose header safetensors has read."""
+    """Find the range of a tensor's bytes in its file."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         begin, end = json.loads(stream.read(size))[name]["data_offsets"]

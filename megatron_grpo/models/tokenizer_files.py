@@ -11,7 +11,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where the file is missing or holds something else."""
+    """Read the object in a JSON file; empty where there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -20,7 +20,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def read_token_ids(folder: Path) -> dict[str, int] | None:
-    """Numbers of all tokens of a folder's tokenizer.json; None: there is no such file, or it cannot be read."""
+    """Read the ids of all tokens in tokenizer.json; None: it cannot be read."""
     content = read_settings(folder / TOKENIZER_FILE)
     try:
         tokens = content["model"]["vocab"]
@@ -32,13 +32,13 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
 
 
 def read_vocabulary_size(model: Path) -> int | None:
-    """Number of a model's tokens by its config.json; None: it is not there."""
+    """Read a model's number of tokens from config.json; None: it is not there."""
     number = read_settings(model / "config.json").get("vocab_size")
     return number if type(number) is int else None
 
 
 def read_end_tokens(model: Path) -> tuple[int, ...]:
-    """Tokens that end a response by a model's generation_config.json, or without that file by its config.json."""
+    """Read the tokens that end a response, from generation_config.json or else config.json."""
     file = model / "generation_config.json"
     end = read_settings(file if file.is_file() else model / "config.json").get("eos_token_id")
     numbers = end if isinstance(end, list) else [end]
@@ -46,7 +46,7 @@ def read_end_tokens(model: Path) -> tuple[int, ...]:
 
 
 def list_declared_tokens(folder: Path) -> Iterator[str]:
-    """Tokens that the files beside tokenizer.json name."""
+    """List the tokens that files beside tokenizer.json name."""
     settings = read_settings(folder / "tokenizer_config.json")
     for content in (settings, read_settings(folder / "special_tokens_map.json")):
         for key, value in content.items():

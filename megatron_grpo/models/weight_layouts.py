@@ -38,20 +38,19 @@ class RankShard:
     """The rank's part of every matrix of an expert."""
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
-        """Whether the rank has a parameter for an entry, in this layer if the entry is per layer."""
+        """Whether the rank has a parameter for a row of the weight map."""
         name = entry.megatron[0]
         if is_per_layer(name):
             return layer in self.layers
         return self.embedding if name.startswith("embedding.") else self.end
 
     def find_split(self, entry: WeightEntry) -> Split:
-        """The rank's part of an entry's matrices, if they are split."""
+        """The rank's part of a row's matrices, if they are split."""
         return self.expert_tensor if entry.per_expert else self.tensor
 
 
 def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
-    """The shard of every rank of the policy, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp for
-    experts."""
+    """Split the model over the policy's ranks, in Megatron-Core's order."""
     count = shape.experts.count if shape.experts is not None else 1
     per_rank = count // parallel.expert
     shards = []
@@ -72,10 +71,10 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
 
 
 def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
-    """Layer numbers of each pipeline rank; in an interleaved pipeline the ranks take chunks of layers in turn."""
+    """Assign layers to pipeline ranks, which take chunks in turn when interleaved."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
-    given = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
-    ends = {stage: layers for stage, layers in given.items() if layers is not None}
+    configured = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
+    ends = {stage: layers for stage, layers in configured.items() if layers is not None}
     counted = {0: parallel.count_embedding, stages * chunks - 1: parallel.count_loss}
     middle = count + sum(counted.values()) - sum(ends.values())
     even = middle // max(stages - len(ends), 1)
@@ -110,7 +109,7 @@ class EngineLayout(Protocol):
 
 
 def split_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
-    """The shard of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours are adjacent."""
+    """Split the model over an engine's ranks, in vLLM's order."""
     stages, tensor = parallel.pipeline, parallel.tensor
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
     sizes = [shape.layers // stages] * stages
@@ -119,8 +118,8 @@ def split_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
     count = shape.experts.count if shape.experts is not None else 1
     shared = parallel.expert > 1
     # Consecutive experts of each rank; the first ranks have one more each if there is a remainder.
-    each, more = divmod(count, tensor)
-    bounds = [rank * each + min(rank, more) for rank in range(tensor + 1)]
+    quotient, remainder = divmod(count, tensor)
+    bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
     shards = []
     for stage in range(stages):
         begin = sum(sizes[:stage])
@@ -148,7 +147,7 @@ class _WorkerLayout(NamedTuple):
 
 
 def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
-    """Find the shard that a worker of vLLM holds; `parallel`: the worker's vLLM `ParallelConfig`."""
+    """Find a vLLM worker's shard; `parallel`: vLLM's `ParallelConfig`."""
     tensor = parallel.tensor_parallel_size
     layout = _WorkerLayout(tensor, parallel.pipeline_parallel_size, tensor if parallel.enable_expert_parallel else 1)
     return split_engine(layout, shape)[parallel.rank]
@@ -157,13 +156,13 @@ def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
 VOCABULARY_MULTIPLE = 64
 """vLLM pads vocabularies to a multiple of this."""
 
+# Matrices that vLLM joins when queries are compressed too (multi-latent attention).
 _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Matrices that vLLM joins when queries are compressed too (multi-latent attention)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The position, in an engine rank's parameter, of its part of one Hugging Face tensor."""
+    """Where an engine rank's parameter has its part of a tensor."""
 
     parameter: str
     """Name of vLLM's parameter."""
@@ -178,7 +177,7 @@ class Destination:
 def find_destinations(
     entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
-    """An engine rank's destinations of the tensors of an entry, in the order of `entry.hf`.
+    """Find where an engine rank keeps the tensors of a weight-map row.
 
     Args:
         entry: row of the weight map.
@@ -188,16 +187,16 @@ def find_destinations(
         expert: number in the layer, from 0, of one of the rank's experts.
     """
     parts = [_find_part(entry, tensor, model, shard.find_split(entry), layer, expert) for tensor in entry.hf]
-    rows = [one.local_shape[0] for one in parts]
-    found = []
-    for position, one in enumerate(parts):
+    rows = [part.local_shape[0] for part in parts]
+    destinations = []
+    for position, part in enumerate(parts):
         joined = position if entry.merge in ("qkv", "gate_up") else 0
         row = sum(rows[:joined])
         if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # its rows follow the queries'
             row += _find_query_rank(model)
         slot = expert - shard.experts[0] if entry.per_expert else None
-        found.append(Destination(_name_parameter(entry, model, one.name), one, row, slot))
-    return found
+        destinations.append(Destination(_name_parameter(entry, model, part.name), part, row, slot))
+    return destinations
 
 
 def _find_part(
@@ -217,7 +216,7 @@ def _find_part(
 
 
 def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
-    """vLLM's name of the parameter that holds a tensor of this name."""
+    """Name vLLM's parameter that holds a tensor."""
     module, _, kind = name.rpartition(".")
     if entry.per_expert:
         block = module[: module.index(".experts.")]
@@ -233,5 +232,4 @@ def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
 
 
 def _find_query_rank(model: ModelShape) -> int:
-    """Length of the compressed queries; 0: queries are not compressed."""
     return model.latent.query_rank or 0 if model.latent is not None else 0

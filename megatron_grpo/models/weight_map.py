@@ -45,13 +45,13 @@ class HFTensor:
     dims: tuple[Dim, ...]
 
     def compute_shape(self, model: ModelShape) -> tuple[int, ...]:
-        """Full shape of the tensor in a model of these sizes."""
+        """Compute the full shape in a model of these sizes."""
         return tuple(resolve_dim(dim, model) for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Rows (or columns) `start:stop` along `axis` of one full Hugging Face tensor; axis None: all of it."""
+    """Part `start:stop` of a full tensor along `axis`; axis None: all of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class WeightEntry:
 
     @property
     def axis(self) -> int | None:
-        """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds them whole."""
+        """Dimension that tensor parallelism splits; None: every rank holds all of it."""
         return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT), None)
 
     @property
@@ -97,11 +97,11 @@ class WeightEntry:
 
     @property
     def per_expert(self) -> bool:
-        """Whether every expert has a parameter of its own, which ranks of the expert-tensor group split."""
+        """Whether every expert has a parameter of its own."""
         return "{expert}" in self.megatron[0]
 
     def list_slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
-        """The slice of each tensor that a rank holds, in the order of `hf`.
+        """List the slice of each tensor that a rank holds.
 
         Args:
             model: sizes of the model.
@@ -110,17 +110,17 @@ class WeightEntry:
             size: ranks of that group.
             expert: number of the expert in the layer, from 0.
         """
-        found = []
+        slices = []
         for position, tensor in enumerate(self.hf):
             shape = tensor.compute_shape(model)
             start, stop = self._find_range(position, shape, model, rank, size) if self.axis is not None else (0, 0)
-            found.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
-        return found
+            slices.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
+        return slices
 
     def _find_range(
         self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int
     ) -> tuple[int, int]:
-        """Begin and end of a rank's slice of one of the tensors, along `axis`."""
+        """Find a rank's slice of one of the tensors, along `axis`."""
         assert self.axis is not None
         total = shape[self.axis]
         if self.merge == "vocab":  # padded at its end: the last ranks may hold fewer entries, or none
@@ -140,7 +140,7 @@ class WeightEntry:
 
 
 def map_parameter(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
-    """The entry of a parameter of each layer.
+    """Map a parameter of each layer to its tensors.
 
     Args:
         megatron: its name in the layer, behind "decoder.layers.{layer}."; several for several layer specs.
@@ -155,12 +155,11 @@ def map_parameter(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
 
 
 def limit_to(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
-    """The entries, restricted to layers of one kind."""
+    """Limit rows to layers of one kind."""
     return tuple(replace(entry, layers=layers) for entry in entries)
 
 
 def resolve_dim(dim: Dim, model: ModelShape) -> int:
-    """Size of a dimension in a model of this shape."""
     sizes = {
         "vocab": model.vocab,
         "hidden": model.hidden,
@@ -187,30 +186,30 @@ def resolve_dim(dim: Dim, model: ModelShape) -> int:
 
 
 def count_group_rows(model: ModelShape) -> list[int]:
-    """Rows of one key/value group in the merged matrix: its queries, its key, its value."""
+    """Count rows of one key/value group in the merged matrix: queries, key, value."""
     heads_per_group = model.attention_heads // model.key_value_heads
     return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
 
 
 def pad_vocab(model: ModelShape, tp_size: int) -> int:
-    """Vocabulary entries of the Megatron model, rounded up to a multiple of the tensor-parallel size."""
+    """Round the vocabulary up to a multiple of the tensor-parallel size."""
     return -(-model.vocab // tp_size) * tp_size
 
 
 def list_experts(entry: WeightEntry, model: ModelShape) -> range:
-    """Numbers of the experts that an entry describes; [0] for an entry outside experts."""
+    """List the experts that a row describes; [0] outside experts."""
     return range(model.experts.count) if entry.per_expert and model.experts is not None else range(1)
 
 
 def is_per_layer(name: str) -> bool:
-    """Whether a name, with its placeholders, stands for one tensor per layer."""
+    """Whether a name stands for one tensor per layer."""
     return "{layer}" in name
 
 
 def iter_entries(
     entries: tuple[WeightEntry, ...], model: ModelShape, layers: Sequence[int]
 ) -> Iterator[tuple[WeightEntry, int, int]]:
-    """Yield (entry, layer in the model, layer in the stage) for a stage that holds `layers`, in the entries' order.
+    """Yield (row, layer in the model, layer in the stage) of a stage.
 
     Runs of per-layer entries are repeated for each layer; both layers are 0 for entries outside layers.
     """
@@ -225,10 +224,7 @@ def iter_entries(
 
 @dataclass(frozen=True, slots=True)
 class ModelMap:
-    """Sizes of a model and its weight map, as the driver sends them to engines' workers.
-
-    So the workers need not load the families' modules, and cannot disagree with the driver.
-    """
+    """Sizes and weight map of a model, as engines' workers get them."""
 
     shape: ModelShape
     entries: tuple[WeightEntry, ...]

@@ -112,11 +112,10 @@ def draw_probes(hidden: int, device: torch.device) -> Tensor:
 
 @cache
 def _load_vectors(kind: str, size: int, device: torch.device) -> Tensor:
-    """[DIRECTIONS, size], float64: one vector of each pair."""
     return _draw_vectors(kind, size).to(device)
 
 
 def _draw_vectors(kind: str, size: int) -> Tensor:
-    """[DIRECTIONS, size], float64, normal: the same in every process, and the beginning of a larger size's."""
+    """Draw [DIRECTIONS, size], float64: the same in every process, and for larger sizes."""
     generator = torch.Generator().manual_seed(_SEEDS[kind])
     return torch.randn(size, DIRECTIONS, dtype=torch.float64, generator=generator).T.contiguous()

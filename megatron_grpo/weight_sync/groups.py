@@ -123,7 +123,7 @@ class Watch:
             time.sleep(min(max((now - began) / 10, shortest), longest))  # adds a tenth to a wait, at most
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that may block; if the wait fails, its thread is left behind."""
+        """Call a function that may block; a failed wait leaves its thread behind."""
         answer: Future[T] = Future()
 
         def run() -> None:

@@ -96,7 +96,7 @@ class Links(ABC):
         ...
     @abstractmethod
     def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
-        """Move the first notice over a link; return memory that both ends share, or None."""
+        """Move the first notice over a link; return memory that both share, if any."""
 
     def view_buffer(self, number: int) -> Tensor:
         """The message of this number, [bytes with the trailer], uint8."""
@@ -115,7 +115,7 @@ class Links(ABC):
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
-        """Give the body a deadline; if it fails, tell all members and leave the group."""
+        """Give the body a deadline; if it fails, tell all members."""
         self._watch.restart()
         try:
             yield
@@ -149,7 +149,7 @@ class Links(ABC):
         return start([tensor.reshape(-1).view(torch.uint8)], self._first_peer + peer, 0)
 
     def _open_links(self, store: Store) -> None:
-        """Test every link, so that a broken one shows now and not in a refit."""
+        """Test every link, so that a broken one shows before a refit."""
         for peer in dict.fromkeys(self._peers):
             link = [self._rank, peer] if self.side == "source" else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._group_device)

@@ -36,11 +36,11 @@ class PolicyLostError(RefitError, ModelLostError):
 
 
 class AttemptError(Exception):
-    """One attempt failed; `lost` says by number why engines must be replaced."""
+    """One attempt failed; `lost_engines` says by number why engines must be replaced."""
 
-    def __init__(self, text: str, lost: Mapping[int, str]) -> None:
+    def __init__(self, text: str, lost_engines: Mapping[int, str]) -> None:
         super().__init__(text)
-        self.lost = lost
+        self.lost_engines = lost_engines
 
 
 class RefitCalls:
@@ -66,7 +66,7 @@ class RefitCalls:
         return dict(zip(engines, self.generation.submit_to(engines, method, *args, **kwargs), strict=True))
 
     def wait(
-        self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
+        self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str
     ) -> list[Any]:
         """Wait for calls of both sides.
 
@@ -74,7 +74,7 @@ class RefitCalls:
             sends: calls of the policy's ranks, by rank; may be empty.
             receives: calls of engines, by number.
             deadline: time (monotonic) when all must have ended.
-            what: the phase, for messages.
+            phase_name: for messages.
 
         Returns:
             The results of the ranks, then those of the engines.
@@ -87,15 +87,17 @@ class RefitCalls:
         names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
         remaining_s = max(deadline - time.monotonic(), 0.0)
         try:
-            return gather([*sends, *receives.values()], deadline_s=remaining_s, phase_name=what, name=names.__getitem__)
+            return gather(
+                [*sends, *receives.values()], deadline_s=remaining_s, phase_name=phase_name, name=names.__getitem__
+            )
         except RunError as error:
             if is_canary_failure(error.__cause__):
                 raise CanaryFailedError(str(error)) from error
             if self.store is not None:
                 record_failure(self.store, str(error))
-            lost = find_lost_engines(sends, receives, str(error))
+            lost_engines = find_lost_engines(sends, receives, str(error))
             self.store = None  # closed with its last reference: a process that comes later fails at once
-            raise AttemptError(str(error), lost) from error
+            raise AttemptError(str(error), lost_engines) from error
 
 
 def find_lost_engines(
@@ -118,24 +120,24 @@ def find_lost_engines(
     """
     calls = [*sends, *receives.values()]
     ended = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])
-    lost = {}
+    lost_engines = {}
     for number, call in receives.items():
         if call not in ended:
-            lost[number] = f"{failure}; {ENGINE_NAME(number)} does not come back"
+            lost_engines[number] = f"{failure}; {ENGINE_NAME(number)} does not come back"
             continue
         try:
             ray.get(call)
         except RayError as error:
             if is_lost(error):
                 reason = f"{ENGINE_NAME(number)} {explain_error(error)}"
-                lost[number] = failure if reason in failure else f"{failure}; {reason}"
+                lost_engines[number] = failure if reason in failure else f"{failure}; {reason}"
     overdue = [RANK_NAME(rank) for rank, call in enumerate(sends) if call not in ended]
     _require_policy([RANK_NAME(rank) for rank in find_lost_calls(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
     # Ranks may hang in a library only until a lost engine's processes are ended, so they are stuck only without one.
-    if not lost:
+    if not lost_engines:
         _require_policy(overdue, "stuck", failure)
-    return lost
+    return lost_engines
 
 
 def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:

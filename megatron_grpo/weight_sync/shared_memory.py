@@ -31,7 +31,7 @@ class CudaMemory:
             torch._C._accelerator_setAllocatorSettings(previous)
 
     def export_address(self) -> list[Any]:
-        """Export the memory to one process, in types of JSON; call it once for each."""
+        """Export the memory to one process, in types of JSON; call it once each."""
         # The arguments that torch would pickle; the handle follows the device.
         _, (_, _, _, begin, _, _, device, *handle) = reduce_tensor(self.tensor)
         handle_json = [part.hex() if isinstance(part, bytes) else part for part in handle]

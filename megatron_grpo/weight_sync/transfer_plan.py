@@ -127,8 +127,8 @@ def _find_routes(
         [find_box(part_slice) for part_slice in entry.list_slices(shape, 0, part, parts)]
         for part in range(parts if entry.axis is not None else 1)
     ]
-    kept = find_destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
-    for tensor, destination in enumerate(kept):
+    destinations = find_destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
+    for tensor, destination in enumerate(destinations):
         kept_box = find_box(destination.part)
         for part, boxes in enumerate(sent_boxes):
             common = boxes[tensor].find_overlap(kept_box)

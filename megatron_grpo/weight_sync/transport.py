@@ -162,19 +162,19 @@ class WeightTransport:
         """Make all checks due at the next refit."""
         self._checks.require_next()
 
-    def restore(self, lost: Mapping[int, str]) -> None:
+    def restore(self, lost_engines: Mapping[int, str]) -> None:
         """Replace engines that were lost between refits, and publish to them only.
 
         Args:
-            lost: why each engine is lost, by its number.
+            lost_engines: why each engine is lost, by its number.
 
         Raises:
             SamplingError: the engines could not be replaced.
             PolicyLostError: a rank of the policy is gone, too.
         """
         try:
-            self._replace(lost)
-            self._start_serving(self._publish_to(tuple(sorted(lost)), self._version))
+            self._replace(lost_engines)
+            self._start_serving(self._publish_to(tuple(sorted(lost_engines)), self._version))
         except PolicyLostError:
             raise
         except RunError as error:
@@ -241,19 +241,19 @@ class WeightTransport:
         self._failures.append(str(error))
         # An attempt that costs an engine is no retry: the fault goes with the engine, and the number of replacements
         # has a limit of its own. The other engines receive the version once more.
-        if error.lost:
-            self._replace(error.lost)
+        if error.lost_engines:
+            self._replace(error.lost_engines)
         elif self._retries:
             self._retries -= 1
         else:
             raise RefitError("; tried again: ".join(self._failures)) from None
 
-    def _replace(self, lost: Mapping[int, str]) -> None:
+    def _replace(self, lost_engines: Mapping[int, str]) -> None:
         try:
-            self._calls.generation.replace(lost)
+            self._calls.generation.replace(lost_engines)
         except RunError as error:
             raise RefitError(str(error)) from error
-        self._replaced += [f"{ENGINE_NAME(number)} was replaced: {reason}" for number, reason in lost.items()]
+        self._replaced += [f"{ENGINE_NAME(number)} was replaced: {reason}" for number, reason in lost_engines.items()]
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         anew = self._state in (RefitState.UNLINKED, RefitState.BROKEN)

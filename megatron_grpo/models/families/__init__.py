@@ -26,10 +26,7 @@ _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
-    """The shape of a value model that starts from this model; the score of a reward model is kept as its head.
-
-    The value head replaces the output layer, so nothing is tied to the embedding.
-    """
+    """The shape of a value model, whose head replaces the output layer."""
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
@@ -57,7 +54,7 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
-    """The weight map of a model, in the order in which tensors are exported."""
+    """Build the weight map of a model, in the order of export."""
     if shape.value_head is not None:
         head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), zero_if_absent=shape.value_head == "fresh")
         outputs = [head, _BIAS]
@@ -75,7 +72,7 @@ def build_model_map(shape: ModelShape) -> ModelMap:
 
 
 def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass over sequences, regardless of padding and packing.
+    """Count floating-point operations of one forward pass, regardless of padding.
 
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
     output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
@@ -102,12 +99,11 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def _count_causal_pairs(length: int) -> int:
-    """Query-key pairs of causal attention in a sequence of `length` tokens, pairs of a token with itself included."""
     return length * (length + 1) // 2
 
 
 def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelShape:
-    """Sizes of the model in a folder, from its config.json and, for a tied head, its weights.
+    """Read the sizes of a model from its folder.
 
     Reward models are refused unless they are asked for.
 
@@ -131,7 +127,7 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
 
 
 def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
-    """Raise a ValueError for a head_dim that vLLM, which does not read the key in these families, would not use."""
+    """Refuse a head_dim that vLLM would not use."""
     if shape.family == "qwen2":
         derived, formula = shape.hidden // shape.attention_heads, "hidden_size / num_attention_heads"
     elif shape.latent is not None:
@@ -144,7 +140,7 @@ def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
 
 
 def is_untied_by_weights(path: str | Path) -> bool:
-    """Whether config.json ties the head to the embedding, and the folder stores another head; False: no such folder."""
+    """Whether config.json ties the head, and the folder stores another one."""
     try:
         raw = read_config_json(Path(path) / "config.json")
         return parse_model_shape(raw).tied_embeddings and not read_model_shape(path).tied_embeddings
@@ -153,15 +149,15 @@ def is_untied_by_weights(path: str | Path) -> bool:
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
-    """Sizes from the contents of a config.json.
+    """Read sizes from the contents of a config.json.
 
     Raises:
         ValueError: the architecture or one of its options has no support, or a size is missing or invalid.
     """
-    given = raw.get("architectures") or ["(none)"]
-    if not isinstance(given, list) or not isinstance(given[0], str):
-        raise ValueError(f"architectures={to_text(given)} must be a list of names")
-    architecture = given[0]
+    architectures = raw.get("architectures") or ["(none)"]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise ValueError(f"architectures={to_text(architectures)} must be a list of names")
+    architecture = architectures[0]
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
     family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
     if family is None:

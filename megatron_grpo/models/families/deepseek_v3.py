@@ -44,7 +44,7 @@ EXPERTS = QWEN_EXPERTS + limit_to(
 )
 
 
-def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
+def _map_layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
     assert shape.latent is not None
     query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
     return _INPUT_NORM + query + _KEYS_AND_VALUES + limit_to("dense", *MLP) + EXPERTS
@@ -129,4 +129,4 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     )
 
 
-FAMILY = Family(name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, layers=_layers)
+FAMILY = Family(name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, layers=_map_layers)

@@ -65,31 +65,24 @@ def read_dense(
     qk_norm: bool = False,
     rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
 ) -> ModelShape:
-    """Read sizes of a dense decoder from a config.json, as transformers 5 and vLLM do.
+    """Read sizes of a dense decoder, as transformers 5 and vLLM do.
 
     Args:
         raw: contents of config.json, by key.
-        family: name of the model family that is read.
+        family: name of the model family.
         defaults: transformers' values of keys that the file lacks, where they differ from `_DEFAULTS`.
         nullable: keys that transformers replaces by a value of its own when they are null.
         options: options that the family lacks, beyond those of `refuse_options`.
         windows: whether layers may have windows, which the caller reads.
-        qkv_bias: whether the query, key and value projections have biases.
-        qk_norm: whether every query and key head is normalised.
         rope_types: kinds of rotary embeddings that the family has.
 
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
-    refuse_options(raw, family, options)
-    refuse_nulls(raw, family, nullable)
-    if not windows:
-        refuse_windowed_layers(raw, family)
+    _refuse_unsupported(raw, family, nullable, options, windows)
     default_values = {**_DEFAULTS, **(defaults or {})}
     raw = {**default_values, **raw}
-    theta, scaling = read_rotary(raw, rope_types, default_theta=default_values["rope_theta"])
+    theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"])
     heads, groups, head_dim = _read_heads(raw)
     return ModelShape(
         family=family,
@@ -108,6 +101,17 @@ def read_dense(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
+
+
+def _refuse_unsupported(
+    raw: Mapping[str, Any], family: str, nullable: tuple[str, ...], options: Neutral | None, windows: bool
+) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
+    refuse_options(raw, family, options)
+    refuse_nulls(raw, family, nullable)
+    if not windows:
+        refuse_windowed_layers(raw, family)
 
 
 def _read_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -37,7 +37,7 @@ _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_positio
 
 
 def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral | None = None) -> None:
-    """Raise a ValueError for the first option that the Megatron model of this project cannot express.
+    """Refuse options that the Megatron model here cannot express.
 
     Args:
         raw: contents of config.json, by key.
@@ -57,7 +57,7 @@ def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral 
 
 
 def refuse_quantized(settings: Any, key: str = "quantization_config") -> None:
-    """Raise a ValueError for a model whose weights are stored in 8 bits or fewer.
+    """Refuse a model whose weights are stored in 8 bits or fewer.
 
     Args:
         settings: the quantization settings of the model's files; None: it has none.
@@ -78,7 +78,7 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 def refuse_folder(folder: Path) -> None:
-    """Raise a ValueError for a folder of adapters, or of weights that a file beside config.json calls quantized."""
+    """Refuse a folder of adapters, or of quantized weights."""
     if (folder / ADAPTER_FILE).is_file():
         base = _read(folder / ADAPTER_FILE).get("base_model_name_or_path")
         of_base = f" for {base}" if isinstance(base, str) else ""
@@ -90,7 +90,6 @@ def refuse_folder(folder: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -99,7 +98,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
-    """Raise a ValueError for layer_types of another kind than full attention."""
+    """Refuse layer_types of another kind than full attention."""
     types = raw.get("layer_types")
     unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
     if unsupported:
@@ -109,12 +108,11 @@ def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
 
 
 def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...]) -> None:
-    """Raise a ValueError for a number that is null and that transformers or vLLM would not replace."""
+    """Refuse a null that transformers or vLLM would not replace by a number."""
     for key in _READ_NUMBERS:
         if key in raw and raw[key] is None and key not in nullable:
             raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")
 
 
 def _format_json(value: Any) -> str:
-    """A value as it is written in config.json, cut if it is long."""
     return to_text(json.dumps(value))

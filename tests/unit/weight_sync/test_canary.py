@@ -88,8 +88,8 @@ class Answered(RefitCalls):
 
     refused = False
 
-    def wait(self, sends: Any, receives: Any, deadline: float, what: str) -> list[Any]:
-        if self.refused and what.startswith("canary"):
+    def wait(self, sends: Any, receives: Any, deadline: float, phase_name: str) -> list[Any]:
+        if self.refused and phase_name.startswith("canary"):
             raise CanaryFailedError("engine 0 must not serve")
         return [*sends, *receives.values()]
 

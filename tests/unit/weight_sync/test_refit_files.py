@@ -118,7 +118,7 @@ class Generation:
 class InProcess(RefitCalls):
     """Calls answer at once."""
 
-    def wait(self, sends: Any, receives: Mapping[int, Any], deadline: float, what: str) -> list[Any]:
+    def wait(self, sends: Any, receives: Mapping[int, Any], deadline: float, phase_name: str) -> list[Any]:
         if any(receives.values()):
             raise AttemptError("; ".join(answer for answer in receives.values() if answer), {})
         return sends

@@ -42,7 +42,7 @@ class FakeGeneration:
 class Answered(RefitCalls):
     """Calls that have ended."""
 
-    def wait(self, sends: Any, receives: Mapping[int, Any], deadline: float, what: str) -> list[Any]:
+    def wait(self, sends: Any, receives: Mapping[int, Any], deadline: float, phase_name: str) -> list[Any]:
         return [*sends, *receives.values()]
 
 
