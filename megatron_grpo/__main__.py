@@ -13,7 +13,7 @@ from megatron_grpo.config.output import tolerant_output
 
 @tolerant_output()
 def main(arguments: Sequence[str]) -> int:
-    """Print the commands, or the version; a command is run by its own module."""
+    """Print the commands, or the version."""
     if answer_help(arguments or ["--help"], format_commands()):
         return 0
     hint = suggest_name(arguments[0], COMMANDS, "python -m megatron_grpo.{}", otherwise="")

@@ -1,4 +1,4 @@
-"""The command line of `python -m megatron_grpo.train`: options, checks, the run, and exit codes."""
+"""The command line of `python -m megatron_grpo.train`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         if {"-h", "--help", "--version"} & set(arguments):
             answer_help(arguments, format_help())
             return 0
-        return _run_or_tell(*_read_options(arguments))
+        return _run_task(*_read_options(arguments))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -47,13 +47,13 @@ def main(arguments: Sequence[str]) -> int:
         return report_interruption(error)
 
 
-def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
+def _run_task(overrides: Sequence[str], task: Task) -> int:
     """Train, check or print the configuration; returns the exit code."""
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
     if task == "check":
-        _tell_fit(checked)
+        _print_fit(checked)
     config = checked.require()
     if task != "show":
         for remark in checked.remarks:
@@ -65,8 +65,8 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     return 0
 
 
-def _tell_fit(checked: Composed) -> None:
-    """Print whether the run fits the GPUs of cluster.gpu, if it is set; also where only this machine lacks GPUs."""
+def _print_fit(checked: Composed) -> None:
+    """Print whether the run fits the GPUs of cluster.gpu."""
     config = checked.config
     if config is None or config.cluster.gpu is None:
         return
@@ -78,16 +78,15 @@ def _tell_fit(checked: Composed) -> None:
 
 
 def _check_start(config: Config) -> Path | None:
-    """Make the further checks of a start, beyond the configuration; returns the checkpoint that the run starts from.
+    """Make the further checks of a start; returns its checkpoint.
 
     Raises:
         ConfigError: an environment cannot be created, the checkpoint is damaged or of other adapters, or too few
             prompts are short enough.
     """
     if config.needs_generation:
-        from megatron_grpo.preflight.environment_checks import (
-            check_scoring,  # imported here, because NumPy takes long to import
-        )
+        # NumPy takes long to import.
+        from megatron_grpo.preflight.environment_checks import check_scoring
 
         check_scoring(config)
     for remark in compare_data(Path(config.run_dir), config):  # a start prints them among the changes
@@ -96,9 +95,8 @@ def _check_start(config: Config) -> Path | None:
     start_from = find_start_checkpoint(checkpointer, config)
     folder = find_local_folder(config.policy.model.path)
     if config.needs_generation and not is_prepared(config) and folder is not None and has_tokenizer(folder):
-        from megatron_grpo.preflight.conversation_checks import (
-            load_examined_prompts,  # imported here, because torch takes long to import
-        )
+        # torch takes long to import.
+        from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 
         for note in load_examined_prompts(config, folder).notes:
             print(note, flush=True)
@@ -106,27 +104,27 @@ def _check_start(config: Config) -> Path | None:
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
-    """The overrides of a command line, and the task that its options choose."""
+    """Split a command line into overrides and the task."""
     overrides: list[str] = []
     problems: list[Problem] = []
     task: Task = "train"
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
         if name in ("--cfg", "-c"):
-            value = value or (rest.pop(0) if rest else "")
+            value = value or (remaining.pop(0) if remaining else "")
             if value != "job":
                 problems.append(Problem(f"{name} {value}".strip(), "shows one thing only: --cfg job"))
             task = "show"
         elif argument == "--check":
             task = "check"
         elif name == OPTION:
-            overrides.append(f"{OPTION}={value or (rest.pop(0) if rest else '')}")
+            overrides.append(f"{OPTION}={value or (remaining.pop(0) if remaining else '')}")
         elif argument.startswith("-"):
-            problems.append(Problem(argument, f"no such option; {_advice(name)}"))
-            while not equals and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-                rest.pop(0)  # the option's value
+            problems.append(Problem(argument, f"no such option; {_advise(name)}"))
+            while not equals and remaining and "=" not in remaining[0] and not remaining[0].startswith("-"):
+                remaining.pop(0)  # the option's value
         else:
             overrides.append(argument)
     if problems:
@@ -134,8 +132,8 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
     return overrides, task
 
 
-def _advice(option: str) -> str:
-    """What to write instead of an option that there is not, which may be another framework's or a key with dashes."""
+def _advise(option: str) -> str:
+    """Advise what to write instead of an unknown option."""
     name = option.lstrip("-").replace("-", "_")
     advice = describe_counterpart(option, "grpo") or describe_counterpart(name, "grpo")
     if advice is None and (find_key(name) or is_section(name)):

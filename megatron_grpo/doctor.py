@@ -27,7 +27,7 @@ python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=va
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
 names the reason of a difference: tokens, record, weights, precision, layer, layout, sampling, staleness or routing.
 What the run itself measured comes first: a step with a large recorded error is never called healthy. Exit code 1
-when something is found.
+when something is diagnosis.
 
   RUN_DIR    folder of a run with rollouts and checkpoints
   step       a recorded step; by default the one whose recorded error stands out, else the newest; of those whose
@@ -43,10 +43,10 @@ _OPTIONS: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("doctor", arguments, USAGE, _run)
+    return run_command("doctor", arguments, USAGE, _examine_step)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _examine_step(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments, _OPTIONS, most_words=1, is_override=lambda name: "." in name)
     if not parsed.words:
         raise ValueError("give the folder of one run; --help shows the arguments")
@@ -69,45 +69,45 @@ def _run(arguments: Sequence[str]) -> int:
     return FAILED if diagnosis.findings else 0
 
 
-def _to_json(run_dir: Path, found: Diagnosis) -> dict[str, Any]:
+def _to_json(run_dir: Path, diagnosis: Diagnosis) -> dict[str, Any]:
     sides = {
         name: {"distance": asdict(distance), "rounding": asdict(rounding)}
-        for name, (distance, rounding) in found.sides.items()
+        for name, (distance, rounding) in diagnosis.sides.items()
     }
-    findings = [asdict(one) | {"explained": one.explained} for one in found.findings]
-    return {"run": str(run_dir), **asdict(found), "sides": sides, "findings": findings}
+    findings = [asdict(finding) | {"explained": finding.explained} for finding in diagnosis.findings]
+    return {"run": str(run_dir), **asdict(diagnosis), "sides": sides, "findings": findings}
 
 
-def _format_lines(run_dir: Path, found: Diagnosis) -> list[str]:
+def _format_lines(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
     lines = [
-        f"step {found.step} of {run_dir}: {found.tokens} tokens of {found.rollouts} rollouts, "
-        f"sampled by version {found.version}",
+        f"step {diagnosis.step} of {run_dir}: {diagnosis.tokens} tokens of {diagnosis.rollouts} rollouts, "
+        f"sampled by version {diagnosis.version}",
         "",
-        f"{'recorded by the run':<36}{_recorded(found)}",
-        f"{'computed here of the scored tokens':<36}mean of exp(abs(difference)) {found.error:.6g}",
+        f"{'recorded by the run':<36}{_format_recorded(diagnosis)}",
+        f"{'computed here of the scored tokens':<36}mean of exp(abs(difference)) {diagnosis.error:.6g}",
         "",
         f"{'differences of log-probabilities':<34}{'mean':>10}{'largest':>10}   {'rounding explains'}",
-        f"{'generation and training':<34}{found.gap.mean:>10.1e}{found.gap.worst:>10.1e}",
+        f"{'generation and training':<34}{diagnosis.gap.mean:>10.1e}{diagnosis.gap.worst:>10.1e}",
     ]
-    for name, (distance, rounding) in found.sides.items():
+    for name, (distance, rounding) in diagnosis.sides.items():
         limits = f"{rounding.mean:.1e}, {rounding.worst:.1e}"
         lines.append(f"{f'{name} and transformers':<34}{distance.mean:>10.1e}{distance.worst:>10.1e}   {limits}")
-    lines += ["", *(f"remark: {one}" for one in found.remarks)]
-    for one in found.findings:
-        lines.append(f"{one.cause}: {one.text}")
-        if one.before is not None and one.after is not None:
-            lines.append(f"    explains {one.explained:.1%}: {one.before.mean:.1e} -> {one.after.mean:.1e} on average")
-        lines += [f"    comes near, too: {other}" for other in one.others]
-        lines.append(f"    change: {one.key}")
-    return lines if found.findings else [*lines, "nothing found: both sides compute what transformers computes"]
+    lines += ["", *(f"remark: {remark}" for remark in diagnosis.remarks)]
+    for finding in diagnosis.findings:
+        lines.append(f"{finding.cause}: {finding.text}")
+        if finding.before is not None and finding.after is not None:
+            before, after = finding.before.mean, finding.after.mean
+            lines.append(f"    explains {finding.explained:.1%}: {before:.1e} -> {after:.1e} on average")
+        lines += [f"    comes near, too: {cause}" for cause in finding.others]
+        lines.append(f"    change: {finding.key}")
+    return lines if diagnosis.findings else [*lines, "nothing found: both sides compute what transformers computes"]
 
 
-def _recorded(found: Diagnosis) -> str:
-    """The figures that the run recorded of the step, for people."""
-    if found.recorded_error is None:
+def _format_recorded(diagnosis: Diagnosis) -> str:
+    if diagnosis.recorded_error is None:
         return "no token_mult_prob_error of this step"
-    worst = "" if found.recorded_worst is None else f", largest {found.recorded_worst:.6g}"
-    return f"token_mult_prob_error {found.recorded_error:.6g}{worst}"
+    worst = "" if diagnosis.recorded_worst is None else f", largest {diagnosis.recorded_worst:.6g}"
+    return f"token_mult_prob_error {diagnosis.recorded_error:.6g}{worst}"
 
 
 if __name__ == "__main__":

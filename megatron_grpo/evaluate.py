@@ -41,12 +41,12 @@ def _evaluate(arguments: Sequence[str]) -> int:
         prepare_ray_environment()
     from megatron_grpo.evaluation.checkpoint_scores import evaluate  # after the checks: Ray takes long to import
 
-    _print(evaluate(request))
+    _print_results(evaluate(request))
     print(f"wrote {request.output}")
     return 0
 
 
-def _print(results: Mapping[str, Any]) -> None:
+def _print_results(results: Mapping[str, Any]) -> None:
     """Print a line for each figure, with its mean and interval."""
     for name, figures in results["sets"].items():
         print(f"{name}: {figures['prompts']} prompts, {results['samples']} response(s) each")

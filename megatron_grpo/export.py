@@ -48,7 +48,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    """Check the command line, the checkpoint and the model, then write the model."""
     parsed = parse_arguments(arguments, _OPTIONS)
     checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
     form, hub_name = parsed.options.get("format", "hf"), parsed.options.get("push_to_hub")
@@ -127,7 +126,7 @@ def _read_policy(config_file: Path) -> PolicyConfig:
 
 
 def _require_writable(output: Path) -> None:
-    """Raise ValueError if the folder cannot be made, or exists and is not empty."""
+    """Raise ValueError unless the folder is empty or can be made."""
     absolute = output.absolute()
     incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # the name under which it is written
     for problem in check_writable("output", str(incomplete)):

@@ -48,46 +48,45 @@ model's config.json. Exit code 1: the run does not fit.
 """
 _OPTIONS = {"--search": bool, "--json": bool, "--html": Path, "--out": Path}
 _PRETRAIN = "plan.workload=pretrain"
-_SHOWN = 8
-"""Most layouts of each sort that are listed."""
+# Most layouts of each sort that are listed.
+_MAX_LAYOUTS = 8
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("plan", arguments, USAGE, _plan, failures=(RunError,))
+    return run_command("plan", arguments, USAGE, _plan_run, failures=(RunError,))
 
 
-def _plan(arguments: Sequence[str]) -> int:
+def _plan_run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["calibrate"]:
-        return _calibrate(arguments[1:])
+        return _fit_profile(arguments[1:])
     options, overrides = _parse_options(arguments)
-    config, shape = _read(overrides, compose_for_search if "search" in options else compose_config)
-    found, layouts = None, None
+    config, shape = _load_config(overrides, compose_for_search if "search" in options else compose_config)
+    plan, layouts = None, None
     with start_trace_pool() as pool:
         if "search" in options:
             layouts = search_layouts(config, shape, pool, budget_s=config.plan.search_s)
-            found = layouts.best[0].plan if layouts.best else None
+            plan = layouts.best[0].plan if layouts.best else None
         else:
-            found = submit_plan(config, shape, pool).wait(time.monotonic() + config.plan.timeout_s)
-            found = with_advice(found, pool)
+            plan = submit_plan(config, shape, pool).wait(time.monotonic() + config.plan.timeout_s)
+            plan = with_advice(plan, pool)
     if "json" in options:
-        shown = found if layouts is None else layouts
-        print(json.dumps(None if shown is None else shown.as_dict(), indent=1))
+        result = plan if layouts is None else layouts
+        print(json.dumps(None if result is None else result.as_dict(), indent=1))
     else:
-        print("\n".join([*(_search_table(layouts) if layouts else ()), *(_plan_table(found) if found else ())]))
-    if "html" in options and found is not None:
-        write_page(options["html"], found)
-    return 0 if found is not None and not found.problems else FAILED
+        print("\n".join([*(_format_search(layouts) if layouts else ()), *(_format_plan(plan) if plan else ())]))
+    if "html" in options and plan is not None:
+        write_page(options["html"], plan)
+    return 0 if plan is not None and not plan.problems else FAILED
 
 
-def _plan_table(plan: Plan) -> Iterator[str]:
-    """The lines of a plan."""
+def _format_plan(plan: Plan) -> Iterator[str]:
     worst, config, has = plan.fullest, plan.config, plan.hardware.memory_gib
     yield (
         f"{config.name} on {config.cluster.num_nodes} x {config.cluster.gpus} {plan.hardware.name}: {plan.verdict}; "
         f"the fullest GPU takes {worst.peak / GIB:.1f} of {has:.1f} GiB"
     )
-    yield from (f"  {one}" for one in plan.problems)
+    yield from (f"  {problem}" for problem in plan.problems)
     yield ""
     ranks = [*plan.ranks, *plan.value_ranks]
     names = list(dict.fromkeys(name for rank in ranks for name in rank.phases))
@@ -102,9 +101,10 @@ def _plan_table(plan: Plan) -> Iterator[str]:
     yield ""
     of = "" if worst.model == "policy" else f" of the {worst.model}"
     yield f"largest tensors at the peak of stage {worst.stage}{of}, in {worst.phase}:"
-    for one in worst.holders[:6]:
-        each = "" if not one.bytes_per_layer else f", {one.bytes_per_layer / GIB:.3f} for each of {one.layers} layers"
-        yield f"  {one.bytes / GIB:7.2f} GiB  {one.kind}{each}"
+    for holder in worst.holders[:6]:
+        per_layer = holder.bytes_per_layer
+        layers = f", {per_layer / GIB:.3f} for each of {holder.layers} layers" if per_layer else ""
+        yield f"  {holder.bytes / GIB:7.2f} GiB  {holder.kind}{layers}"
     yield ""
     if plan.times is not None:
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.times.phase_s.items())
@@ -112,43 +112,42 @@ def _plan_table(plan: Plan) -> Iterator[str]:
         yield f"a step: {plan.times.step_s:.1f} s{kind}, {plan.times.tokens_per_s_per_gpu:,.0f} tokens a second and GPU"
         yield f"  seconds by phase: {phases}"
         yield ""
-    yield from (f"assumed: {one}" for one in plan.assumptions)
+    yield from (f"assumed: {assumption}" for assumption in plan.assumptions)
     yield f"planned in {plan.planned_s:.0f} s"
 
 
-def _search_table(found: Search) -> Iterator[str]:
-    """The lines of a search, without the plan of its best layout."""
-    ran, why = len(found.best) + len(found.failed), f" ({found.why_not_all})" if found.why_not_all else ""
-    fitting = f"{len(found.best)} layouts fit" if found.best else "no layout fits"
-    yield f"{fitting}: policy on {found.gpus[0]} GPUs, engines on {found.gpus[1]}, {found.idle} idle{why}"
+def _format_search(search: Search) -> Iterator[str]:
+    ran, why = len(search.best) + len(search.failed), f" ({search.why_not_all})" if search.why_not_all else ""
+    fitting = f"{len(search.best)} layouts fit" if search.best else "no layout fits"
+    yield f"{fitting}: policy on {search.gpus[0]} GPUs, engines on {search.gpus[1]}, {search.idle} idle{why}"
     yield (
-        f"{found.legal} legal layouts: {found.too_large} exceed a GPU with their weights, gradients and optimizer "
-        f"state alone (the smallest has {found.least_gib:.1f} GiB of them), {ran} ran dry in {found.searched_s:.0f} s, "
-        f"{found.skipped} have slower estimates or keep more on a rank than one that does not fit"
+        f"{search.legal} legal layouts: {search.too_large} exceed a GPU with their weights, gradients and optimizer "
+        f"state alone (the smallest has {search.least_gib:.1f} GiB of them), {ran} ran dry in {search.searched_s:.0f} "
+        f"s, {search.skipped} have slower estimates or keep more on a rank than one that does not fit"
     )
     if ran:
         yield "     step s  tokens/s/GPU  peak GiB  layout"
-    for number, one in enumerate(found.best[:_SHOWN], start=1):
-        assert one.plan is not None
-        assert one.plan.times is not None
-        times, name = one.plan.times, name_layout(one.candidate.config)
-        why = f"  ({one.reason})" if one.reason else ""
-        peak = one.plan.fullest.peak / GIB
+    for number, trial in enumerate(search.best[:_MAX_LAYOUTS], start=1):
+        assert trial.plan is not None
+        assert trial.plan.times is not None
+        times, name = trial.plan.times, name_layout(trial.candidate.config)
+        why = f"  ({trial.reason})" if trial.reason else ""
+        peak = trial.plan.fullest.peak / GIB
         yield f"{number:3}{times.step_s:9.1f}{times.tokens_per_s_per_gpu:14,.0f}{peak:10.1f}  {name}{why}"
-    yield from (f"  -  {name_layout(one.candidate.config)}: {one.reason}" for one in found.failed[:_SHOWN])
-    if found.best:
-        yield "the first one: " + " ".join(list_overrides(found.best[0].candidate.config))
+    yield from (f"  -  {name_layout(trial.candidate.config)}: {trial.reason}" for trial in search.failed[:_MAX_LAYOUTS])
+    if search.best:
+        yield "the first one: " + " ".join(list_overrides(search.best[0].candidate.config))
     yield ""
 
 
-def _calibrate(arguments: Sequence[str]) -> int:
+def _fit_profile(arguments: Sequence[str]) -> int:
     """Fit a profile to the run in a folder."""
     options, words = _parse_options(arguments)
-    folders = [Path(one) for one in words if "=" not in one]
+    folders = [Path(word) for word in words if "=" not in word]
     if len(folders) != 1:
         raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
     (run_dir,) = folders
-    config = _config_of_run(run_dir, [one for one in words if "=" in one])
+    config = _load_run_config(run_dir, [word for word in words if "=" in word])
     shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:
         text = "is not on this machine; give a folder with its config.json"
@@ -160,32 +159,32 @@ def _calibrate(arguments: Sequence[str]) -> int:
     measured = read_measurements(run_dir)
     with start_trace_pool() as pool:
         plan = submit_plan(config, shape, pool).wait(time.monotonic() + config.plan.timeout_s)
-    tensors = max(one.phases[one.phase] for one in plan.ranks) / GIB
-    found = fit_hardware(measured, plan.time_on, plan.hardware, tensors)
-    print("\n".join(found.render_table()))
+    tensors = max(rank.phases[rank.phase] for rank in plan.ranks) / GIB
+    calibration = fit_hardware(measured, plan.time_on, plan.hardware, tensors)
+    print("\n".join(calibration.render_table()))
     file = options.get("out") or Path(f"{plan.hardware.name}_calibrated.yaml")
-    write_profile(file, found.hardware, f"{plan.hardware.name}_calibrated")
+    write_profile(file, calibration.hardware, f"{plan.hardware.name}_calibrated")
     print(f"wrote {file}; use it as plan.hardware={file}")
     return 0
 
 
-def _config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """The configuration that a run recorded, with its own lengths; overrides may set cluster.gpu and the model's path.
+def _load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """Load the configuration that a run recorded, with its own lengths.
 
     Raises:
         ConfigError: the configuration, or an override, is wrong.
         ValueError: the folder has no readable configuration, or an override is another key.
     """
-    for one in overrides:
-        if one.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
-            raise ValueError(f"{one}: calibrate takes cluster.gpu and policy.model.path")
+    for override in overrides:
+        if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
+            raise ValueError(f"{override}: calibrate takes cluster.gpu and policy.model.path")
     config = load_run_config(run_dir, overrides)
     config.plan.lengths_from = str(run_dir)
     return config
 
 
-def _read(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) -> tuple[Config, ModelShape]:
-    """The configuration of a command line, and the sizes of its model.
+def _load_config(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) -> tuple[Config, ModelShape]:
+    """Load the configuration of a command line, and the model's sizes.
 
     Args:
         overrides: the command line without options.

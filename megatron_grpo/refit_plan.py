@@ -26,16 +26,16 @@ Plans the refit of refit.mode=reshard from the layouts of policy and generation;
 """
 _OPTIONS = {"--gb-per-s": PositiveFloat, "--json": bool}
 _DEFAULT_SPEED = 50.0
-_LINKS_SHOWN = 32
-"""Most links that are listed one by one."""
+# Most links that are listed one by one.
+_MAX_LINKS = 32
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("refit_plan", arguments, USAGE, _plan)
+    return run_command("refit_plan", arguments, USAGE, _plan_refit)
 
 
-def _plan(arguments: Sequence[str]) -> int:
+def _plan_refit(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments, _OPTIONS, is_override=lambda name: not name.startswith("--"))
     speed = parsed.options.get("gb_per_s", _DEFAULT_SPEED)
     config = compose_config(parsed.overrides)
@@ -45,16 +45,16 @@ def _plan(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
-    nccl = _nccl(config, summary)
+    nccl = _estimate_nccl(config, summary)
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))
     else:
-        print("\n".join(_table(summary, nccl, speed)))
+        print("\n".join(_format_table(summary, nccl, speed)))
     return 0
 
 
-def _nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
-    """NCCL communicators of a rank, their ranks, and the bytes that they take of a GPU, at most, on either side."""
+def _estimate_nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
+    """Count NCCL communicators and ranks, and their bytes on a GPU."""
     sending = estimate_nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING)
     receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
     ranks = summary.sending.ranks + summary.receiving.ranks
@@ -66,30 +66,32 @@ def _nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
     }
 
 
-def _table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:
+def _format_table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:
     lines = [
-        f"{_size(summary.bytes)} in {summary.messages:,} messages of {summary.pieces:,} slices, "
+        f"{_format_bytes(summary.bytes)} in {summary.messages:,} messages of {summary.pieces:,} slices, "
         f"planned in {summary.planned_s:.2f} s",
-        f"policy:     {_side(summary.sending, 'sends', 'workers')}",
-        f"generation: {_side(summary.receiving, 'receives', 'ranks of the policy')}",
+        f"policy:     {_format_side(summary.sending, 'sends', 'workers')}",
+        f"generation: {_format_side(summary.receiving, 'receives', 'ranks of the policy')}",
         f"estimated:  {summary.compute_seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
     ]
     if nccl["communicators"]:
-        sizes = (
-            f"{_size(nccl['sending_bytes'])} of a GPU that sends, {_size(nccl['receiving_bytes'])} of one that receives"
-        )
-        lines.append(f"NCCL:       one communicator of {nccl['ranks']:,} ranks, up to {sizes}")
-    if len(summary.links) <= _LINKS_SHOWN:
-        lines += [f"  policy rank {a} -> worker {b}: {_size(size)}" for (a, b), size in sorted(summary.links.items())]
+        sending, receiving = _format_bytes(nccl["sending_bytes"]), _format_bytes(nccl["receiving_bytes"])
+        text = f"{sending} of a GPU that sends, {receiving} of one that receives"
+        lines.append(f"NCCL:       one communicator of {nccl['ranks']:,} ranks, up to {text}")
+    if len(summary.links) <= _MAX_LINKS:
+        lines += [
+            f"  policy rank {rank} -> worker {worker}: {_format_bytes(size)}"
+            for (rank, worker), size in sorted(summary.links.items())
+        ]
     return lines
 
 
-def _side(load: RankLoad, verb: str, peers: str) -> str:
-    each = f"{_size(load.bytes['smallest'])} to {_size(load.bytes['largest'])}"
-    return f"{load.ranks:,} ranks, each {verb} {each}, with at most {load.most_peers:,} {peers}"
+def _format_side(load: RankLoad, verb: str, peers: str) -> str:
+    sizes = f"{_format_bytes(load.bytes['smallest'])} to {_format_bytes(load.bytes['largest'])}"
+    return f"{load.ranks:,} ranks, each {verb} {sizes}, with at most {load.most_peers:,} {peers}"
 
 
-def _size(size: int) -> str:
+def _format_bytes(size: int) -> str:
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:.2f} {unit}"

@@ -65,23 +65,23 @@ class ReplayRequest:
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     # A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
-    return run_command("replay", arguments, USAGE, _run)
+    return run_command("replay", arguments, USAGE, _replay_step)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _replay_step(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
     with silence_packages():
         record, comparisons = replay(request)
-    agrees = all(one.agrees for one in comparisons)
+    agrees = all(comparison.agrees for comparison in comparisons)
     if request.json:
-        print(json.dumps(_as_json(record, comparisons)))
+        print(json.dumps(_to_json(record, comparisons)))
     else:
-        _print(record, comparisons)
+        _print_comparisons(record, comparisons)
     return 0 if agrees else FAILED
 
 
 def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
-    """Do the step again, unchanged and changed, and compare each side with those before it.
+    """Do the step again, unchanged and changed, and compare all sides.
 
     A step without recorded figures and without changes is done twice, because nothing else tells whether it comes out
     the same.
@@ -103,24 +103,23 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     if changed is not None:
         _require_loadable(record, changed.config.policy)
     sides = {RECORDED: (read_recorded(record), record.config.policy)}
-    wanted = {CHANGED: changed} if changed is not None else {}
+    replayed_steps = {CHANGED: changed} if changed is not None else {}
     if request.baseline == "run" or changed is None:
-        wanted = {REPLAYED: record, **wanted}
+        replayed_steps = {REPLAYED: record, **replayed_steps}
     if request.baseline == "run" and changed is None and record.figures is None:
-        wanted[AGAIN] = record
-    for name, one in wanted.items():
-        found = replay_step(
-            one, hidden_tokens=request.hidden_tokens, timeout_s=request.timeout_s, gpus=_gpus(request.device)
-        )
-        sides[name] = (found, one.config.policy)
+        replayed_steps[AGAIN] = record
+    gpus = _count_gpus(request.device)
+    for name, step in replayed_steps.items():
+        figures = replay_step(step, hidden_tokens=request.hidden_tokens, timeout_s=request.timeout_s, gpus=gpus)
+        sides[name] = (figures, step.config.policy)
     comparisons = []
     names = list(sides)
     for index, second in enumerate(names):
         for first in names[index + 1 :]:
             limits = choose_tolerances(sides[first][1], sides[second][1])
-            compared = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
-            if compared.differences:
-                comparisons.append(compared)
+            comparison = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
+            if comparison.differences:
+                comparisons.append(comparison)
     if not comparisons:
         text = "recorded nothing that a replay could be compared with: leave baseline=record out"
         raise ConfigError([Problem(f"step={request.step}", text)])
@@ -128,11 +127,11 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
 
 
 def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
-    """Raise a ConfigError if the checkpoint before the step cannot be loaded with these settings of the policy."""
-    own = record.config.policy
+    """Raise a ConfigError if these settings cannot load the checkpoint."""
+    recorded = record.config.policy
     changes = {
-        "policy.lora": (own.lora.description, policy.lora.description),
-        "policy.optimizer.distributed": (own.optimizer.distributed, policy.optimizer.distributed),
+        "policy.lora": (recorded.lora.description, policy.lora.description),
+        "policy.optimizer.distributed": (recorded.optimizer.distributed, policy.optimizer.distributed),
     }
     problems = [
         Problem(key, f"was {was} in the run, and is {now}: the state in {record.checkpoint} is of the former kind")
@@ -143,81 +142,83 @@ def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
         raise ConfigError(problems)
 
 
-def _gpus(device: Literal["auto", "cpu", "gpu"]) -> int:
+def _count_gpus(device: Literal["auto", "cpu", "gpu"]) -> int:
     """Number of GPUs to compute on; 0: none."""
     import torch
 
-    there = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "gpu" and not there:
+    count = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "gpu" and not count:
         raise ConfigError([Problem("device=gpu", "this machine has no GPU that torch sees")])
-    return there
+    return count
 
 
-def _as_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """The results, in types that JSON has."""
+def _to_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     return {
         "run_dir": str(record.run_dir),
         "step": record.step,
         "checkpoint": None if record.checkpoint is None else str(record.checkpoint),
-        "agrees": all(one.agrees for one in comparisons),
-        "versions": {"recorded": _recorded_versions(record), "here": find_library_versions()},
+        "agrees": all(comparison.agrees for comparison in comparisons),
+        "versions": {"recorded": _find_recorded_versions(record), "here": find_library_versions()},
         "comparisons": [
             {
-                "first": one.first,
-                "second": one.second,
-                "agrees": one.agrees,
-                "place": one.place,
+                "first": comparison.first,
+                "second": comparison.second,
+                "agrees": comparison.agrees,
+                "place": comparison.place,
                 "differences": [
-                    asdict(each) | {"agrees": each.agrees, "layer": each.layer} for each in one.differences
+                    asdict(difference) | {"agrees": difference.agrees, "layer": difference.layer}
+                    for difference in comparison.differences
                 ],
             }
-            for one in comparisons
+            for comparison in comparisons
         ],
     }
 
 
-def _recorded_versions(record: RecordedStep) -> dict[str, str]:
+def _find_recorded_versions(record: RecordedStep) -> dict[str, str]:
     return {} if record.figures is None else record.figures.versions
 
 
-def _print(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
-    """Print a table for each comparison, and where its sides first differ."""
+def _print_comparisons(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
     state = record.checkpoint or record.model
     print(f"step {record.step} of {record.run_dir}: {len(record.trajectories)} sequences, from {state}")
-    print(f"layout {_layout(record.config.policy)}")
-    here = find_library_versions()
-    for name, version in _recorded_versions(record).items():
-        if here.get(name) != version:
-            print(f"{name} was {version} when the step was recorded, and is {here.get(name, 'not installed')} here")
-    for one in comparisons:
-        print(f"\n{one.first} against {one.second}")
-        for each in one.differences:
-            verdict = "ok" if each.agrees else "DIFFER"
-            apart = f"{each.difference:9.1e}  (at most {each.tolerance:.0e})"
-            print(f"  {each.quantity:17} {apart}  {verdict:6}  {_where(each)}")
-        if one.place is not None:
-            print(f"  first difference: {_sentence(one.place)}")
+    print(f"layout {_format_layout(record.config.policy)}")
+    installed = find_library_versions()
+    for name, version in _find_recorded_versions(record).items():
+        if installed.get(name) != version:
+            print(
+                f"{name} was {version} when the step was recorded, and is {installed.get(name, 'not installed')} here"
+            )
+    for comparison in comparisons:
+        print(f"\n{comparison.first} against {comparison.second}")
+        for difference in comparison.differences:
+            verdict = "ok" if difference.agrees else "DIFFER"
+            apart = f"{difference.difference:9.1e}  (at most {difference.tolerance:.0e})"
+            print(f"  {difference.quantity:17} {apart}  {verdict:6}  {_format_position(difference)}")
+        if comparison.place is not None:
+            print(f"  first difference: {_format_first_difference(comparison.place)}")
 
 
-def _layout(policy: PolicyConfig) -> str:
+def _format_layout(policy: PolicyConfig) -> str:
     sizes = {name: size for name, size in asdict(policy.parallel).items() if size and size != 1}
     parts = [f"{name} {size}" for name, size in sizes.items()] or ["one rank"]
     return ", ".join([*parts, policy.precision])
 
 
-def _where(one: Difference) -> str:
-    token = "" if one.token is None else f"token {one.token} of sequence {one.sequence}"
-    return ", ".join(part for part in (one.tensor, token) if part)
+def _format_position(difference: Difference) -> str:
+    token = "" if difference.token is None else f"token {difference.token} of sequence {difference.sequence}"
+    return ", ".join(part for part in (difference.tensor, token) if part)
 
 
-def _sentence(place: dict[str, Any]) -> str:
-    """The place of a first difference, in words."""
-    layer = "" if place["layer"] is None else f"layer {place['layer']}, "
-    tensor = place["tensor"] or place["quantity"]
-    text = f"{layer}{tensor} ({place['quantity']})"
-    if place["token"] is not None:
-        at = f" at {place['point']}" if place["point"] else ""
-        text += f"; first token{at}: {place['token']} of sequence {place['sequence']}, id {place['token_id']}"
+def _format_first_difference(position: dict[str, Any]) -> str:
+    layer = "" if position["layer"] is None else f"layer {position['layer']}, "
+    tensor = position["tensor"] or position["quantity"]
+    text = f"{layer}{tensor} ({position['quantity']})"
+    if position["token"] is not None:
+        point = f" at {position['point']}" if position["point"] else ""
+        text += (
+            f"; first token{point}: {position['token']} of sequence {position['sequence']}, id {position['token_id']}"
+        )
     return text
 
 

@@ -48,7 +48,7 @@ def _write(arguments: Sequence[str]) -> int:
 
 
 def _write_beside(folder: Path, page: str) -> Path:
-    """Write the page into a run's folder or, if that is read-only, the current one."""
+    """Write the page into a run's folder, or else the current one."""
     file = folder / REPORT_FILE
     try:
         write_text(file, page)

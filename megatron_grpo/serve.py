@@ -51,12 +51,12 @@ makes a token and prints it. It listens on this machine alone unless --host says
 
 @tolerant_output()
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by vLLM's server, or exit with the code of a mistake."""
-    options, given = _parser().parse_known_args(arguments)
+    """Replace this process by vLLM's server, or exit with a message."""
+    options, vllm_arguments = _make_parser().parse_known_args(arguments)
     try:
-        model, given = _split_model(options.model, given)
-        given = _as_vllm_arguments(given)
-        _require_free(given)
+        model, vllm_arguments = _split_model(options.model, vllm_arguments)
+        vllm_arguments = _to_vllm_arguments(vllm_arguments)
+        _require_unowned(vllm_arguments)
         folder = fetch_model_folder(model, "MODEL")
         if not (folder / "config.json").is_file():
             raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
-    command += [*given, *_FOR_RUNS]
+    command += [*vllm_arguments, *_FOR_RUNS]
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
-        TOKEN_VARIABLE: read_token() or _made_token(),
+        TOKEN_VARIABLE: read_token() or _draw_token(),
         NAMES_VARIABLE: " ".join([options.host, *options.name]),
         SERVER_MARKER: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # adds the endpoints that change weights
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_grpo.serve",
         usage="%(prog)s MODEL [--host HOST] [--port PORT] [--name NAME] [arguments of vLLM]",
@@ -102,19 +102,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split_model(named: Sequence[str], given: Sequence[str]) -> tuple[str, list[str]]:
-    """The model, from --model or from a bare word among the other arguments, and those without it.
+def _split_model(named: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Split the model from the other arguments.
 
     Args:
         named: values of --model.
-        given: the arguments that are not this command's own.
+        arguments: the arguments that are not this command's own.
 
     Raises:
         RunError: no model is given, or several.
     """
-    rest = list(given)
-    number = _position_of_bare_word(rest)
-    bare = [] if number is None else [rest.pop(number)]
+    remaining = list(arguments)
+    index = _find_bare_word(remaining)
+    bare = [] if index is None else [remaining.pop(index)]
     models = list(dict.fromkeys([*bare, *named]))
     if not models:
         raise RunError(
@@ -122,11 +122,11 @@ def _split_model(named: Sequence[str], given: Sequence[str]) -> tuple[str, list[
         )
     if len(models) > 1:
         raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; leave one")
-    return models[0], rest
+    return models[0], remaining
 
 
-def _position_of_bare_word(words: Sequence[str]) -> int | None:
-    """Position of the first word that is surely no option's value: the first of all, or one behind an option with =."""
+def _find_bare_word(words: Sequence[str]) -> int | None:
+    """Find the first word that is surely no option's value."""
     for number, word in enumerate(words):
         before = words[number - 1] if number else None
         if not word.startswith("-") and (before is None or (before.startswith("-") and "=" in before)):
@@ -134,10 +134,10 @@ def _position_of_bare_word(words: Sequence[str]) -> int | None:
     return None
 
 
-def _as_vllm_arguments(given: Sequence[str]) -> list[str]:
-    """The arguments in vLLM's form, of which some may have the form of TRL's server: --enforce_eager True."""
+def _to_vllm_arguments(arguments: Sequence[str]) -> list[str]:
+    """Write arguments in vLLM's form, also those of TRL's server."""
     words: list[str] = []
-    for word in given:
+    for word in arguments:
         name, equals, value = word.partition("=")
         option = "--" + name[2:].replace("_", "-")
         if name.startswith("--"):
@@ -146,27 +146,27 @@ def _as_vllm_arguments(given: Sequence[str]) -> list[str]:
             words.append(f"{words.pop()}={word}")
         else:
             words.append(word)
-    return [_switched(word) for word in words]
+    return [_to_switch(word) for word in words]
 
 
-def _switched(word: str) -> str:
-    """A switch of vLLM for one with a value: --enforce-eager for --enforce-eager=True."""
+def _to_switch(word: str) -> str:
+    """Write --enforce-eager=True as vLLM's switch --enforce-eager."""
     name, _, value = word.partition("=")
     if name not in _SWITCHES or value.lower() not in _TRUTH:
         return word
     return name if _TRUTH[value.lower()] else f"--no-{name.removeprefix('--')}"
 
 
-def _made_token() -> str:
-    """Draw a token and print it for the user, who gives it to the run."""
-    made = secrets.token_urlsafe(32)
-    print(f"export {TOKEN_VARIABLE}={made}  # for the run: the token of this server", flush=True)
-    return made
+def _draw_token() -> str:
+    """Draw a token and print it for the user."""
+    drawn = secrets.token_urlsafe(32)
+    print(f"export {TOKEN_VARIABLE}={drawn}  # for the run: the token of this server", flush=True)
+    return drawn
 
 
-def _require_free(given: Sequence[str]) -> None:
+def _require_unowned(arguments: Sequence[str]) -> None:
     """Raise RunError for an argument that this command sets itself."""
-    for argument in given:
+    for argument in arguments:
         name = argument.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
         if argument.startswith("--") and name in _OWNED:
             raise RunError(f"{argument}: is set by this command")

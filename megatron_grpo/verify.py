@@ -60,8 +60,8 @@ something is past its tolerance.
   --json     results as JSON
 """
 
+# (name that the user gave it, layout)
 Layouts = list[tuple[str, ParallelConfig]]
-"""Layouts, each after the name that the user gave it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,10 @@ class VerifyRequest:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("verify", arguments, USAGE, _run, failures=(RunError,))
+    return run_command("verify", arguments, USAGE, _verify, failures=(RunError,))
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _verify(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
     with silence_packages(), tempfile.TemporaryDirectory() as folder:
         rows = list(verify(request, Path(folder)))
@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
-    """Yield the results of one rank, then of every layout; without --json each is also printed.
+    """Yield the results of one rank, then of every layout.
 
     Args:
         request: the model, the layouts and the batch to verify.
@@ -122,34 +122,34 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     shape = read_model_shape(model)
     for text in find_weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
-    layouts = _layouts(request, shape)
+    layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)
     one_rank: Row | None = None
     one_rank_layout = ParallelConfig()
-    others = [(name, parallel) for name, parallel in layouts if parallel != one_rank_layout]
-    for name, parallel in [("tp1", one_rank_layout), *others]:
+    further_layouts = [(name, parallel) for name, parallel in layouts if parallel != one_rank_layout]
+    for name, parallel in [("tp1", one_rank_layout), *further_layouts]:
         for packed in request.packing:
             task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
             try:
-                found = run_layout(task)
+                result = run_layout(task)
             except RunError as error:
                 raise RunError(f"layout {name}: {error}") from None
-            row = compare_layout(name, packed, found, truth, batch, one_rank)
+            row = compare_layout(name, packed, result, truth, batch, one_rank)
             one_rank = one_rank or row
             if not request.json:
-                _print(row, first=row is one_rank)
+                _print_row(row, first=row is one_rank)
             yield row
 
 
-def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
-    """The requested layouts, or the default ones that fit the model; ValueError if a requested one does not fit."""
+def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
+    """Select the requested layouts, or the defaults that fit the model."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
     usable = []
-    for name, given in read_layouts("layouts", names) if request.layouts is None else request.layouts:
+    for name, requested in read_layouts("layouts", names) if request.layouts is None else request.layouts:
         # Tensor parallelism cannot train such models without sequence parallelism.
-        needed = given.tensor > 1 and (shape.experts is not None or shape.latent is not None)
-        parallel = replace(given, sequence=given.sequence or needed)
+        needs_sequence = requested.tensor > 1 and (shape.experts is not None or shape.latent is not None)
+        parallel = replace(requested, sequence=requested.sequence or needs_sequence)
         broken = [
             f"{subject} {text}" for is_broken, subject, text in check_split("parallel", parallel, shape) if is_broken
         ]
@@ -163,7 +163,7 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
     return usable
 
 
-def _print(row: Row, *, first: bool) -> None:
+def _print_row(row: Row, *, first: bool) -> None:
     if first:
         print(
             "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst"
@@ -193,23 +193,23 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
 
 
 def read_layouts(key: str, names: str) -> Layouts:
-    """Layouts from a text such as "[tp2,pp2]" or "tp2,pp2"; `key` is the name of the argument, for the message.
+    """Read layouts from a text such as "[tp2,pp2]"; `key` names the argument.
 
     Raises:
         ValueError: a name is not a layout.
     """
-    parts = (one.strip() for one in names.removeprefix("[").removesuffix("]").split(","))
-    return [(one, _read_layout(f"{key}={one}", one.lower())) for one in parts if one]
+    parts = (name.strip() for name in names.removeprefix("[").removesuffix("]").split(","))
+    return [(name, _read_layout(f"{key}={name}", name.lower())) for name in parts if name]
 
 
 def _read_layout(subject: str, text: str) -> ParallelConfig:
-    """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism, vp an interleaved pipeline.
+    """Read a layout from a name such as tp2pp2 or tp2cp2sp.
 
     Without dp, the number of replicas is the smallest with which expert * expert_tensor divides the ranks.
     """
-    found = re.fullmatch(r"((?:etp|tp|pp|vp|cp|ep|dp)[1-9][0-9]*)*(sp)?", text)
+    match = re.fullmatch(r"((?:etp|tp|pp|vp|cp|ep|dp)[1-9][0-9]*)*(sp)?", text)
     parts = re.findall(r"(etp|tp|pp|vp|cp|ep|dp)([1-9][0-9]*)", text)
-    if found is None or len({letters for letters, _ in parts}) < len(parts):
+    if match is None or len({letters for letters, _ in parts}) < len(parts):
         raise ValueError(f"{subject} is not a layout; write tp2, pp2, cp2, dp2 and their products, as in tp2pp2")
     sizes: dict[str, Any] = {SIZES[letters]: int(number) for letters, number in parts}
     parallel = ParallelConfig(**sizes, sequence=text.endswith("sp"))

@@ -1,4 +1,4 @@
-"""The problems that prepared models are taught: sums, products with a calculator, and Countdown games."""
+"""The problems that prepared models learn: sums, products, Countdown games."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_grpo.models.source import CALL_BEGIN, CALL_END, EOS, PAD
 
 ANSWER_DIGITS = 3
 
+# Recipes by name of the model.
 RECIPES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8")
 )
-"""Recipes by name of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,93 +29,95 @@ class Lesson:
     row: dict[str, Any]
     """The problem's row in the file of prompts."""
     turns: tuple[tuple[str, bool], ...]
-    """For each turn after the prompt: its text, and whether the model writes it. The model ends each of its turns."""
+    """(text, whether the model writes it) of each turn after the prompt; the model ends each of its turns."""
 
 
+# Lessons of the warm-up, of training and of validation; no problem is in two of them.
 Split = tuple[list[Lesson], list[Lesson], list[Lesson]]
-"""Lessons of the warm-up, of training and of validation; no problem is in two of them."""
 
 
 def split_lessons(name: str) -> Split:
-    """The lessons of a prepared model, one of RECIPES."""
+    """Make and split the lessons of a prepared model, one of RECIPES."""
     recipe = RECIPES[name]
     if name == "calculator":
-        return _split(list(_products()), recipe)
+        return _split_randomly(list(_make_products()), recipe)
     if name != "two_tasks":
-        return _split(_sums(), recipe)
-    sums, games = split_lessons("addition"), _split(list(_games()), recipe)
+        return _split_randomly(_make_sums(), recipe)
+    sums, games = split_lessons("addition"), _split_randomly(list(_make_games()), recipe)
     # Training has as many sums as games, so that a step samples equally many of both.
     warmup, train, val = sums[0], sums[1][: len(games[1])], sums[2][: recipe["val_problems"]]
     return warmup + games[0], train + games[1], val + games[2]
 
 
-def _split(lessons: list[Lesson], recipe: Mapping[str, Any]) -> Split:
+def _split_randomly(lessons: list[Lesson], recipe: Mapping[str, Any]) -> Split:
     random.Random(recipe["seed"]).shuffle(lessons)
-    val, rest = lessons[: recipe["val_problems"]], lessons[recipe["val_problems"] :]
-    warmup = recipe["warmup_problems"] if "warmup_problems" in recipe else round(len(rest) * recipe["warmup_share"])
-    return rest[:warmup], rest[warmup:], val
+    val, remaining = lessons[: recipe["val_problems"]], lessons[recipe["val_problems"] :]
+    if "warmup_problems" in recipe:
+        warmup = recipe["warmup_problems"]
+    else:
+        warmup = round(len(remaining) * recipe["warmup_share"])
+    return remaining[:warmup], remaining[warmup:], val
 
 
-def _sums() -> list[Lesson]:
-    """All sums of two two-digit numbers: {"prompt": "37+58=", "answer": "095", "task_name": "addition"}."""
+def _make_sums() -> list[Lesson]:
+    """Make all sums of two two-digit numbers: "37+58=" has the answer "095"."""
     lessons = []
-    for left, right in product(range(10, 100), repeat=2):
-        answer = f"{left + right:0{ANSWER_DIGITS}}"
-        row = {"prompt": f"{left}+{right}=", "answer": answer, "task_name": "addition"}
+    for a, b in product(range(10, 100), repeat=2):
+        answer = f"{a + b:0{ANSWER_DIGITS}}"
+        row = {"prompt": f"{a}+{b}=", "answer": answer, "task_name": "addition"}
         lessons.append(Lesson(row, ((answer, True),)))
     return lessons
 
 
-def _products() -> Iterator[Lesson]:
-    """Products of two-digit numbers that have four digits, so that the end of the calculator's result is known."""
-    for left, right in product(range(10, 100), repeat=2):
-        result = str(left * right)
+def _make_products() -> Iterator[Lesson]:
+    """Make products with four digits, whose results end at a known token."""
+    for a, b in product(range(10, 100), repeat=2):
+        result = str(a * b)
         if len(result) == 4:
-            row = {"prompt": f"{left}*{right}=", "answer": result, "task_name": "tools"}
-            yield Lesson(row, ((f"{CALL_BEGIN}{left}*{right}{CALL_END}", True), (result, False), (result, True)))
+            row = {"prompt": f"{a}*{b}=", "answer": result, "task_name": "tools"}
+            yield Lesson(row, ((f"{CALL_BEGIN}{a}*{b}{CALL_END}", True), (result, False), (result, True)))
 
 
-def _games() -> Iterator[Lesson]:
-    """Countdown games with three numbers, sums and differences; of several solutions the first is taken."""
+def _make_games() -> Iterator[Lesson]:
+    """Make Countdown games with three numbers, each with its first solution."""
     for numbers in product(range(1, 10), repeat=3):
         solutions: dict[int, tuple[tuple[str, bool], ...]] = {}
-        for left, right, last in permutations(numbers):
-            for first in (left + right, left - right):
-                for target in (first + last, first - last):
-                    if first >= 0 and target > 0 and target not in solutions:
+        for a, b, c in permutations(numbers):
+            for result in (a + b, a - b):
+                for target in (result + c, result - c):
+                    if result >= 0 and target > 0 and target not in solutions:
                         solutions[target] = (
-                            (f"{left}{'+' if first == left + right else '-'}{right}", True),
-                            (f"{last},{first}=", False),
-                            (f"{first}{'+' if target == first + last else '-'}{last}", True),
+                            (f"{a}{'+' if result == a + b else '-'}{b}", True),
+                            (f"{c},{result}=", False),
+                            (f"{result}{'+' if target == result + c else '-'}{c}", True),
                         )
         for target, turns in solutions.items():
             row = {"prompt": f"{','.join(map(str, numbers))}:{target}=", "answer": target, "numbers": numbers}
             yield Lesson({**row, "target": target, "task_name": "countdown"}, turns)
 
 
-def encode(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """Conversations as token ids, and a mask of the model's tokens.
+def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
+    """Encode conversations; returns token ids and a mask of the model's tokens.
 
-    Returns:
-        The token ids, [lessons, longest], int64, padded at the end; and the mask, bool, of the same shape.
+    Both have the shape [lessons, longest]: int64, padded at the end, and bool.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    tokens, of_model = [], []
+    tokens, masks = [], []
     for lesson in lessons:
-        ids = _ids(lesson.row["prompt"], vocabulary)
-        own = [False] * len(ids)
-        for text, by_model in lesson.turns:
-            turn = _ids(text, vocabulary) + [vocabulary[EOS]] * by_model
+        ids = _encode_text(lesson.row["prompt"], vocabulary)
+        mask = [False] * len(ids)
+        for text, is_of_model in lesson.turns:
+            turn = _encode_text(text, vocabulary) + [vocabulary[EOS]] * is_of_model
             ids += turn
-            own += [by_model] * len(turn)
+            mask += [is_of_model] * len(turn)
         tokens.append(torch.tensor(ids))
-        of_model.append(torch.tensor(own))
+        masks.append(torch.tensor(mask))
     padded = pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD])
-    return padded, pad_sequence(of_model, batch_first=True)
+    return padded, pad_sequence(masks, batch_first=True)
 
 
-def _ids(text: str, vocabulary: Mapping[str, int]) -> list[int]:
-    """Token ids of a text: each begin or end mark of a call is one token, and so is every other character."""
+def _encode_text(text: str, vocabulary: Mapping[str, int]) -> list[int]:
+    # Each begin or end mark of a call is one token, and so is every other character.
     return [vocabulary[piece] for piece in re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)]

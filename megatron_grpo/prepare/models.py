@@ -1,4 +1,4 @@
-"""Makes tiny models that solve some of their problems, and files of these problems, for recipes without downloads."""
+"""Makes tiny models that solve some problems, for recipes without downloads."""
 
 from __future__ import annotations
 
@@ -22,68 +22,67 @@ from megatron_grpo.models.source import (
     PREPARED_MODELS,
     VOCABULARY,
 )
-from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
+from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode_lessons, split_lessons
 
 MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 
 
 def prepare(name: str, folder: str | Path) -> None:
-    """Make a model and its data, unless the folder already has those of this recipe; takes about ten seconds.
+    """Make a model and its data, unless the folder has them; takes ten seconds.
 
-    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. Validation problems are in neither the
-    training file nor the warm-up. The folder appears as a whole or not at all.
+    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. The folder appears whole or not at all.
 
     Args:
         name: name of the model, one of PREPARED_MODELS.
         folder: folder to make; it is replaced if another recipe made it.
     """
     target, recipe = Path(folder), {**RECIPES[name], "config": PREPARED_MODELS[name]}
-    wanted = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    if _is_made(target, wanted):
+    recipe_hash = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    if _is_made(target, recipe_hash):
         return
-    started = time.monotonic()
+    begin = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-        made = Path(temporary) / target.name
-        made.mkdir()
+        new = Path(temporary) / target.name
+        new.mkdir()
         warmup, train, val = split_lessons(name)
         for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val)):
-            (made / file).write_text("".join(json.dumps(lesson.row) + "\n" for lesson in lessons))
-        accuracy = _make_model(name, made / MODEL_FOLDER, warmup, train, val)
-        (made / RECIPE_FILE).write_text(json.dumps({"hash": wanted, "recipe": recipe}, indent=2) + "\n")
-        _move_into_place(made, target, wanted)
-    seconds = time.monotonic() - started
+            (new / file).write_text("".join(json.dumps(lesson.row) + "\n" for lesson in lessons))
+        accuracy = _make_model(name, new / MODEL_FOLDER, warmup, train, val)
+        (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
+        _move_into_place(new, target, recipe_hash)
+    seconds = time.monotonic() - begin
     print(f"made the {name} model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
 
 
-def _is_made(target: Path, wanted: str) -> bool:
-    """Whether the folder was made by the recipe with this hash."""
+def _is_made(target: Path, recipe_hash: str) -> bool:
+    """True if the recipe with this hash made the folder."""
     try:
-        found = json.loads((target / RECIPE_FILE).read_text())["hash"]
+        recorded_hash = json.loads((target / RECIPE_FILE).read_text())["hash"]
     except (OSError, json.JSONDecodeError, KeyError):
         return False
-    return bool(found == wanted)
+    return bool(recorded_hash == recipe_hash)
 
 
-def _move_into_place(made: Path, target: Path, wanted: str) -> None:
-    """Rename `made` to `target`; another recipe's folder is moved aside, an equal one of a faster process stays."""
-    if target.exists() and not _is_made(target, wanted):
-        os.replace(target, made.with_name("old"))
+def _move_into_place(new: Path, target: Path, recipe_hash: str) -> None:
+    """Rename `new` to `target`, unless a faster process has made the same."""
+    if target.exists() and not _is_made(target, recipe_hash):
+        os.replace(target, new.with_name("old"))
     try:
-        os.replace(made, target)
+        os.replace(new, target)
     except OSError:
-        if not _is_made(target, wanted):
+        if not _is_made(target, recipe_hash):
             raise
 
 
 def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Mapping[str, int]) -> None:
-    """Write a Hugging Face model in the format of released models, in float32, with its config.json and tokenizer."""
+    """Write a model as released models are written, in float32."""
     from transformers.core_model_loading import revert_weight_conversion
 
     from megatron_grpo.models.hf_folder import save_tensors
 
     folder.mkdir()
-    _tokenizer(vocabulary, config["max_position_embeddings"]).save_pretrained(folder)
+    make_tokenizer(vocabulary, config["max_position_embeddings"]).save_pretrained(folder)
     stored = revert_weight_conversion(model, model.state_dict())
     weights = {name: tensor.contiguous() for name, tensor in stored.items() if name != "lm_head.weight"}  # tied
     save_tensors(weights, folder / "model.safetensors", {"format": "pt"})
@@ -97,15 +96,18 @@ def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Ma
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
-    """A tokenizer with a token for each character and each mark of a call; `longest`: positions of the model."""
+def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
+    """Make a tokenizer of characters and marks of calls.
+
+    `longest`: number of positions of the model.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
-    longer = [text for text in (CALL_BEGIN, CALL_END) if text in vocabulary]
+    marks = [text for text in (CALL_BEGIN, CALL_END) if text in vocabulary]
     # Not re.escape: it escapes blanks, which this library's regular expressions do not allow.
-    pieces = [re.sub(r"[\\^$.|?*+()\[\]{}]", r"\\\g<0>", text) for text in longer]
+    pieces = [re.sub(r"[\\^$.|?*+()\[\]{}]", r"\\\g<0>", text) for text in marks]
     core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pieces, "."])), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -121,7 +123,7 @@ def _tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
 def _make_model(
     name: str, folder: Path, warmup: Sequence[Lesson], unseen: Sequence[Lesson], val: Sequence[Lesson]
 ) -> float:
-    """Train a model and save it with its tokenizer; returns its greedy accuracy on the validation lessons."""
+    """Train and save a model; returns its greedy accuracy on the validation lessons."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -153,47 +155,50 @@ def _warm_up(
     lessons: Sequence[Lesson],
     probe: Sequence[Lesson],
 ) -> None:
-    """Supervised training on random batches, with the loss on the model's tokens, until the probe meets the target."""
+    """Train on the model's tokens of random batches until the probe meets the target."""
     import torch
     from torch.nn import functional as F
 
-    tokens, of_model = encode(lessons, vocabulary)
+    tokens, mask = encode_lessons(lessons, vocabulary)
     lr = recipe.get("lr", recipe.get("warmup_lr"))
     order = torch.Generator().manual_seed(recipe["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(recipe["warmup_steps_max"]):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / recipe["warmup_lr_ramp_steps"])
         chosen = torch.randint(len(tokens), (recipe["warmup_batch_problems"],), generator=order)
-        batch, own = tokens[chosen], of_model[chosen, 1:]
+        batch, targets = tokens[chosen], mask[chosen, 1:]
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits  # position t predicts token t + 1
-        loss = F.cross_entropy(logits[own], batch[:, 1:][own])
+        loss = F.cross_entropy(logits[targets], batch[:, 1:][targets])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        measured = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
-        if measured and compute_expected_reward(model, probe, vocabulary) >= recipe["target_reward"]:
+        is_probed = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
+        if is_probed and compute_expected_reward(model, probe, vocabulary) >= recipe["target_reward"]:
             return
 
 
 def compute_expected_reward(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
-    """Mean probability that all turns sampled from a Hugging Face model are exactly those of the lesson."""
-    return float(_of_turns(model, lessons, vocabulary)[0].exp().mean())
+    """Average the probability that a model samples exactly the lesson's turns."""
+    return float(_score_turns(model, lessons, vocabulary)[0].exp().mean())
 
 
 def measure_greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
-    """Share of lessons in which a Hugging Face model's likeliest tokens are exactly its turns and their ends."""
-    return float(_of_turns(model, lessons, vocabulary)[1].float().mean())
+    """Measure the share of lessons that a model's likeliest tokens solve exactly."""
+    return float(_score_turns(model, lessons, vocabulary)[1].float().mean())
 
 
-def _of_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """[lessons]: log-probability of all the model's tokens; and [lessons], bool: whether all are the likeliest ones."""
+def _score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
+    """Score the model's turns: log-probability of each lesson, and whether it is likeliest.
+
+    Both have the shape [lessons]: float32 and bool.
+    """
     import torch
 
-    tokens, of_model = encode(lessons, vocabulary)
+    tokens, mask = encode_lessons(lessons, vocabulary)
     with torch.no_grad():
         logprobs = model(input_ids=tokens[:, :-1], use_cache=False).logits.log_softmax(dim=-1)
-    chosen, own = tokens[:, 1:], of_model[:, 1:]
-    of_chosen = logprobs.gather(-1, chosen[..., None])[..., 0]
-    likeliest = logprobs.argmax(dim=-1) == chosen
-    return torch.where(own, of_chosen, 0.0).sum(dim=1), (likeliest | ~own).all(dim=1)
+    targets, mask = tokens[:, 1:], mask[:, 1:]
+    target_logprobs = logprobs.gather(-1, targets[..., None])[..., 0]
+    is_likeliest = logprobs.argmax(dim=-1) == targets
+    return torch.where(mask, target_logprobs, 0.0).sum(dim=1), (is_likeliest | ~mask).all(dim=1)

@@ -24,7 +24,7 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.models.source import CONVERSATION_VOCABULARY
 from megatron_grpo.preflight.conversation_checks import examine_conversations, load_examined_prompts
-from megatron_grpo.prepare.models import _tokenizer
+from megatron_grpo.prepare.models import make_tokenizer
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, BY_NAME, LAYOUTS
 from tests.support.released.weights import write_model
@@ -193,7 +193,7 @@ def test_an_environment_of_the_user_is_remarked_on(examine: Examine) -> None:
 
 def test_a_vocabulary_made_for_one_task_is_not_judged() -> None:
     """That of the tools recipe has no letters for the sample."""
-    tokenizer = _tokenizer(CONVERSATION_VOCABULARY, 64)
+    tokenizer = make_tokenizer(CONVERSATION_VOCABULARY, 64)
     problems, _ = examine_conversations(configuration("tools"), tokenizer)
     assert not problems
 

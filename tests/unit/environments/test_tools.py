@@ -23,7 +23,7 @@ from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.tools import calculate, read_parser_names
 from megatron_grpo.models.source import CONVERSATION_VOCABULARY
 from megatron_grpo.preflight.environment_checks import check_scoring
-from megatron_grpo.prepare.models import _tokenizer
+from megatron_grpo.prepare.models import make_tokenizer
 from tests.support.foreign_tokenizers import byte_level, save_folder
 
 EXPRESSIONS = st.recursive(
@@ -68,7 +68,7 @@ def test_what_is_no_arithmetic_is_told(expression: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tools")
-    _tokenizer(CONVERSATION_VOCABULARY, 64).save_pretrained(made / "model")
+    make_tokenizer(CONVERSATION_VOCABULARY, 64).save_pretrained(made / "model")
     (made / "facts.txt").write_text("The capital of Freedonia is Zenda.\n\nSylvania has no capital.")
     return made
 

@@ -18,7 +18,7 @@ from megatron_grpo.environments.interface import Environment, EnvironmentSetting
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.models.source import CONVERSATION_VOCABULARY, EOS, PAD
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
+from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode_lessons, split_lessons
 from megatron_grpo.prepare.models import prepare
 
 NAMES = ["calculator", "two_tasks"]
@@ -44,7 +44,7 @@ def test_held_out_problems_are_nowhere_else(folder: Path) -> None:
 def test_the_tokenizer_makes_of_a_conversation_what_the_model_was_taught(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lessons = split_lessons(folder.name)[2][::16]
-    tokens, said = encode(lessons, CONVERSATION_VOCABULARY)
+    tokens, said = encode_lessons(lessons, CONVERSATION_VOCABULARY)
     renderer = PromptRenderer(load_tokenizer(folder / "model"), PromptFormat(apply_chat_template=False))
     end = CONVERSATION_VOCABULARY[EOS]
     for lesson, ids, own in zip(lessons, tokens, said, strict=True):
