@@ -1,4 +1,4 @@
-"""Renders conversations by a tokenizer's chat template, a program that comes with a model, within a deadline."""
+"""Renders conversations by a model's chat template, within a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from megatron_grpo.config.errors import RunError
 
 TEMPLATE_S = 10.0
-"""Seconds after which rendering one conversation is ended; the templates of released models take milliseconds."""
+"""Deadline for rendering one conversation; the templates of released models take milliseconds."""
 
 
 class _Overdue(Exception):  # noqa: N818
@@ -23,49 +23,49 @@ class _Overdue(Exception):  # noqa: N818
 
 
 class _DeadlineThread:
-    """A thread that raises `_Overdue` in other threads at their deadlines, because a template cannot be asked to stop.
+    """A thread that raises `_Overdue` in other threads at their deadlines."""
 
-    Signals would reach only the main thread, and a thread for each conversation would take longer than rendering it.
-    """
+    # Nothing else can stop a template: signals reach only the main thread, and a thread for each conversation would
+    # take longer than rendering it.
 
     def __init__(self) -> None:
         self._ends: dict[int, float] = {}
         self._lock = threading.Lock()  # not a Condition, whose Python code an exception may leave with the lock held
-        self._begun = threading.Event()
+        self._has_deadline = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Raise `_Overdue` in the body after this time; no code that the body calls may catch it."""
-        me = threading.get_ident()
+        """Raise `_Overdue` in the body after this time; the body may not catch it."""
+        thread = threading.get_ident()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # not yet started, or left behind by a fork
                 self._thread = threading.Thread(target=self._run, name="chat-template-deadline", daemon=True)
                 self._thread.start()
-            self._ends[me] = time.monotonic() + seconds
+            self._ends[thread] = time.monotonic() + seconds
             if len(self._ends) == 1:
-                self._begun.set()
+                self._has_deadline.set()
         try:
             yield
         finally:
             with self._lock:
-                if self._ends.pop(me, None) is None:  # raised, and perhaps not yet delivered
-                    _raise_in(me, None)
+                if self._ends.pop(thread, None) is None:  # raised, and perhaps not yet delivered
+                    _raise_in(thread, None)
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                self._begun.clear()
+                self._has_deadline.clear()
                 now = time.monotonic()
                 for thread in [thread for thread, end in self._ends.items() if end <= now]:
                     del self._ends[thread]
                     _raise_in(thread, _Overdue)
                 nearest = min(self._ends.values(), default=None)
-            self._begun.wait(None if nearest is None else max(nearest - now, 0.01))
+            self._has_deadline.wait(None if nearest is None else max(nearest - now, 0.01))
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have a thread raise an exception before its next instruction; None: withdraw one that it has not raised yet."""
+    """Raise an exception in a thread before its next instruction; None: withdraw it."""
     argument = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
 
@@ -73,28 +73,28 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 _watch = _DeadlineThread()
 
 LARGEST = 10**6
-"""Most bits of a number, or characters of a text, that a template may make by * or **."""
+"""Bits of the largest number, and characters of the longest text, that * or ** may make in a template."""
 
 
-def _multiplied(left: Any, right: Any) -> Any:
-    bits = [one.bit_length() for one in (left, right) if isinstance(one, int)]
+def _multiply(first: Any, second: Any) -> Any:
+    bits = [factor.bit_length() for factor in (first, second) if isinstance(factor, int)]
     if len(bits) == 2 and sum(bits) > LARGEST:
         raise OverflowError(f"a number in the template has more than {LARGEST} bits")
-    for repeated, times in ((left, right), (right, left)):
+    for repeated, times in ((first, second), (second, first)):
         if isinstance(repeated, Sized) and isinstance(times, int) and len(repeated) * times > LARGEST:
             raise OverflowError(f"a text in the template has more than {LARGEST} characters")
-    return left * right
+    return first * second
 
 
-def _raised(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > LARGEST:
+def _raise_to_power(first: Any, second: Any) -> Any:
+    if isinstance(first, int) and isinstance(second, int) and first.bit_length() * second > LARGEST:
         raise OverflowError(f"a number in the template has more than {LARGEST} bits")
-    return left**right
+    return first**second
 
 
-# One such operation may take forever, and nothing can interrupt it; Jinja's sandbox asks these functions.
+# Such an operation may take forever, and nothing can interrupt it; Jinja's sandbox calls these functions instead.
 SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
-SandboxedEnvironment.default_binop_table |= {"*": _multiplied, "**": _raised}
+SandboxedEnvironment.default_binop_table |= {"*": _multiply, "**": _raise_to_power}
 
 
 def render_chat(
@@ -104,7 +104,7 @@ def render_chat(
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        messages: the conversation, as {role, content} and what else the template reads.
+        messages: the conversation, as {role, content} and further keys that the template reads.
         seconds: deadline.
         options: arguments of the tokenizer's `apply_chat_template`.
 
@@ -126,10 +126,6 @@ def render_chat(
 def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Render a conversation with tool calls in the form that its chat template reads.
 
-    Most templates take the arguments of calls as an object. DeepSeek's take them as text, and show calls only where
-    the content of the message is null, which others write as "None". So null stays where the template does not write
-    it, and arguments become text where the template refuses objects.
-
     Args:
         tokenizer: a Hugging Face tokenizer.
         messages: the conversation, with arguments as objects.
@@ -138,23 +134,26 @@ def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **option
     Raises:
         RunError, Exception: as `render_chat`, about the messages with empty contents for null.
     """
-    forms = [messages, [_with_text_arguments(message) for message in messages]]
+    # Nearly all templates take the arguments of calls as an object. DeepSeek's take them as text, and show calls only
+    # where the content of the message is null, which other templates write as "None". So null stays where the template
+    # does not write it, and arguments become text where the template refuses objects.
+    forms = [messages, [_write_call_arguments(message) for message in messages]]
     for form in forms:
-        shown = _render_or_none(tokenizer, form, options)
-        if shown is not None:
-            filled = _render_or_none(tokenizer, _without_null(form), options)
-            return shown if filled is None or shown.count("None") == filled.count("None") else filled
-    text = _render_or_none(tokenizer, _without_null(forms[1]), options)
+        with_null = _try_render(tokenizer, form, options)
+        if with_null is not None:
+            filled = _try_render(tokenizer, _fill_null(form), options)
+            return with_null if filled is None or with_null.count("None") == filled.count("None") else filled
+    text = _try_render(tokenizer, _fill_null(forms[1]), options)
     try:
-        return render_chat(tokenizer, _without_null(messages), **options)
+        return render_chat(tokenizer, _fill_null(messages), **options)
     except Exception:
         if text is None:
             raise
         return text
 
 
-def _render_or_none(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
-    """The rendered conversation; None: the template refuses it."""
+def _try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    """Render a conversation; None: the template refuses it."""
     try:
         return render_chat(tokenizer, messages, **options)
     except RunError:
@@ -163,12 +162,12 @@ def _render_or_none(tokenizer: Any, messages: Sequence[Mapping[str, Any]], optio
         return None
 
 
-def _without_null(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _fill_null(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": message["content"] or ""} for message in messages]
 
 
 def parse_arguments(call: Any) -> Any:
-    """A tool call with its arguments as an object, which templates expect, instead of JSON text as agents send it."""
+    """Parse a tool call's arguments, which agents send as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -179,8 +178,8 @@ def parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls have their arguments as JSON text."""
+def _write_call_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the arguments of a message's tool calls as JSON text."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_write_arguments(call) for call in calls]} if calls else dict(message)
 

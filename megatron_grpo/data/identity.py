@@ -1,4 +1,4 @@
-"""Identity of a run's data: digests of the content of its sets, whatever path leads to them."""
+"""Identity of a run's data: digests of the content of its sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_grpo.models.source import is_made_before_run
 
 @dataclass(frozen=True, slots=True)
 class SetIdentity:
-    """What is known of one set when a run starts; digests are null if its rows are streamed or not yet made."""
+    """A set at the start of a run; streamed or unmade rows have no digests."""
 
     path: str
     """Path or hub name, with its subset and split where it has some, for messages."""
@@ -29,17 +29,17 @@ class SetIdentity:
     rows: int | None = None
     """Rows, usable or not."""
     usable: str | None = None
-    """Digest of the numbers of the usable rows."""
+    """Digest of the indices of the usable rows."""
     weight: float = 1.0
 
     def describe_rows(self) -> str:
-        """Number of rows and beginning of the digest, for messages."""
+        """Describe the rows by their number and digest, for messages."""
         return f"{format_count('row', self.rows or 0)}, digest {(self.digest or '')[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
 class DataIdentity:
-    """The training sets in their order, and the validation sets, by the keys of their paths."""
+    """Identities of the training and validation sets, by the keys of their paths."""
 
     training: Mapping[str, SetIdentity]
     validation: Mapping[str, SetIdentity]
@@ -48,23 +48,23 @@ class DataIdentity:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether a later start can compare more than the paths: false where rows are recorded, or not yet made."""
-        return self.streaming or any(one.digest is not None for one in self.training.values())
+        """False where rows are recorded or unmade, so that only paths can be compared."""
+        return self.streaming or any(identity.digest is not None for identity in self.training.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The identity as JSON types."""
         return asdict(self)
 
 
 def parse_identity(values: Mapping[str, Any]) -> DataIdentity:
-    """The identity that `as_json` wrote.
+    """Invert `DataIdentity.as_json`.
 
     Raises:
         ValueError: it is of another form.
     """
     try:
         sets = {
-            part: {key: SetIdentity(**one) for key, one in values[part].items()} for part in ("training", "validation")
+            part: {key: SetIdentity(**identity) for key, identity in values[part].items()}
+            for part in ("training", "validation")
         }
         return DataIdentity(**sets, shuffle=bool(values["shuffle"]), streaming=bool(values["streaming"]))
     except (LookupError, TypeError, AttributeError) as error:
@@ -72,30 +72,31 @@ def parse_identity(values: Mapping[str, Any]) -> DataIdentity:
 
 
 def identify(config: Config) -> DataIdentity:
-    """The identity of a run's data. Rows are read, unless this process has read them already."""
+    """Identify a run's data; reads rows that this process has not read yet."""
     data = config.data
     return DataIdentity(
-        training={key: _identity(config, key) for key in data.training_sets},
-        validation={key: _identity(config, key) for key in data.validation_sets},
+        training={key: _identify_set(config, key) for key in data.training_sets},
+        validation={key: _identify_set(config, key) for key in data.validation_sets},
         shuffle=data.shuffle,
         streaming=data.streaming,
     )
 
 
-def _identity(config: Config, key: str) -> SetIdentity:
+def _identify_set(config: Config, key: str) -> SetIdentity:
     training = config.data.training_sets
-    one = training[key] if key in training else config.data.validation_sets[key]
-    named = is_remote(one.path) or os.path.isdir(one.path)
-    path = "".join([one.path, *(f" ({part})" for part in (one.subset, one.split) if named and part is not None)])
+    dataset = training[key] if key in training else config.data.validation_sets[key]
+    has_parts = is_remote(dataset.path) or os.path.isdir(dataset.path)
+    parts = [part for part in (dataset.subset, dataset.split) if has_parts and part is not None]
+    path = "".join([dataset.path, *(f" ({part})" for part in parts)])
     report, is_streamed = SetReport(), config.data.streaming and key in training
     # The rows that prepare.name makes follow from it, and may be made only after this check.
-    is_made = is_made_before_run(config, one.path)
-    if config.needs_generation and not is_streamed and not is_made and (named or os.path.isfile(one.path)):
-        report = examine_set(one, config.data, {name: env.type for name, env in config.env.items()})
+    is_made = is_made_before_run(config, dataset.path)
+    if config.needs_generation and not is_streamed and not is_made and (has_parts or os.path.isfile(dataset.path)):
+        report = examine_set(dataset, config.data, {name: env.type for name, env in config.env.items()})
     if report.source is None:
-        return SetIdentity(path, weight=one.weight)
+        return SetIdentity(path, weight=dataset.weight)
     usable = xxh3_128(report.usable.tobytes()).hexdigest()
-    return SetIdentity(path, report.digest, len(report.source), usable, one.weight)
+    return SetIdentity(path, report.digest, len(report.source), usable, dataset.weight)
 
 
 def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
@@ -108,10 +109,10 @@ def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | N
     for (old_key, old), (key, new) in zip(before.training.items(), now.training.items(), strict=True):
         subject = f"{key}={new.path}"
         if old.digest is None or new.digest is None:
-            if not _same_path(old.path, new.path):
+            if not _is_same_path(old.path, new.path):
                 return f"its {old_key} is {old.path}, this one's is {new.path}"
         elif old.digest != new.digest:
-            was = "" if _same_path(old.path, new.path) else f" in {old.path}"
+            was = "" if _is_same_path(old.path, new.path) else f" in {old.path}"
             return f"{subject} has other rows: {new.describe_rows()}, and the run began with {old.describe_rows()}{was}"
         elif old.usable != new.usable:
             return (
@@ -121,13 +122,13 @@ def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | N
             return f"the weight of {subject} is {new.weight:g}, and was {old.weight:g}"
     for name in ("shuffle", "streaming"):
         if getattr(before, name) != getattr(now, name):
-            values = [str(getattr(one, name)).lower() for one in (now, before)]
+            values = [str(getattr(identity, name)).lower() for identity in (now, before)]
             return f"data.{name} is {values[0]}, and was {values[1]}"
     return None
 
 
 def find_validation_differences(before: DataIdentity, now: DataIdentity) -> list[str]:
-    """Remarks on validation sets whose rows changed since an earlier start."""
+    """Find validation sets whose rows changed since an earlier start."""
     text = "; figures of validation before and after, and the ranking of checkpoints by them, cannot be compared"
     return [
         f"{key}={new.path} has other rows: {new.describe_rows()}, before {old.describe_rows()}{text}"
@@ -138,12 +139,12 @@ def find_validation_differences(before: DataIdentity, now: DataIdentity) -> list
     ]
 
 
-def _same_path(one: str, other: str) -> bool:
-    return one == other or (Path(one).exists() and os.path.realpath(one) == os.path.realpath(other))
+def _is_same_path(old: str, new: str) -> bool:
+    return old == new or (Path(old).exists() and os.path.realpath(old) == os.path.realpath(new))
 
 
 def read_identity(file: Path) -> DataIdentity | None:
-    """The identity in a file; None: there is no such file.
+    """Read the identity of a file; None: there is no such file.
 
     Raises:
         ValueError: the file cannot be read; the text names it.

@@ -10,10 +10,9 @@ from functools import lru_cache
 
 from megatron_grpo.data.units import find_canonical_unit, split_unit
 
-LONGEST = 2000
-"""Most characters of an answer that are rewritten; longer ones are compared as they are."""
-_MOST_DIGITS = 60
-"""Largest exponent of ten that is written out."""
+MAX_CHARACTERS = 2000
+"""Characters of the longest answer that is rewritten; longer answers are compared as they are."""
+_MAX_EXPONENT = 60  # of ten in a number that is written out
 
 _SIGNS = {
     **dict.fromkeys("−‐‑‒–—﹣－⁻₋", "-"),
@@ -78,8 +77,8 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorn
 _DEGREES = re.compile(r"(?<=\d) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?![A-Za-z]) ?(?![CFK])")
 
 
+# Two words that follow each other, or a word before a colon.
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or) )[A-Za-z]{2,}[, ]+(?!(?:and|or)\b)[A-Za-z]{2,}|[A-Za-z] ?:")
-"""Two words that follow each other, or a word before a colon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +90,40 @@ class AnswerText:
     as_share: str
     """The answer in LaTeX with every percentage as a share of one: 0.5 for 50%."""
     unit: str | None = None
-    """Canonical unit that stood after the value; None: none, or one that is not known."""
+    """Canonical unit after the value; None: no unit, or an unknown unit."""
 
     @property
     def has_percent(self) -> bool:
-        """Whether the answer has a percent sign or word."""
+        """True for an answer with a percent sign or word."""
         return self.text != self.as_share
 
 
 def rewrite_answer(text: str) -> AnswerText:
-    """The normal form of a whole answer: the content of a box, or a reference."""
-    if len(text) > LONGEST:
+    """Rewrite a complete answer: the content of a box, or a reference."""
+    if len(text) > MAX_CHARACTERS:
         return AnswerText(text, text)
     plain = _PI.sub(lambda name: r"\pi " if name[1] == "pi" else r"\infty ", rewrite_signs(text).strip())
     plain = re.sub(r"^#\s*(?=[-\d])", "", _EDGE.sub("", plain))
     plain = _CURRENCY.sub("", plain)
     value, unit = split_unit(plain)
     value = rewrite_numbers(_DEGREES.sub("", value)).strip()
-    return AnswerText(_without_percent(value, 1), _without_percent(value, 100), find_canonical_unit(unit))
+    return AnswerText(_divide_percentages(value, 1), _divide_percentages(value, 100), find_canonical_unit(unit))
 
 
 def rewrite_tail(text: str) -> AnswerText:
-    """The normal form of a text in which math-verify searches the answer."""
-    plain = rewrite_numbers(_CURRENCY.sub("", rewrite_signs(text[-LONGEST:])))
-    return AnswerText(_without_percent(plain, 1), _without_percent(plain, 100))
+    """Rewrite the end of a text in which math-verify searches the answer."""
+    plain = rewrite_numbers(_CURRENCY.sub("", rewrite_signs(text[-MAX_CHARACTERS:])))
+    return AnswerText(_divide_percentages(plain, 1), _divide_percentages(plain, 100))
 
 
-def have_same_words(left: str, right: str) -> bool:
-    """Whether two answers are the same words, without regard to case and LaTeX's text commands."""
-    first, second = (" ".join(_TEXT.sub(r"\1", text).strip(" .$").split()).casefold() for text in (left, right))
+def has_same_words(response: str, reference: str) -> bool:
+    """True for answers of equal words, whatever case and LaTeX's text commands."""
+    first, second = (" ".join(_TEXT.sub(r"\1", text).strip(" .$").split()).casefold() for text in (response, reference))
     return first == second and len(first) > 1 and first.replace(" ", "").isalpha()
 
 
 def is_unreadable(text: str) -> bool:
-    """Whether math-verify surely cannot read a reference, so that only the same text equals it."""
+    """True for a reference that math-verify surely cannot read."""
     plain = rewrite_answer(text).text
     depth = 0
     for sign in re.sub(r"\\[{}]", "", plain):
@@ -143,11 +142,11 @@ def rewrite_signs(text: str) -> str:
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text.replace("√ ", "√"))
     text = _INDEX.sub(lambda run: f"_{{{''.join(_INDICES[sign] for sign in run[0])}}}", text)
     text = _POWER.sub(lambda run: f"^{{{''.join(_POWERS[sign] for sign in run[0])}}}", text)
-    return "".join(_sign(sign) for sign in text)
+    return "".join(_rewrite_sign(sign) for sign in text)
 
 
 @lru_cache(maxsize=4096)
-def _sign(sign: str) -> str:
+def _rewrite_sign(sign: str) -> str:
     if sign.isascii():
         return sign
     if sign in _SIGNS:
@@ -163,36 +162,36 @@ def _sign(sign: str) -> str:
 
 
 def rewrite_numbers(text: str) -> str:
-    """Write separated, mixed and scientific numbers as whole numbers, decimals and fractions."""
+    """Rewrite separated, mixed and scientific numbers as integers, decimals and fractions."""
     text = _SPACED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     text = _DOTTED.sub(lambda number: number[0].replace(".", "").replace(",", "."), text)
-    text = _MIXED.sub(_improper, text)
-    text = _SCIENTIFIC.sub(lambda number: _written_out(number[0], number[1], number[2]), text)
-    return _TIMES_TEN.sub(lambda number: _written_out(number[0], number[1], number[2] or number[3]), text)
+    text = _MIXED.sub(_make_improper, text)
+    text = _SCIENTIFIC.sub(lambda number: _write_out(number[0], number[1], number[2]), text)
+    return _TIMES_TEN.sub(lambda number: _write_out(number[0], number[1], number[2] or number[3]), text)
 
 
-def _improper(number: re.Match[str]) -> str:
-    sign, whole, above, below = number[1], int(number[2]), int(number[3]), int(number[4])
+def _make_improper(number: re.Match[str]) -> str:
+    sign, integer, above, below = number[1], int(number[2]), int(number[3]), int(number[4])
     if not 0 < above < below:
         return number[0]
-    return f"{sign}{whole * below + above}/{below}"
+    return f"{sign}{integer * below + above}/{below}"
 
 
-def _written_out(text: str, factor: str, exponent: str) -> str:
-    if abs(int(exponent)) > _MOST_DIGITS:
+def _write_out(text: str, factor: str, exponent: str) -> str:
+    if abs(int(exponent)) > _MAX_EXPONENT:
         return text
     return f"{Decimal(factor).scaleb(int(exponent)):f}"
 
 
-def _without_percent(text: str, divisor: int) -> str:
-    """The text with percentages divided, and without their signs."""
+def _divide_percentages(text: str, divisor: int) -> str:
+    """Divide the percentages of a text, and remove their signs."""
 
     def divide(number: re.Match[str]) -> str:
-        written, digits = _FRACTION.fullmatch(number[1]), number[1].replace(",", "")
-        if divisor == 1 or len(digits) > _MOST_DIGITS:
+        fraction, digits = _FRACTION.fullmatch(number[1]), number[1].replace(",", "")
+        if divisor == 1 or len(digits) > _MAX_EXPONENT:
             return number[1]
-        if written is not None:
-            return f"{written[1]}/{int(written[2]) * divisor}"
+        if fraction is not None:
+            return f"{fraction[1]}/{int(fraction[2]) * divisor}"
         return f"{Decimal(digits) / divisor:f}"
 
     return _PERCENT.sub(divide, text)

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and the default processor, which makes them from rows."""
+"""Prompts as token ids, and the default processor of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ class Message(TypedDict):
 
 
 class DatumSpec(TypedDict):
-    """One prompt, ready to be sampled from."""
+    """One prompt, ready to be sampled from.
+
+    Example:
+        {"message_log": [{"role": "user", "content": "2+3=", "token_ids": [17, 10, 18, 28]}], "length": 4,
+         "extra_env_info": {"answer": "5", REFERENCE: "5"}, "loss_multiplier": 1.0, "idx": 7, "task_name": "math",
+         "prompt": "2+3="}
+    """
 
     message_log: list[Message]
     length: int
@@ -60,7 +66,7 @@ DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpe
 
 
 def find_task(row: Mapping[str, Any], default: str) -> Any:
-    """The row's task_name; the default if the column is missing, or null as Parquet writes missing values."""
+    """Find a row's task_name, or the default if it is missing or null."""
     task = row.get("task_name")
     return default if task is None else task
 
@@ -68,12 +74,13 @@ def find_task(row: Mapping[str, Any], default: str) -> Any:
 def math_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """The prompt of a row that has a prompt and a reference answer.
+    """Make the prompt of a row that has a prompt and a reference answer.
 
-    The message log holds one entry, the whole rendered prompt: chat templates may render a message differently if
-    others follow, so only the whole conversation has well-defined tokens. A chat template writes the special tokens
-    itself; a plain prompt gets those that the tokenizer puts before any text (for many tokenizers none). A conversation
-    that ends with a message of the assistant is left open there, so that the response goes on from it.
+    The message log holds one message, the complete rendered prompt: chat templates may render a message differently if
+    further messages follow, so only the complete conversation has well-defined tokens. A chat template writes the
+    special tokens itself; a plain prompt gets the special tokens that the tokenizer puts before any text (for many
+    tokenizers none). A conversation that ends with a message of the assistant stays open, so that the response goes on
+    from it.
 
     Args:
         datum_dict: the row; its prompt is a text, or a list of {role, content} messages for a chat template.
@@ -89,7 +96,7 @@ def math_data_processor(
 
     Raises:
         ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer
-            has no chat template, or one that refuses the prompt.
+            has no chat template, or its template refuses the prompt.
     """
     text = render_prompt(datum_dict, task_data_spec, tokenizer, idx)
     token_ids = PromptRenderer(tokenizer, task_data_spec).encode_prompt(text)
@@ -117,7 +124,7 @@ def math_data_processor(
 
 
 def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
-    """The text of a row's prompt before it is tokenized.
+    """Render a row's prompt to text.
 
     Args:
         row: the row, with a prompt.
@@ -128,23 +135,23 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
     Raises:
         ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
     """
-    worded = _worded(row[spec.prompt_key], row, spec, idx)
+    worded = _insert_words(row[spec.prompt_key], row, spec, idx)
     text: str = _render_chat(worded, spec, tokenizer, idx) if spec.apply_chat_template else worded
     return text
 
 
-def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
-    """The prompt with the text of the prompt file around it; in a conversation, around the last message of the user."""
+def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
+    """Put the prompt file's text around a prompt, or around the user's last message."""
     if spec.prompt is None:
         return prompt
     last = None
     if not isinstance(prompt, str):
-        last = next((place for place in reversed(range(len(prompt))) if prompt[place]["role"] == "user"), None)
+        last = next((index for index in reversed(range(len(prompt))) if prompt[index]["role"] == "user"), None)
         if last is None:
             raise ValueError(f"row {idx}: the words of data.prompt_file have no place: no message is the user's")
-    said = prompt if last is None else join_content(prompt[last].get("content"))
+    question = prompt if last is None else join_content(prompt[last].get("content"))
     try:
-        words = spec.prompt.format(said, **{name: value for name, value in row.items() if name.isidentifier()})
+        words = spec.prompt.format(question, **{name: value for name, value in row.items() if name.isidentifier()})
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
         text = f"{type(error).__name__}: {error}; braces that are meant are written {{{{ and }}}}"
         raise ValueError(f"row {idx}: the words of data.prompt_file do not fit it: {text}") from error

@@ -1,4 +1,4 @@
-"""Makes the tokens of every turn of a conversation: first prompts, an environment's later turns, an agent's calls."""
+"""Renders and tokenizes the turns of a conversation: first prompts, later turns, calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ChatMessage = Mapping[str, Any]
 """A message for a chat template: role, content, and whatever else the template reads."""
 
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"
-"""Beginning of the text in place of the model's turn, by which the text that a template puts after it is located."""
+"""Beginning of a marker in place of the model's turn, which tells where the template's next text begins."""
 
 RESERVED = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"}
@@ -27,13 +27,13 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
-    """Settings by which every turn of a task's conversations becomes text."""
+    """How the turns of a task's conversations become text."""
 
     apply_chat_template: bool = True
     system_prompt: str | None = None
-    """System message before a conversation that has none of its own."""
+    """System message for conversations without one."""
     chat_template: str | None = None
-    """Chat template in Jinja; None: the tokenizer's own."""
+    """Chat template in Jinja; None: the tokenizer's."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -44,8 +44,8 @@ class PromptFormat:
 class PromptRenderer:
     """Renders and tokenizes the turns of one task's conversations.
 
-    The model's own turns are never tokenized again: a later turn is only what comes after the sampled tokens. All paths
-    (training, validation, evaluation, environments, agents) use this class, so that none can miss a setting.
+    The model's turns are never tokenized again: a later turn is only the text after the sampled tokens. All paths
+    (training, validation, evaluation, environments, agents) use this class, so that no path can miss a setting.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -57,11 +57,11 @@ class PromptRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template, the tokenizer's or a configured one."""
+        """True with a chat template, the tokenizer's or a configured one."""
         return bool(self.format.chat_template or getattr(self.tokenizer, "chat_template", None))
 
     def render_first_turn(self, prompt: str | Sequence[ChatMessage]) -> str:
-        """Text of the first prompt. A conversation that ends with the assistant's message stays open there.
+        """Render the first prompt; a conversation that ends with the assistant stays open.
 
         Args:
             prompt: text, or messages for the chat template.
@@ -73,26 +73,26 @@ class PromptRenderer:
             assert isinstance(prompt, str), "messages need a chat template"
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        is_begun = messages[-1].get("role") == "assistant"
-        return self.render(messages, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+        is_open = messages[-1].get("role") == "assistant"
+        return self.render(messages, add_generation_prompt=not is_open, continue_final_message=is_open)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a first prompt whose text is rendered."""
+        """Encode a first prompt whose text is rendered."""
         return self.encode_rendered(text) if self.format.apply_chat_template else self.encode_plain(text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a text that a chat template wrote, with all its special tokens."""
+        """Encode a text of a chat template, with all its special tokens."""
         return self._encode(text)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the tokenizer puts before any text, once.
+        """Encode a plain prompt, with the tokenizer's special tokens before it.
 
-        Those that it puts after a text would end the sequence before the response, and are left out.
+        Special tokens after the text would end the sequence before the response, and are left out.
         """
         return self._strip_added(self._encode(text, add_special_tokens=True))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids as `encode_prompt` makes them, of many texts at once; the tokenizer must be a fast one."""
+        """Encode many prompts at once, as `encode_prompt`; needs a fast tokenizer."""
         is_plain = not self.format.apply_chat_template
         encoded = self.tokenizer(
             list(texts), add_special_tokens=is_plain, return_attention_mask=False, return_token_type_ids=False
@@ -100,10 +100,10 @@ class PromptRenderer:
         return [self._strip_added(ids) for ids in encoded] if is_plain else list(encoded)
 
     def encode_later_turn(self, messages: Sequence[ChatMessage], last_token: int) -> list[int]:
-        """Token ids between a turn of the model and its next one, for an environment's answer.
+        """Encode an environment's answer, up to the model's next turn.
 
-        With a chat template they are everything that the template puts there: the end of the model's message, the new
-        messages, and the beginning of its next message. Without one they are the texts of the messages.
+        With a chat template these are the end of the model's message, the new messages, and the beginning of the
+        model's next message. Without a template they are the texts of the messages.
 
         Args:
             messages: the environment's answer, at least one message.
@@ -126,7 +126,7 @@ class PromptRenderer:
         tools: Sequence[ChatMessage] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids that a chat template puts after a turn of the model, up to the beginning of its next turn.
+        """Encode the text of a chat template between two turns of the model.
 
         Args:
             earlier: the conversation before the model's turn.
@@ -158,7 +158,7 @@ class PromptRenderer:
         tools: Sequence[ChatMessage] | None,
         variables: Mapping[str, Any] | None,
     ) -> str:
-        """Text after a turn of tool calls, for templates that show results only after calls that they can read."""
+        """Render the text after tool calls, for templates that show results only after calls."""
         results = [message for message in messages if message.get("role") == "tool"]
         calls = [
             {
@@ -170,10 +170,10 @@ class PromptRenderer:
         ]
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
         before = self.render([*earlier, turn], tools=tools, variables=variables, add_generation_prompt=False)
-        whole = self.render([*earlier, turn, *messages], tools=tools, variables=variables)
-        if not whole.startswith(before):
+        text = self.render([*earlier, turn, *messages], tools=tools, variables=variables)
+        if not text.startswith(before):
             raise ValueError("the chat template changes a turn of tool calls once their results follow")
-        return whole[len(before) :]
+        return text[len(before) :]
 
     def render(
         self,
@@ -184,12 +184,12 @@ class PromptRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Render a conversation by the chat template, up to the beginning of the model's next turn.
+        """Render a conversation by the chat template, up to the model's next turn.
 
         Args:
-            messages: the conversation. The system prompt of the settings is put before one without a system message.
-            tools: definitions of tools; None: those of the settings.
-            variables: further variables of the template, which replace those of the settings.
+            messages: the conversation; without a system message it gets the system prompt of the settings.
+            tools: definitions of tools; None: the settings' definitions.
+            variables: further variables of the template, which replace the settings'.
             add_generation_prompt: whether the model's next turn begins at the end.
             continue_final_message: whether the last message stays open instead.
 
@@ -199,7 +199,7 @@ class PromptRenderer:
         """
         if not self.has_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
-        conversation = [self._readable(message, number) for number, message in enumerate(messages, start=1)]
+        conversation = [self._normalize(message, number) for number, message in enumerate(messages, start=1)]
         system = self.format.system_prompt
         if system is not None and conversation[0].get("role") not in ("system", "developer"):
             conversation.insert(0, {"role": "system", "content": system})
@@ -217,12 +217,15 @@ class PromptRenderer:
         return render_chat(self.tokenizer, conversation, **options)
 
     def encode_after(self, text: str, last_token: int) -> list[int]:
-        """Token ids of a text that follows a sampled token, without a blank or special tokens of a beginning.
+        """Encode a text that follows a sampled token.
 
         Args:
             text: text after the model's turn.
             last_token: the sampled token. If it is the special token that ends the message in `text`, the text goes on
                 behind it.
+
+        Returns:
+            Tokens without the blank and the special tokens that begin a text.
         """
         end = self._special_texts.get(last_token)
         if end is None:
@@ -230,8 +233,8 @@ class PromptRenderer:
         ahead, is_end, behind = text.partition(end)
         if is_end and not ahead.strip():
             text = behind
-        # Tokenized together with the token before it, because tokenizers treat blanks next to special tokens in ways
-        # of their own.
+        # Tokenized together with the token before it, because each tokenizer treats blanks next to special tokens in
+        # another way.
         ids = self._encode(end + text)
         return ids[1:] if ids[:1] == [last_token] else self._encode_without_blank(text)
 
@@ -239,19 +242,20 @@ class PromptRenderer:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _encode_without_blank(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of a conversation.
+        """Encode a text in the middle of a conversation.
 
         Behind a special token the tokenizer puts its blank as in every prompt.
         """
-        changed = self._continuing
-        if changed is None:
+        core = self._core_without_blank
+        if core is None:
             return self._encode(text)
-        begin = min((place for token in self._special_texts.values() if (place := text.find(token)) >= 0), default=None)
-        ids = list(changed.encode(text[:begin], add_special_tokens=False).ids)
+        offsets = (text.find(token) for token in self._special_texts.values())
+        begin = min((offset for offset in offsets if offset >= 0), default=None)
+        ids = list(core.encode(text[:begin], add_special_tokens=False).ids)
         return ids if begin is None else ids + self._encode(text[begin:])
 
     def _strip_added(self, ids: list[int]) -> list[int]:
-        """Token ids of a prompt without the special tokens after it, and with those before it once."""
+        """Strip the special tokens after a prompt, and repeated ones before it."""
         before, after = self._added_tokens
         if after and ids[len(ids) - len(after) :] == after:
             ids = ids[: len(ids) - len(after)]
@@ -261,25 +265,25 @@ class PromptRenderer:
 
     @cached_property
     def _special_texts(self) -> dict[int, str]:
-        """Texts of special and added tokens, by token; all others are part of the model's text."""
+        """Texts of special and added tokens, by token."""
         return {token: str(text) for token, text in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
 
     @cached_property
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """Special tokens that the tokenizer puts before and after a text."""
-        bare, whole = self._encode("a"), self._encode("a", add_special_tokens=True)
-        for start in range(len(whole) - len(bare) + 1):
-            if bare and whole[start : start + len(bare)] == bare:
-                return whole[:start], whole[start + len(bare) :]
+        bare, full = self._encode("a"), self._encode("a", add_special_tokens=True)
+        for start in range(len(full) - len(bare) + 1):
+            if bare and full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
         return [], []
 
     @cached_property
-    def _continuing(self) -> Any:
-        """The tokenizer's core without the blank that some put before a text; None: it puts none there."""
+    def _core_without_blank(self) -> Any:
+        """The tokenizer's core without a blank before texts; None: it puts none there."""
         return copy_without_blank(getattr(self.tokenizer, "backend_tokenizer", None))
 
-    def _readable(self, message: ChatMessage, number: int) -> dict[str, Any]:
-        """A message as templates read it: text instead of parts, arguments of calls as objects, no empty fields."""
+    def _normalize(self, message: ChatMessage, number: int) -> dict[str, Any]:
+        """Normalize a message for templates: text for parts, objects for call arguments."""
         plain = {name: value for name, value in message.items() if value is not None}
         calls = plain.get("tool_calls")
         if isinstance(calls, list) and calls:
@@ -291,7 +295,7 @@ class PromptRenderer:
             plain["content"] = None
         elif "content" not in message:
             plain["content"] = ""
-        elif isinstance(content, list) and not (self._reads_parts and are_text_parts(content)):
+        elif isinstance(content, list) and not (self._can_read_parts and are_text_parts(content)):
             plain["content"] = join_text_parts(content, number)
         elif not isinstance(content, str | list):
             kind = "null" if content is None else type(content).__name__
@@ -299,21 +303,21 @@ class PromptRenderer:
         return plain
 
     @cached_property
-    def _reads_parts(self) -> bool:
+    def _can_read_parts(self) -> bool:
         """Whether the template reads content that is a list of parts itself."""
         content = [{"type": "text", "text": "first part"}, {"type": "text", "text": "second part"}]
         options: dict[str, Any] = dict(self.format.chat_template_kwargs)
         if self.format.chat_template is not None:
             options["chat_template"] = self.format.chat_template
         try:
-            shown = render_chat(self.tokenizer, [{"role": "user", "content": content}], **options)
+            text = render_chat(self.tokenizer, [{"role": "user", "content": content}], **options)
         except Exception:  # noqa: BLE001 - a template may raise anything about content that it does not expect
             return False
-        return "first part" in shown and "second part" in shown and "'type'" not in shown and '"type"' not in shown
+        return "first part" in text and "second part" in text and "'type'" not in text and '"type"' not in text
 
 
 def join_content(content: Any) -> str:
-    """Text of a message's content, which may be text parts, or null beside tool calls."""
+    """Join a message's content: text, text parts, or null beside tool calls."""
     return "" if content is None else join_text_parts(content, 1) if isinstance(content, list) else str(content)
 
 
@@ -338,7 +342,7 @@ def join_text_parts(parts: Sequence[Any], number: int) -> str:
 
 
 def are_text_parts(content: Any) -> bool:
-    """True for a list of {"type": "text", "text": ...}, not empty."""
+    """True for a non-empty list of {"type": "text", "text": ...}."""
     return (
         isinstance(content, list)
         and bool(content)
@@ -354,31 +358,31 @@ def _has_tool_results(messages: Sequence[ChatMessage]) -> bool:
 
 
 def copy_without_blank(core: Any) -> Any:
-    """A copy of a `tokenizers.Tokenizer` that puts no blank before a text; None: the tokenizer puts none there.
+    """Copy a `tokenizers.Tokenizer` without its blank before texts; None: it has none.
 
-    SentencePiece models mark the beginning of a word by a blank, and their tokenizers put one before any text, as if it
-    were the beginning of a document. In the middle of a conversation it would be a blank that nobody wrote.
+    SentencePiece models mark the beginning of a word by a blank, and their tokenizers put a blank before any text, as
+    at the beginning of a document. In the middle of a conversation nobody wrote that blank.
     """
     parts = [] if core is None else [part for part in (core.normalizer, core.pre_tokenizer) if part is not None]
-    if not any(map(_puts_blank, (json.loads(part.__getstate__()) for part in parts))):
+    if not any(map(_has_blank_prefix, (json.loads(part.__getstate__()) for part in parts))):
         return None
-    described = json.loads(core.to_str())
-    described["normalizer"] = _without_blank(described["normalizer"])
-    described["pre_tokenizer"] = _without_blank(described["pre_tokenizer"])
-    return type(core).from_str(json.dumps(described))
+    settings = json.loads(core.to_str())
+    settings["normalizer"] = _remove_blank(settings["normalizer"])
+    settings["pre_tokenizer"] = _remove_blank(settings["pre_tokenizer"])
+    return type(core).from_str(json.dumps(settings))
 
 
-def _puts_blank(part: Any) -> bool:
-    return bool(_without_blank(part) != part)
+def _has_blank_prefix(part: Any) -> bool:
+    return bool(_remove_blank(part) != part)
 
 
-def _without_blank(part: Any) -> Any:
-    """A serialized normalizer or pre-tokenizer that puts nothing before a text."""
+def _remove_blank(part: Any) -> Any:
+    """Change a serialized normalizer or pre-tokenizer to put nothing before a text."""
     if part is None:
         return None
     if part["type"] == "Sequence":
         name = "normalizers" if "normalizers" in part else "pretokenizers"
-        members = [_without_blank(member) for member in part[name]]
+        members = [_remove_blank(member) for member in part[name]]
         return {**part, name: [member for member in members if member is not None]}
     if part["type"] == "Prepend":
         return None

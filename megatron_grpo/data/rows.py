@@ -78,7 +78,9 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
     # All rows are checked before training, although training may need few of them: a bad row that shows only when it is
     # used ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the
     # schedules of the learning rate and the order of prompts, which must not change while the run goes on.
-    identity = json.dumps([asdict(config), asdict(data), dict(environments), _stat_files(config.path)], default=str)
+    identity = json.dumps(
+        [asdict(config), asdict(data), dict(environments), _list_file_stats(config.path)], default=str
+    )
     if identity not in _reports:
         _reports[identity] = _examine(config, data, environments)
     return _reports[identity]
@@ -87,7 +89,7 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
 _reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
 
 
-def _stat_files(path: str) -> list[tuple[str, int, int, int]]:
+def _list_file_stats(path: str) -> list[tuple[str, int, int, int]]:
     """List path, time, size and inode of each file; empty for a hub set."""
     if not os.path.isdir(path):
         files = [path]
@@ -156,7 +158,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.read_all()):
         if content is not None:
-            content.update(_serialize(row))
+            content.update(_convert_to_bytes(row))
         converted = row if isinstance(row, str) else check.convert(row)
         if isinstance(converted, str):
             report.bad += 1
@@ -199,11 +201,11 @@ def digest_rows(rows: Iterable[Row]) -> str:
     """Digest the content of rows (XXH3, 128 bits)."""
     digest = xxh3_128()
     for row in rows:
-        digest.update(_serialize(row))
+        digest.update(_convert_to_bytes(row))
     return digest.hexdigest()
 
 
-def _serialize(row: Row | str) -> bytes:
+def _convert_to_bytes(row: Row | str) -> bytes:
     return json.dumps(row, sort_keys=True, default=_convert_to_text).encode()
 
 
@@ -402,7 +404,7 @@ def _check_code(answer: Any) -> str | None:
         return str(error)
     if not tests:
         return "is empty"
-    if isinstance(tests[0], str) and not python.counted:
+    if isinstance(tests[0], str) and not python.test_count:
         return "only imports and defines; a test has to call what it defines, as check(f) does"
     return None
 

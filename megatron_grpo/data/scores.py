@@ -1,4 +1,4 @@
-"""Requests to an environment and its answers: one response to score, one score, one turn."""
+"""Requests to an environment, and its answers: scores and turns."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from megatron_grpo.batch.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run when a response was requested, under the names that TRL gives its reward functions."""
+    """Progress of the run at a request, under the names of TRL's reward functions."""
 
     global_step: int = 0
-    """Steps that were completed."""
+    """Completed steps."""
     max_steps: int = 0
     """Steps after which training ends."""
     epoch: float = 0.0
-    """Passes over the training data that were completed."""
+    """Completed passes over the training data."""
     num_train_epochs: int = 0
     """Passes over the training data after which training ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentRequest:
-    """One response to score."""
+    """One response to score.
+
+    Example:
+        EnvironmentRequest(
+            prompt="2+3=", response="5", stop_reason="stop", extra_env_info={"answer": "5", "<reference>": "5"}
+        )
+    """
 
     prompt: str | list[dict[str, str]]
     response: str
@@ -38,13 +44,17 @@ class EnvironmentRequest:
     state: Any = None
     """State of this rollout, from the environment's `reset` and `step`; None in an environment of a single turn."""
     response_ids: NDArray[np.int32] | None = None
-    """[sampled tokens], int32: the response as it was sampled; None in an environment that does not ask for it."""
+    """The response as it was sampled: [sampled tokens], int32. None unless the environment asks for it."""
     trainer_state: TrainerState = field(default_factory=TrainerState)
 
 
 @dataclass(slots=True)
 class EnvironmentReturn:
-    """The score of one response."""
+    """The score of one response.
+
+    Example:
+        EnvironmentReturn(reward=1.0, correct=True, metrics={"steps": 3.0})
+    """
 
     reward: float | None
     """Reward of the response; None: no reward function gave one, and the response is left out of the loss."""
@@ -55,19 +65,22 @@ class EnvironmentReturn:
     errors: int = 0
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further figures from the environment; a step reports their means over its responses as env/NAME. A figure
-    suspect/NAME keeps its name, and above 0 marks the response as suspect in the report: its reward may be
-    undeserved."""
+    """Further metrics; a step reports their means over its responses as env/NAME. suspect/NAME keeps its name, and
+    above 0 marks the response as suspect in the report: its reward may be undeserved."""
     notes: dict[str, str] = field(default_factory=dict)
     """Notes on the response, for readers of the step's file of rollouts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """An environment's answer to a response."""
+    """An environment's answer to a response.
+
+    Example: the conversation goes on
+        Turn(done=False, state={"tries": 1}, text="Too low. Guess again.")
+    """
 
     done: bool = True
-    """Whether the rollout is over and can be scored."""
+    """True: the rollout is over and can be scored."""
     state: Any = None
     """State that the environment gets back in its next call for this rollout; it is sent between processes."""
     text: str = ""
@@ -77,11 +90,11 @@ class Turn:
     """Role of the text's message in the chat template: "user" or "tool"."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages that the model reads next, in place of `text` and `role`, such as the results of several tools. Each has
-    a role, a content, and what else the chat template reads; without a template the contents are joined by line
+    a role, a content, and further keys for the chat template; without a template the contents are joined by line
     breaks."""
     observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    """[tokens], int32: the observation in tokens, from an environment that tokenizes it itself; appended to the
-    sequence unchanged, never trained on."""
+    """The observation from an environment that tokenizes it itself: [tokens], int32. It is appended to the sequence
+    unchanged, and never trained on."""
 
 
 Scored = EnvironmentReturn | str
@@ -90,7 +103,7 @@ Scored = EnvironmentReturn | str
 
 @dataclass(frozen=True, slots=True)
 class ModelAccess:
-    """An OpenAI-compatible address that belongs to one rollout, for instance for an `openai.OpenAI`."""
+    """An OpenAI-compatible address of one rollout, for example for `openai.OpenAI`."""
 
     base_url: str
     """URL that ends in /v1. It contains the rollout's name, which nobody else knows."""

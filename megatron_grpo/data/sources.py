@@ -234,7 +234,7 @@ class Table:
         try:
             row = dict(self._dataset[number])
         except _UNREADABLE_VALUE as error:
-            return f"has a value that cannot be read: {_shorten(error)}"
+            return f"has a value that cannot be read: {_read_first_line(error)}"
         return {**row, **{name: strip_nulls(row[name]) for name in self._nested}}
 
     def locate(self, number: int) -> str:
@@ -265,10 +265,10 @@ def open_source(config: DatasetConfig) -> Source:
     except SourceError:
         raise
     except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror or _shorten(error)}") from None
+        raise SourceError(f"cannot be read: {error.strerror or _read_first_line(error)}") from None
     except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
         raise SourceError(
-            f"is not a {path.suffix} file that can be read: {_shorten(error.__cause__ or error)}"
+            f"is not a {path.suffix} file that can be read: {_read_first_line(error.__cause__ or error)}"
         ) from error
 
 
@@ -293,7 +293,7 @@ def _load_dataset(config: DatasetConfig) -> Source:
         raise SourceError(f"has no split {config.split!r}") from error
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        text = f"cannot be loaded (split {config.split}): {kind}{_shorten(error.__cause__ or error)}"
+        text = f"cannot be loaded (split {config.split}): {kind}{_read_first_line(error.__cause__ or error)}"
         raise SourceError(text) from error
     return Table(dataset, config.path)
 
@@ -377,5 +377,5 @@ def _read_good_rows(reader: Any, columns: int, lines: array[int], bad: list[tupl
 _READERS = {".parquet": _open_parquet, ".arrow": _open_arrow, ".csv": _open_csv, ".tsv": _open_csv}
 
 
-def _shorten(error: BaseException) -> str:
+def _read_first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

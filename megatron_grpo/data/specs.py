@@ -1,4 +1,4 @@
-"""Specifications of prompts by task: processors, forms of public datasets, and the files that a configuration names."""
+"""Specifications of prompts by task: processors, forms of public datasets, configured files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """Summary of the prompts that megatron_grpo.prepare makes, known before they are made."""
+    """Summary of prompts that megatron_grpo.prepare will make."""
 
     rows: dict[str, int]
     """Number of rows by name of the file."""
     tasks: tuple[str, ...]
-    """All values of task_name."""
     prompt_tokens: int
     """Tokens of the longest prompt, without a chat template; the tokenizer has none."""
     columns: tuple[str, ...] = ("prompt", "answer", "task_name")
@@ -43,30 +42,35 @@ PREPARED_PROMPTS = {
 """The prompts that each prepare.name makes."""
 
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
-"""A function that adds `prompt` and `answer` to a row of a dataset; ValueError for a row of another shape."""
+"""A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset."""
 
 
 def from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
-    """GSM8K (openai/gsm8k): question, and a worked answer whose last line is `#### 72`."""
-    solution = _text(row, "answer")
+    """Convert GSM8K (openai/gsm8k): question, worked answer ending with `#### 72`."""
+    solution = _read_text(row, "answer")
     _, mark, answer = solution.rpartition("####")
     if not mark or not answer.strip():
         raise ValueError("column 'answer' has no final answer after ####")
-    return {**row, "prompt": _text(row, "question"), "answer": answer.strip().replace(",", ""), "solution": solution}
+    return {
+        **row,
+        "prompt": _read_text(row, "question"),
+        "answer": answer.strip().replace(",", ""),
+        "solution": solution,
+    }
 
 
 def from_math(row: dict[str, Any]) -> dict[str, Any]:
-    """MATH and DeepScaleR: problem, and an answer, or a solution with the answer in its last box."""
+    """Convert MATH and DeepScaleR: problem, and answer or boxed solution."""
     answer = row.get("answer")
     if answer is None or (isinstance(answer, str) and not answer.strip()):
-        answer = find_last_box(_text(row, "solution"))
+        answer = find_last_box(_read_text(row, "solution"))
         if answer is None:
             raise ValueError("there is no column 'answer', and column 'solution' has no \\boxed{...}")
-    return {**row, "prompt": _text(row, "problem"), "answer": str(answer).strip()}
+    return {**row, "prompt": _read_text(row, "problem"), "answer": str(answer).strip()}
 
 
 def from_dapo_math(row: dict[str, Any]) -> dict[str, Any]:
-    """DAPO-Math-17k: a prompt of messages, and the answer in reward_model.ground_truth."""
+    """Convert DAPO-Math-17k: messages, and reward_model.ground_truth."""
     prompt = row.get("prompt")
     reward = row.get("reward_model")
     if not isinstance(prompt, list | str) or not prompt:
@@ -78,22 +82,22 @@ def from_dapo_math(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_openmathinstruct2(row: dict[str, Any]) -> dict[str, Any]:
-    """OpenMathInstruct-2 (nvidia/OpenMathInstruct-2): problem and expected_answer; the solution is not passed on."""
-    others = {name: value for name, value in row.items() if name != "generated_solution"}
-    return {**others, "prompt": _text(row, "problem"), "answer": _text(row, "expected_answer").strip()}
+    """Convert OpenMathInstruct-2: problem and expected_answer, without the solution."""
+    columns = {name: value for name, value in row.items() if name != "generated_solution"}
+    return {**columns, "prompt": _read_text(row, "problem"), "answer": _read_text(row, "expected_answer").strip()}
 
 
 def from_tldr(row: dict[str, Any]) -> dict[str, Any]:
-    """TL;DR (trl-lib/tldr): a post as the prompt, and a person's summary as the completion."""
-    return {**row, "prompt": _text(row, "prompt"), "answer": _text(row, "completion").strip()}
+    """Convert TL;DR (trl-lib/tldr): a post, and a person's summary."""
+    return {**row, "prompt": _read_text(row, "prompt"), "answer": _read_text(row, "completion").strip()}
 
 
 def from_countdown(row: dict[str, Any]) -> dict[str, Any]:
-    """Countdown (Jiayi-Pan/Countdown-Tasks-3to4): the numbers `nums` that are to make the number `target`."""
+    """Convert Countdown (Jiayi-Pan/Countdown-Tasks-3to4): `nums` that make `target`."""
     numbers, target = row.get("nums"), row.get("target")
-    if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, numbers)):
+    if not isinstance(numbers, list) or not numbers or not all(map(_is_integer, numbers)):
         raise ValueError("column 'nums' is not a list of whole numbers")
-    if not _is_whole(target):
+    if not _is_integer(target):
         raise ValueError("column 'target' is not a whole number")
     prompt = (
         f"Use each of the numbers {', '.join(map(str, numbers))} exactly once, with +, -, * and / and parentheses, to "
@@ -104,7 +108,7 @@ def from_countdown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
-    """Numbers and target of a game: the columns `numbers`, or else `nums` as in the public set, and `target`.
+    """Parse a game: columns `numbers`, or `nums` as in the public set, and `target`.
 
     Raises:
         ValueError: a column is missing, or does not hold whole numbers of at least 0.
@@ -114,9 +118,13 @@ def parse_countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
         missing = "'numbers' or 'nums'" if column is None else "'target'"
         raise ValueError(f"has no column {missing}, which a countdown game needs; it has {', '.join(map(str, row))}")
     numbers, target = row[column], row["target"]
-    if not isinstance(numbers, list | tuple) or not numbers or not all(_is_whole(one) and one >= 0 for one in numbers):
+    if (
+        not isinstance(numbers, list | tuple)
+        or not numbers
+        or not all(_is_integer(number) and number >= 0 for number in numbers)
+    ):
         raise ValueError(f"column {column!r} is not a list of whole numbers of at least 0, as a countdown game needs")
-    if not _is_whole(target):
+    if not _is_integer(target):
         raise ValueError("column 'target' is not a whole number, as a countdown game needs")
     return list(numbers), target
 
@@ -133,7 +141,7 @@ ROW_FORMS: dict[str, RowForm] = {
 
 
 def find_processor(name: str | None) -> DataProcessor:
-    """The processor that data.processor names: one of ROW_FORMS, or a function by its import path.
+    """Find the processor that data.processor names: a row form or an import path.
 
     Raises:
         ValueError: the function cannot be imported, or is not callable.
@@ -141,51 +149,51 @@ def find_processor(name: str | None) -> DataProcessor:
     if name is None:
         return math_data_processor
     if name in ROW_FORMS:
-        return partial(_formed, ROW_FORMS[name], math_data_processor)
+        return partial(_convert_and_make, ROW_FORMS[name], math_data_processor)
     module, _, function = name.rpartition(".")
-    found: DataProcessor = import_object(module, function)
-    if not callable(found):
-        raise ValueError(f"is {type(found).__name__}, which cannot be called")
-    return found
+    processor: DataProcessor = import_object(module, function)
+    if not callable(processor):
+        raise ValueError(f"is {type(processor).__name__}, which cannot be called")
+    return processor
 
 
 def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
-    """The function that renders the text of a prompt for a processor; None: the processor is a user's own.
+    """Find the function that renders a processor's prompts; None: a user's processor.
 
     Args:
         processor: result of `find_processor`.
     """
-    if isinstance(processor, partial) and processor.func is _formed:
-        return partial(_formed, processor.args[0], render_prompt)
+    if isinstance(processor, partial) and processor.func is _convert_and_make:
+        return partial(_convert_and_make, processor.args[0], render_prompt)
     return render_prompt if processor is math_data_processor else None
 
 
-def _formed(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *others: Any) -> Any:
-    """The result of `make` for a row of a public dataset, to which `form` first adds `prompt` and `answer`."""
-    return make(form(row), *others)
+def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
+    """Call `make` on a row to which `form` added `prompt` and `answer`."""
+    return make(form(row), *arguments)
 
 
 def find_last_box(text: str) -> str | None:
-    """Content of the last complete \\boxed{...} of a text, with nested braces; None: there is none."""
+    """Find the content of the last complete \\boxed{...}, with nested braces."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth, begin = 0, start + len("\\boxed")
-        for place in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
+        for end in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
-                return text[begin + 1 : place]
+                return text[begin + 1 : end]
         start = text.rfind("\\boxed{", 0, start)
     return None
 
 
-def _text(row: dict[str, Any], column: str) -> str:
+def _read_text(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {column!r} is not text; the row has {', '.join(map(str, row)) or 'none'}")
     return value
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -195,30 +203,30 @@ _FILES = ("prompt_file", "system_prompt_file", "chat_template", "tools")
 
 
 def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
-    """The specification of a task's prompts, from data.tasks.TASK, and from data for keys that it does not set.
+    """Make the specification of a task's prompts from data.tasks.TASK and data.
 
     Raises:
         ValueError: a file that the configuration names cannot be read, or has the wrong content.
     """
-    own = data.tasks.get(task, TaskConfig())
-    form = find_processor_name(data, task) in ROW_FORMS
-    system = _first(own.system_prompt, _read(own.system_prompt_file, str))
+    config = data.tasks.get(task, TaskConfig())
+    has_form = find_processor_name(data, task) in ROW_FORMS
+    system = _choose(config.system_prompt, _read(config.system_prompt_file, str))
     return TaskDataSpec(
         task_name=task,
-        prompt_key="prompt" if form else _first(own.prompt_key, data.prompt_key) or "",
-        answer_key="answer" if form else _first(own.answer_key, data.answer_key),
-        apply_chat_template=bool(_first(own.apply_chat_template, data.apply_chat_template)),
-        system_prompt=_first(system, _first(data.system_prompt, _read(data.system_prompt_file, str))),
-        prompt=_read(own.prompt_file or data.prompt_file, str),
-        chat_template=_read(own.chat_template or data.chat_template, str),
-        chat_template_kwargs={**data.chat_template_kwargs, **own.chat_template_kwargs},
-        tools=_read(own.tools or data.tools, _definitions),
+        prompt_key="prompt" if has_form else _choose(config.prompt_key, data.prompt_key) or "",
+        answer_key="answer" if has_form else _choose(config.answer_key, data.answer_key),
+        apply_chat_template=bool(_choose(config.apply_chat_template, data.apply_chat_template)),
+        system_prompt=_choose(system, _choose(data.system_prompt, _read(data.system_prompt_file, str))),
+        prompt=_read(config.prompt_file or data.prompt_file, str),
+        chat_template=_read(config.chat_template or data.chat_template, str),
+        chat_template_kwargs={**data.chat_template_kwargs, **config.chat_template_kwargs},
+        tools=_read(config.tools or data.tools, _parse_tools),
         long_prompts=data.long_prompts,
     )
 
 
 def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
-    """Chat template of each task that has one; None: that of the model's folder.
+    """Find the chat template of each task; None: the template of the model's folder.
 
     Args:
         config: configuration of the run.
@@ -238,18 +246,18 @@ def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str 
 
 
 def find_processor_name(data: DataConfig, task: str) -> str | None:
-    """Name of the processor of a task's rows."""
+    """Find the name of the processor of a task's rows."""
     return data.tasks.get(task, TaskConfig()).processor or data.processor
 
 
 def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
-    """Problems of the files and processor names of the configuration."""
-    for section, config in _sections(data).items():
+    """Find problems of configured files and processor names."""
+    for section, config in _list_sections(data).items():
         for name in _FILES:
             file = getattr(config, name)
-            own = name == "prompt_file" and _is_import_path(config.processor or data.processor or "")
+            is_opaque = name == "prompt_file" and _is_import_path(config.processor or data.processor or "")
             try:
-                _read(file, str if own else _FORMS.get(name, str))
+                _read(file, str if is_opaque else _FORMS.get(name, str))
             except ValueError as error:
                 yield Problem(f"{section}.{name}={file}", str(error))
         if config.system_prompt is not None and config.system_prompt_file is not None:
@@ -262,29 +270,29 @@ def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def find_processor_problems(data: DataConfig) -> Iterator[Problem]:
-    """Problems of processors that cannot be imported or called; imports a user's own."""
-    for section, config in _sections(data).items():
+    """Find processors that cannot be imported or called; imports them."""
+    for section, config in _list_sections(data).items():
         try:
             find_processor(config.processor)
         except ValueError as error:
             yield Problem(f"{section}.processor={config.processor}", str(error))
 
 
-def _sections(data: DataConfig) -> dict[str, PromptConfig]:
-    """Sections of the configuration with settings of prompts, by key."""
-    return {"data": data, **{f"data.tasks.{name}": one for name, one in data.tasks.items()}}
+def _list_sections(data: DataConfig) -> dict[str, PromptConfig]:
+    """List the configuration's sections with settings of prompts, by key."""
+    return {"data": data, **{f"data.tasks.{name}": task for name, task in data.tasks.items()}}
 
 
 def _is_import_path(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-def _first(value: T | None, otherwise: T | None) -> T | None:
+def _choose(value: T | None, otherwise: T | None) -> T | None:
     return otherwise if value is None else value
 
 
 def _read(file: str | None, form: Callable[[str], T]) -> T | None:
-    """Content of a file; None without a file.
+    """Read a file; None without a file.
 
     Raises:
         ValueError: the file cannot be read, or `form` refuses its text.
@@ -299,27 +307,26 @@ def _read(file: str | None, form: Callable[[str], T]) -> T | None:
         raise ValueError("is not UTF-8 text") from None
 
 
-def _prompt_text(text: str) -> str:
-    """Text around a prompt, checked to have a field that differs between rows."""
+def _check_prompt_text(text: str) -> str:
+    """Check that a text around prompts has a field, which differs between rows."""
     try:
-        places = [place for _, place, _, _ in Formatter().parse(text) if place is not None]
+        fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
     except ValueError as error:
         raise ValueError(f"has a brace too many: {error}; braces that are meant are written {{{{ and }}}}") from None
-    if not places:
+    if not fields:
         raise ValueError("has neither {} nor a {column}, so all prompts would be the same; write {} where they stand")
     return text
 
 
-def _definitions(text: str) -> list[dict[str, object]]:
-    """A JSON list of tool definitions."""
+def _parse_tools(text: str) -> list[dict[str, object]]:
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {error}") from None
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("is not a list of tool definitions: [{...}, ...]")
     return tools
 
 
-_FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _prompt_text, "tools": _definitions}
-"""Readers of files that have to have a form; with a user's own processor, prompt_file may be any text."""
+_FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _check_prompt_text, "tools": _parse_tools}
+"""Checks of files by their key; with a user's processor, prompt_file may be any text."""

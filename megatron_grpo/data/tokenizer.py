@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model as its tokenizer.json describes it, without code that comes with the model."""
+"""Loads a model's tokenizer as its tokenizer.json describes it, without the model's code."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SAMPLE_TEXTS = (
 ROUND_TRIP = "the answer is 42 or 7"
 """A text that every tokenizer without unknown tokens gives back, whatever it normalizes."""
 
-MOST_ADDED = 240
-"""Most added tokens that are compared; some tokenizers have thousands that nothing uses."""
+MAX_ADDED = 240
+"""Number of added tokens that are compared; some tokenizers have thousands of unused tokens."""
 _ADDED_TOGETHER = 12
 _DEFAULTS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer, and remarks for the user on how it was loaded."""
+    """A tokenizer, and remarks on how it was loaded."""
 
     tokenizer: Any
     """From transformers."""
@@ -45,29 +45,29 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(model: Path | str) -> Any:
-    """Load the tokenizer of a model's folder, without the remarks of `read_tokenizer`, whose errors it raises."""
+    """Load a model's tokenizer without remarks; raises as `read_tokenizer`."""
     return read_tokenizer(model).tokenizer
 
 
 def read_tokenizer(model: Path | str) -> LoadedTokenizer:
-    """Load the tokenizer of a model's folder, and compare it with the tokenizer.json there.
+    """Load the tokenizer of a model's folder, as its tokenizer.json says.
 
     Transformers builds some tokenizers anew from the vocabulary, by the class that tokenizer_config.json or config.json
     names, and leaves out the rest of tokenizer.json. Therefore texts are encoded and decoded by both. If they differ,
     the plain fast tokenizer is loaded, which is the file itself.
 
-    What wins where the files of a folder disagree:
+    Where the files of a folder disagree, a file decides on:
 
     - tokenizer.json: how texts are cut and joined, and which tokens are added to a text. `add_bos_token` and
       `add_eos_token` of tokenizer_config.json change only tokenizers without this file, as in transformers and vLLM;
       `add_prefix_space` and `legacy` do not count either.
-    - tokenizer_config.json, special_tokens_map.json, added_tokens.json: which tokens are special and what they are for.
+    - tokenizer_config.json, special_tokens_map.json, added_tokens.json: which tokens are special, and their roles.
       Tokens that the file lacks get the numbers after its last.
     - Blanks before punctuation are never removed from decoded texts (`clean_up_tokenization_spaces`).
 
     Raises:
-        RunError: the folder has no tokenizer, one that needs code of its own, which is never run, or one that
-            transformers cannot load as tokenizer.json describes it.
+        RunError: the folder has no tokenizer, or its tokenizer needs code of the model, which is never run, or
+            transformers cannot load it as tokenizer.json describes it.
     """
     # Imported here: it takes seconds, which are spent while other processes start.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -77,15 +77,15 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
     if not file.is_file():
         _require_round_trip(tokenizer, model)
         return LoadedTokenizer(tokenizer)
-    difference = _difference_from_file(tokenizer, file)
+    difference = _find_difference_from_file(tokenizer, file)
     if difference is None:
         return LoadedTokenizer(tokenizer)
     plain = _load(PreTrainedTokenizerFast, model)
-    for name in _DEFAULTS:  # a class of transformers may know what tokenizer_config.json leaves out
+    for name in _DEFAULTS:  # a class of transformers may know tokens that tokenizer_config.json leaves out
         token = getattr(tokenizer, name, None)
         if getattr(plain, name) is None and token is not None and token in plain.get_vocab():
             setattr(plain, name, token)
-    remaining = _difference_from_file(plain, file)
+    remaining = _find_difference_from_file(plain, file)
     if remaining is not None:
         raise RunError(
             f"{model}: transformers loads another tokenizer than {TOKENIZER_FILE} describes ({remaining}); repair the "
@@ -97,33 +97,36 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
 
 
 def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:
-    """The first text that two tokenizers encode or decode differently, in words; None: they agree.
+    """Find the first text that two tokenizers encode or decode differently.
 
     Args:
         tokenizer: a tokenizer of transformers or vLLM.
-        reference: another one, or a `tokenizers.Tokenizer`, which is right.
+        reference: another tokenizer, or a `tokenizers.Tokenizer`, which is right.
         texts: texts to encode, and whose tokens to decode.
+
+    Returns:
+        The difference in words; None: they agree.
     """
     for text in texts:
         for special in (False, True):
             ids, expected = (encode_text(coder, text, special=special) for coder in (tokenizer, reference))
             if ids != expected:
-                return f"{_shown(text)} has the tokens {quote_difference(ids, expected)}"
+                return f"{_quote(text)} has the tokens {quote_difference(ids, expected)}"
             if expected is None:
                 continue
             for skip in (False, True):
                 decoded, right = (_decode(coder, expected, skip=skip) for coder in (tokenizer, reference))
                 if decoded != right:
-                    return f"the tokens of {_shown(text)} are the text {quote_difference(decoded, right)}"
+                    return f"the tokens of {_quote(text)} are the text {quote_difference(decoded, right)}"
     return None
 
 
 def make_sample_texts(added: Iterable[str]) -> list[str]:
-    """Texts on which tokenizers differ, the last of them with these added tokens in the middle of words and lines."""
+    """Make texts on which tokenizers differ, with added tokens amid words and lines."""
     tokens = sorted(set(added))
-    chosen = tokens[:: -(-len(tokens) // MOST_ADDED) or 1]
-    groups = [chosen[begin : begin + _ADDED_TOGETHER] for begin in range(0, len(chosen), _ADDED_TOGETHER)]
-    return [*SAMPLE_TEXTS, *("".join(f"a{token}b {token} c\n{token}\n" for token in group) for group in groups)]
+    chosen = tokens[:: -(-len(tokens) // MAX_ADDED) or 1]
+    batches = [chosen[begin : begin + _ADDED_TOGETHER] for begin in range(0, len(chosen), _ADDED_TOGETHER)]
+    return [*SAMPLE_TEXTS, *("".join(f"a{token}b {token} c\n{token}\n" for token in batch) for batch in batches)]
 
 
 def _load(kind: Any, model: Path | str) -> Any:
@@ -139,10 +142,10 @@ def _load(kind: Any, model: Path | str) -> Any:
     return tokenizer
 
 
-def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
-    """The first difference between a tokenizer and its tokenizer.json, in words; None: they agree.
+def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
+    """Find the first difference between a tokenizer and its tokenizer.json.
 
-    Tokens that the other files of the folder declare are added to the reference first, since they are to differ.
+    Tokens that the further files of the folder declare are added to the reference first.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return f"{type(tokenizer).__name__} does not read it"
@@ -156,8 +159,8 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
     vocabulary = tokenizer.backend_tokenizer.get_vocab_size()
     if vocabulary != reference.get_vocab_size():
         return f"it has {vocabulary} tokens instead of {reference.get_vocab_size()}"
-    named = {name: getattr(tokenizer, name) for name in _DEFAULTS if getattr(tokenizer, name) is not None}
-    for name, token in named.items():
+    defaults = {name: getattr(tokenizer, name) for name in _DEFAULTS if getattr(tokenizer, name) is not None}
+    for name, token in defaults.items():
         number, expected = getattr(tokenizer, f"{name}_id"), reference.token_to_id(token)
         if number != expected:
             return f"{name} {token} is token {number} instead of {expected}"
@@ -166,7 +169,7 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
 
 
 def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
-    """Add the tokens that the settings of a folder declare to the tokenizer of its file, special ones as special."""
+    """Add the tokens that a folder's settings declare to the reference."""
     declared, special = set(list_declared_tokens(folder)), set(tokenizer.all_special_tokens)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
@@ -176,7 +179,7 @@ def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
 
 
 def _require_round_trip(tokenizer: Any, model: Path | str) -> None:
-    """Raise RunError for a tokenizer without tokenizer.json whose tokens of a simple text do not give it back."""
+    """Raise RunError if the tokens of a simple text do not give it back."""
     ids = encode_text(tokenizer, ROUND_TRIP)
     if ids is None or tokenizer.unk_token_id in ids:
         return
@@ -189,7 +192,7 @@ def _require_round_trip(tokenizer: Any, model: Path | str) -> None:
 
 
 def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | None:
-    """Tokens of a text; None: the tokenizer refuses it, as some do with characters outside their vocabulary."""
+    """Encode a text; None: the tokenizer refuses it, for example unknown characters."""
     try:
         encoded = coder.encode(text, add_special_tokens=special)
     except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
@@ -203,15 +206,15 @@ def _decode(coder: Any, ids: list[int], *, skip: bool) -> str:
     return text
 
 
-def _shown(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}\u2026")
 
 
 def quote_difference(value: Any, expected: Any) -> str:
-    """Two lists or texts from shortly before their first difference, for messages."""
+    """Quote two lists or texts around their first difference, for messages."""
     if value is None or expected is None:
         return f"{'none' if value is None else value[:8]} instead of {'none' if expected is None else expected[:8]}"
-    same = min(len(value), len(expected))
-    same = next((n for n, (a, b) in enumerate(zip(value, expected, strict=False)) if a != b), same)
-    begin, length = max(same - 8, 0) if isinstance(value, str) else same, 24 if isinstance(value, str) else 6
+    shorter = min(len(value), len(expected))
+    first = next((n for n, (a, b) in enumerate(zip(value, expected, strict=False)) if a != b), shorter)
+    begin, length = (max(first - 8, 0), 24) if isinstance(value, str) else (first, 6)
     return f"{value[begin : begin + length]!r} instead of {expected[begin : begin + length]!r}"

@@ -1,4 +1,4 @@
-"""Units after a number: where an answer's unit begins, and which spellings name the same one."""
+"""Units after a number: where an answer's unit begins, and spellings of each unit."""
 
 from __future__ import annotations
 
@@ -56,58 +56,11 @@ byte bytes
 unit units
 """
 _CANONICAL = {name: line.split()[0] for line in _SPELLINGS.split("\n") for name in line.split()}
-_NOT_UNITS = (
-    *(
-        "and",
-        "or",
-        "if",
-        "only",
-        "for",
-        "all",
-        "any",
-        "where",
-        "with",
-        "when",
-        "not",
-        "mod",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-    ),
-    *(
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "log",
-        "exp",
-        "max",
-        "lim",
-        "det",
-        "gcd",
-        "lcm",
-        "dim",
-    ),
-    *(
-        "percent",
-        "percentage",
-        "cent",
-        "per",
-        "pct",
-        "sqrt",
-        "frac",
-        "cdot",
-        "times",
-        "infty",
-        "choose",
-        "text",
-        "base",
-    ),
-)
+_WORDS = """
+and or if only for all any where with when not mod sin cos tan cot csc arcsin arccos arctan sinh cosh tanh log
+exp max lim det gcd lcm dim percent percentage cent per pct sqrt frac cdot times infty choose text base
+"""
+_NOT_UNITS = frozenset(_WORDS.split())
 
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _GAP = re.compile(r"\\[,;:! ]|~|\\quad")
@@ -117,10 +70,10 @@ _UNIT = re.compile(rf"(?<=[\d)}}\].])( *)({_WORD}(?:(?: ?/ ?| ?\\cdot ?| ?\* ?| 
 
 
 def split_unit(answer: str) -> tuple[str, str | None]:
-    """Split an answer into its value and the unit that ends it; the whole answer and None where it ends with none.
+    """Split an answer into its value and the unit at its end, or None.
 
-    A unit is one of the known spellings, with powers, products and quotients, or words of three letters or more after
-    a blank, such as "apples". A single letter right behind a number, as in 5m, is a variable.
+    A unit is a known spelling, with powers, products and quotients, or words of three letters or more after a blank,
+    such as "apples". A single letter right behind a number, as in 5m, is a variable.
     """
     plain = " ".join(_GAP.sub(" ", _TEXT.sub(r" \1 ", answer)).split())
     match = _UNIT.search(plain)
@@ -134,7 +87,7 @@ def split_unit(answer: str) -> tuple[str, str | None]:
 
 
 def find_canonical_unit(unit: str | None) -> str | None:
-    """One spelling for all of a unit; None: it is not known."""
+    """Find the spelling that stands for all of a unit; None: unknown."""
     if unit is None:
         return None
     text = re.sub(r"[{} ]*\^[{ ]*(-?\d)[ }]*", r"^\1 ", unit).strip()

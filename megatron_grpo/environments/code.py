@@ -136,13 +136,13 @@ def check_program(
 
 def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool, allow: bool) -> Verdict:
     result = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
-    verdict, passed = Verdict(tests=tests.counted), set()
+    verdict, passed = Verdict(tests=tests.test_count), set()
     # A report with one malformed line is discarded as a whole: what wrote that line may have written the others.
     try:
         for line in map(json.loads, result.stdout.splitlines()):
             if isinstance(line, list):
                 number, passes, has_requests, untrusted = line
-                if tests.tests[number].counted and passes:
+                if tests.tests[number].is_test and passes:
                     passed.add(number)
                     verdict.idle += not has_requests
                 verdict.untrusted += [untrusted] if untrusted else []
@@ -150,7 +150,7 @@ def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, ever
                 verdict.touched, verdict.equal_outputs = line["touched"], line["equal_outputs"]
     except (ValueError, LookupError, TypeError) as error:
         _log.warning("the report of a program's tests makes no sense, and none of its tests counts: %r", error)
-        return Verdict(tests=tests.counted)
+        return Verdict(tests=tests.test_count)
     verdict.passed = len(passed)
     return verdict
 

@@ -19,7 +19,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.math_text import AnswerText, have_same_words, rewrite_answer, rewrite_tail
+from megatron_grpo.data.math_text import AnswerText, has_same_words, rewrite_answer, rewrite_tail
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
@@ -51,7 +51,7 @@ def _are_equal(final: str, answer: str) -> bool:
     if _remove_blanks(answer) in (_remove_blanks(content), _remove_blanks(final)):
         return True  # most correct answers
     expected, actual = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
-    if is_boxed and (have_same_words(answer, content) or expected == actual):
+    if is_boxed and (has_same_words(answer, content) or expected == actual):
         return True
     if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False

@@ -39,22 +39,26 @@ RESULTS_FILE = "results.json"
 
 
 def evaluate(request: EvaluationRequest) -> dict[str, Any]:
-    """Sample responses to every set, and write samples.jsonl and results.json; returns the content of results.json.
+    """Sample and score responses to every set, and write the results.
+
+    Returns:
+        The content of results.json.
 
     Raises:
         ConfigError: an environment cannot be made, or a set of prompts, or a row in it, cannot be used.
         RunError: the checkpoint cannot be exported, or a process did not start or failed.
     """
     config, timer = request.config, StepTimer()
-    check_scoring(config, [one.rows for one in request.sets.values()])
+    check_scoring(config, [evaluated.rows for evaluated in request.sets.values()])
     before = None if request.compare is None else read_lines(request.compare / SAMPLES_FILE)
     request.output.mkdir(mode=0o700, parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     rows: list[Row] = []
-    with _model(request) as model:
+    with _open_model(request) as model:
         with timer.phase("prompts"):
             prompts = {
-                name: load_held_out_prompts(config, model, one.key, one.rows) for name, one in request.sets.items()
+                name: load_held_out_prompts(config, model, evaluated.key, evaluated.rows)
+                for name, evaluated in request.sets.items()
             }
         for note in (note for held_out in prompts.values() for note in held_out.notes):
             print(note, flush=True)
@@ -63,7 +67,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
             (request.output / SAMPLES_FILE).open("w", encoding="utf-8") as file,
         ):
             for name, held_out in prompts.items():
-                answered = _answer(request, name, held_out, rollouts, timer, file)
+                answered = _sample_set(request, name, held_out, rollouts, timer, file)
                 sets[name] = compute_set_results(answered, request.k)
                 rows += [row for group in answered.rows for row in group]
     results: dict[str, Any] = {
@@ -81,7 +85,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     return results
 
 
-def _answer(
+def _sample_set(
     request: EvaluationRequest,
     name: str,
     held_out: HeldOutPrompts,
@@ -89,7 +93,7 @@ def _answer(
     timer: StepTimer,
     file: TextIO,
 ) -> AnsweredSet:
-    """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
+    """Sample the responses to a set's prompts, and write them batch by batch."""
     config, answered = request.config, AnsweredSet(held_out.prompts, [], [])
     settings = replace(make_sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
     size = max(1, config.training_loop.val_batch_size // request.samples)
@@ -99,14 +103,14 @@ def _answer(
     ):
         for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)
-            answered.rows.append([make_sample_row(name, prompt, one) for one in trajectories])
+            answered.rows.append([make_sample_row(name, prompt, trajectory) for trajectory in trajectories])
             file.writelines(format_json_line(row) for row in answered.rows[-1])
     return answered
 
 
 @contextmanager
 def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
-    """Rollout workers over engines of a model; every process is ended on exit.
+    """Start rollout workers over engines of a model; on exit they end.
 
     Args:
         config: the configuration of the evaluation.
@@ -134,8 +138,8 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
 
 
 @contextmanager
-def _model(request: EvaluationRequest) -> Iterator[Path]:
-    """The model's folder in Hugging Face format; for a checkpoint of a run, a temporary export."""
+def _open_model(request: EvaluationRequest) -> Iterator[Path]:
+    """Yield the model's folder; a checkpoint of a run is exported temporarily."""
     if not request.is_run:
         yield request.checkpoint
         return

@@ -29,42 +29,44 @@ class EvaluatedSet:
     """A set of prompts to evaluate on."""
 
     key: str
-    """Key under which the path of the set was given."""
+    """Key of the configuration that names the set's path."""
     rows: DatasetConfig
 
 
-def _evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedSet]:
-    """The sets by name: the given paths and hub names, or if none are given, the configuration's validation sets.
+def _name_sets(config: Config, paths: Sequence[str]) -> dict[str, EvaluatedSet]:
+    """Name the sets at paths, or the configuration's validation sets.
 
-    The name is NAME of data.val_sets.NAME, else the last part of the path, or the whole path if such names repeat.
+    The name is NAME of data.val_sets.NAME, else the last part of the path, or the complete path if such names repeat.
     """
     data = config.data
-    if not given:
-        sets = [EvaluatedSet(key, one) for key, one in data.validation_sets.items()]
+    if not paths:
+        sets = [EvaluatedSet(key, dataset) for key, dataset in data.validation_sets.items()]
     else:
-        paths = map(os.path.expanduser, given)
-        rows = (DatasetConfig(path=path, subset=data.subset, split=data.val_split) for path in paths)
-        sets = [EvaluatedSet(DATA_KEY, one) for one in rows]
+        sets = [
+            EvaluatedSet(DATA_KEY, DatasetConfig(path=path, subset=data.subset, split=data.val_split))
+            for path in map(os.path.expanduser, paths)
+        ]
     names = []
-    for key, path in ((one.key, one.rows.path) for one in sets):
-        whole = is_remote(path) or os.path.isdir(path)  # a file is named without its suffix
-        names.append(key.split(".")[2] if key != DATA_KEY else Path(path).name if whole else Path(path).stem)
+    for evaluated in sets:
+        path = evaluated.rows.path
+        file_name = Path(path).name if is_remote(path) or os.path.isdir(path) else Path(path).stem
+        names.append(file_name if evaluated.key == DATA_KEY else evaluated.key.split(".")[2])
     return {
-        (name if names.count(name) == 1 or one.key != DATA_KEY else one.rows.path): one
-        for name, one in zip(names, sets, strict=True)
+        (name if names.count(name) == 1 or evaluated.key != DATA_KEY else evaluated.rows.path): evaluated
+        for name, evaluated in zip(names, sets, strict=True)
     }
 
 
-def _set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
-    """Problems of the sets and their rows, or the problem that there is no set."""
+def _find_set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
+    """Find problems of the sets and their rows."""
     if not sets:
         text = "is missing: a file, a folder, a hub name, or [file,file], with the prompts to respond to"
         yield Problem(DATA_KEY, text)
-    for one in sets.values():
-        subject = f"{one.key}={one.rows.path}"
-        report = examine_rows(config, subject, one.rows)
-        for problem in report.problems:  # problems of single rows name the line, those of the whole set its path
-            yield Problem(subject, problem.text) if problem.subject == one.rows.path else problem
+    for evaluated in sets.values():
+        subject = f"{evaluated.key}={evaluated.rows.path}"
+        report = examine_rows(config, subject, evaluated.rows)
+        for problem in report.problems:  # a row's problem names the line, a set's problem its path
+            yield Problem(subject, problem.text) if problem.subject == evaluated.rows.path else problem
         if not report.problems and not report.rows:
             yield Problem(subject, "has no rows")
 
@@ -86,7 +88,7 @@ class EvaluationRequest:
     checkpoint: Path
     """A checkpoint of a run, or a folder in Hugging Face format."""
     is_run: bool
-    """Whether `checkpoint` is a checkpoint of a run, whose weights are exported first."""
+    """True for a checkpoint of a run, whose weights are exported first."""
     output: Path
     sets: dict[str, EvaluatedSet]
     """Sets of prompts, by their name in the results."""
@@ -101,7 +103,7 @@ class EvaluationRequest:
 
 
 def read_request(arguments: Sequence[str]) -> EvaluationRequest:
-    """The request of a command line.
+    """Read the request of a command line.
 
     Raises:
         ConfigError: the command line has problems; the text names every key.
@@ -124,13 +126,11 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         else:
             overrides.append(override)
     config = (
-        load_run_config(checkpoint.resolve().parent.parent, overrides)
-        if is_run
-        else _of_command_line(checkpoint, overrides)
+        load_run_config(checkpoint.resolve().parent.parent, overrides) if is_run else _compose(checkpoint, overrides)
     )
-    sets = _evaluated_sets(config, files)
-    # Rows are checked last, because their form follows from a valid configuration.
-    problems = list(_server_problems(config)) or find_evaluation_problems(config) or list(_set_problems(config, sets))
+    sets = _name_sets(config, files)
+    problems = list(_find_server_problems(config)) or find_evaluation_problems(config)
+    problems = problems or list(_find_set_problems(config, sets))  # the form of rows needs a valid configuration
     if problems:
         raise ConfigError(problems)
     samples = parsed.options.get("samples", 1)
@@ -155,8 +155,8 @@ def _is_override(name: str) -> bool:
     return name.startswith("+") or "." in name or is_composition(name)
 
 
-def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
-    """The configuration composed from the command line, for a model in a folder; it needs no training rows."""
+def _compose(folder: Path, overrides: Sequence[str]) -> Config:
+    """Compose a configuration for a model in a folder, without training rows."""
     composed = compose_typed([*overrides, f"policy.model.path={folder}"])
     problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
     if problems or composed.config is None:
@@ -164,7 +164,7 @@ def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
     return composed.config
 
 
-def _server_problems(config: Config) -> Iterator[Problem]:
+def _find_server_problems(config: Config) -> Iterator[Problem]:
     urls = config.generation.server.urls
     if urls:
         text = (

@@ -1,4 +1,4 @@
-"""Estimates in results.json from scored responses: the figures of each set, and comparisons with another evaluation."""
+"""The estimates of results.json: figures of each set, and comparisons of evaluations."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ RESAMPLES = 10_000
 """Resamples of a bootstrap, enough for percentiles that vary by about a hundredth of the interval."""
 LEVEL = 0.95
 """Confidence level of every interval."""
-_SEED = 0
-"""Seed of the bootstrap, fixed so that the same samples have the same interval."""
-_DIGITS = 12
-"""Decimals to which differences of accuracies are rounded: 1 - 2/3 and 2/3 - 1/3 differ only in the 16th."""
+_SEED = 0  # of the bootstrap, fixed so that equal samples have equal intervals
+_DIGITS = 12  # of rounded differences of accuracies: 1 - 2/3 and 2/3 - 1/3 differ only in the 16th
 
 
 def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that k of a prompt's samples, drawn without replacement, include a right one.
+    """Estimate the probability that k of a prompt's samples include a right one.
 
-    The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
+    Samples are drawn without replacement: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
     Args:
         samples: number of responses to the prompt, n; at least k.
@@ -47,14 +45,14 @@ def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def estimate_consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """How often the majority answer of k samples is right.
+    """Estimate how often the majority answer of k samples is right.
 
-    The mean over groups of k consecutive samples; a remainder of fewer than k is not used. Among answers with equal
-    votes, the first one wins.
+    The mean over runs of k consecutive samples; a remainder of fewer than k is not used. Among answers with equal
+    votes, the first wins.
 
     Args:
         answers: answer of each sample; equal texts are one answer, None is not a vote.
-        right: whether each sample is right.
+        right: True for each right sample.
         k: number of samples that vote.
 
     Raises:
@@ -65,17 +63,17 @@ def estimate_consensus_at_k(answers: Sequence[str | None], right: Sequence[bool]
     majorities = []
     for begin in range(0, len(answers) - k + 1, k):
         votes = Counter(answer for answer in answers[begin : begin + k] if answer is not None)
-        # Of answers with equal votes most_common gives the one that came first.
+        # Of answers with equal votes most_common gives the first.
         majorities.append(bool(votes) and right[answers.index(votes.most_common(1)[0][0], begin)])
     return fmean(majorities)
 
 
 def compute_bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
-    """The mean of independent values with its percentile-bootstrap interval (Efron 1979), from RESAMPLES resamples.
+    """Compute a mean with its percentile-bootstrap interval (Efron 1979).
 
     Args:
-        values: one per prompt, such as the mean over its samples. Prompts are resampled, not samples, since the samples
-            of a prompt are not independent of each other.
+        values: a value per prompt, such as the mean over its samples. Prompts are resampled, not samples, since the
+            samples of a prompt depend on each other.
 
     Returns:
         mean; low and high, the ends of the interval for the mean over all such prompts at the confidence level LEVEL.
@@ -96,7 +94,9 @@ def compute_bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def compute_mcnemar_p(only_first: int, only_second: int) -> float:
-    """Two-sided p-value of the hypothesis that two models are right equally often: McNemar's exact test (1947).
+    """Compute the two-sided p-value of McNemar's exact test (1947).
+
+    The hypothesis is that two models are right equally often.
 
     Args:
         only_first: number of prompts that only the first model got right.
@@ -108,10 +108,11 @@ def compute_mcnemar_p(only_first: int, only_second: int) -> float:
 
 
 def compute_wilcoxon_p(differences: Sequence[float]) -> float:
-    """Two-sided p-value of the hypothesis that differences are symmetric around 0: Wilcoxon's signed-rank test (1945).
+    """Compute the two-sided p-value of Wilcoxon's signed-rank test (1945).
 
-    Uses the normal approximation, with the variance corrected for ties; differences of 0 are left out. Differences that
-    are the same to 12 decimals are tied, because 1 - 2/3 and 2/3 - 1/3 differ only by rounding.
+    The hypothesis is that differences are symmetric around 0. Uses the normal approximation, with the variance
+    corrected for ties; differences of 0 are left out. Differences that agree to 12 decimals are tied, because 1 - 2/3
+    and 2/3 - 1/3 differ only by rounding.
 
     Args:
         differences: for each prompt, the accuracy of one model minus that of the other.
@@ -121,8 +122,8 @@ def compute_wilcoxon_p(differences: Sequence[float]) -> float:
     count = len(values)
     if not count:
         return 1.0
-    _, place, ties = np.unique(np.abs(values), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(ties) - (ties - 1) / 2)[place]  # equal values share the mean of their ranks
+    _, values_index, ties = np.unique(np.abs(values), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(ties) - (ties - 1) / 2)[values_index]  # equal values share the mean of their ranks
     positive = float(ranks[values > 0].sum())
     variance = count * (count + 1) * (2 * count + 1) / 24 - float((ties**3 - ties).sum()) / 48
     return math.erfc(abs(positive - count * (count + 1) / 4) / math.sqrt(2 * variance))
@@ -134,34 +135,34 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class AnsweredSet:
-    """Prompts of a set with their outcomes and samples, all in the order of the prompts."""
+    """Prompts of a set, with their outcomes and samples in equal order."""
 
     prompts: list[DatumSpec]
     outcomes: list[list[Outcome]]
     rows: list[list[Row]]
 
 
-def make_sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
-    """One response as a line of samples.jsonl."""
+def make_sample_row(name: str, prompt: DatumSpec, trajectory: Trajectory) -> Row:
+    """Make the line of samples.jsonl for a response."""
     return {
         "set": name,
         "prompt_idx": prompt["idx"],
-        "sample": one.sample,
+        "sample": trajectory.sample,
         "task": prompt["task_name"],
         "prompt": prompt["prompt"],
         "reference": prompt["extra_env_info"].get(REFERENCE),
-        "response": one.response,
-        "correct": one.correct,
-        "reward": one.reward,
-        "reward_parts": one.reward_parts,
-        "tokens": one.response_tokens,
-        "stop_reason": one.stop_reason,
-        "failure": one.failure,
+        "response": trajectory.response,
+        "correct": trajectory.correct,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "tokens": trajectory.response_tokens,
+        "stop_reason": trajectory.stop_reason,
+        "failure": trajectory.failure,
     }
 
 
 def find_vote(response: str) -> str | None:
-    """The answer of a response in a vote: its last \\boxed{...}, else its last line; None if the response is empty."""
+    """Find a response's answer for a vote: its last \\boxed{...}, else its last line."""
     boxed = find_final_answer(response)
     if boxed.startswith("\\boxed{"):
         return "".join(boxed.split())
@@ -170,7 +171,7 @@ def find_vote(response: str) -> str | None:
 
 
 def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, Any]:
-    """The figures of one set.
+    """Compute the figures of a set.
 
     Args:
         answered: prompts of the set, and the responses to them.
@@ -185,56 +186,58 @@ def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, A
     judged = [[row for row in rows if row["correct"] is not None] for rows in answered.rows]
     right = [[bool(row["correct"]) for row in rows] for rows in judged]
     if any(right):
-        results["accuracy"] = compute_bootstrap_interval([fmean(one) for one in right if one])
+        results["accuracy"] = compute_bootstrap_interval([fmean(flags) for flags in right if flags])
     rewards = [[row["reward"] for row in rows if row["reward"] is not None] for rows in answered.rows]
     if any(rewards):
-        results["reward"] = compute_bootstrap_interval([fmean(one) for one in rewards if one])
+        results["reward"] = compute_bootstrap_interval([fmean(values) for values in rewards if values])
     for k in ks:
-        enough = [number for number, one in enumerate(right) if len(one) >= k]
+        enough = [index for index, flags in enumerate(right) if len(flags) >= k]
         if not enough:
             continue
-        votes = [[find_vote(row["response"]) for row in judged[number]] for number in enough]
-        passed = [estimate_pass_at_k(len(right[number]), sum(right[number]), k) for number in enough]
-        agreed = [estimate_consensus_at_k(own, right[number], k) for own, number in zip(votes, enough, strict=True)]
+        votes = [[find_vote(row["response"]) for row in judged[index]] for index in enough]
+        passed = [estimate_pass_at_k(len(right[index]), sum(right[index]), k) for index in enough]
+        agreed = [
+            estimate_consensus_at_k(answers, right[index], k) for answers, index in zip(votes, enough, strict=True)
+        ]
         results[f"pass@{k}"] = {**compute_bootstrap_interval(passed), "prompts": len(enough)}
         results[f"cons@{k}"] = {**compute_bootstrap_interval(agreed), "prompts": len(enough)}
     return {**results, "metrics": compute_held_out_metrics(answered.prompts, answered.outcomes)}
 
 
 def compare_evaluations(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
-    """Comparison on the prompts that two evaluations share, by set.
+    """Compare two evaluations on their common prompts, by set.
 
-    Prompts are the same when their set, row and text are. A prompt's accuracy is the mean over its responses.
+    Prompts are equal when their set, row and text are. A prompt's accuracy is the mean over its responses.
 
     Args:
         rows: samples of this evaluation.
-        before: samples of the earlier one.
+        before: samples of the earlier evaluation.
 
     Returns:
-        For each set: the number of shared prompts; both accuracies; their difference, with a paired bootstrap interval
+        For each set: the number of common prompts; both accuracies; their difference, with a paired bootstrap interval
         over prompts; the p-value of Wilcoxon's test; and with one response to each prompt, only_before and only_now
-        (prompts that only one of them got right) with the p-value of McNemar's exact test.
+        (prompts that only this evaluation got right) with the p-value of McNemar's exact test.
     """
-    now, then = _by_prompt(rows), _by_prompt(before)
+    now, then = _collect_by_prompt(rows), _collect_by_prompt(before)
     pairs: dict[str, list[tuple[list[bool], list[bool]]]] = {name: [] for name, _, _ in now}
     for key in now:
         if key in then:
             pairs[key[0]].append((then[key], now[key]))
-    return {name: _compared(found) for name, found in pairs.items()}
+    return {name: _compare(responses) for name, responses in pairs.items()}
 
 
-def _by_prompt(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[bool]]:
-    """Whether each judged response is right, by set, row and text of the prompt."""
-    found: dict[tuple[str, int, str], list[bool]] = {}
+def _collect_by_prompt(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[bool]]:
+    """Collect whether each judged response is right, by set, row and prompt."""
+    right: dict[tuple[str, int, str], list[bool]] = {}
     for row in rows:
         if row["correct"] is not None:
             key = (row["set"], row["prompt_idx"], json.dumps(row["prompt"]))
-            found.setdefault(key, []).append(bool(row["correct"]))
-    return found
+            right.setdefault(key, []).append(bool(row["correct"]))
+    return right
 
 
-def _compared(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, Any]:
-    """The comparison of one set; `responses`: by shared prompt, whether each response was right, before and now."""
+def _compare(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, Any]:
+    """Compare a set; `responses`: by prompt, right or not before and now."""
     if not responses:
         return {"prompts": 0}
     pairs = [(fmean(before), fmean(now)) for before, now in responses]

@@ -231,7 +231,7 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     sys.modules["__main__"] = module
     if prepared["uses_unittest"]:
         _prepare_unittest(peer)
-    for name, origin in prepared["own"].items():
+    for name, origin in prepared["modules"].items():
         owner, _, attribute = origin.partition(":")
         peer.names[name] = getattr(import_module(owner), attribute) if attribute else import_module(owner)
     peer.program_names = frozenset(prepared["names"])
@@ -241,10 +241,10 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     for number, test in enumerate(() if failure else prepared["tests"]):
         peer.stopped = peer.untrusted = ""
         peer.requests = 0
-        passed = _run_test(prepared["shared"], number, test, peer, values)
+        passed = _run_test(prepared["needs_one_fork"], number, test, peer, values)
         _write_line(report, [number, passed, peer.requests > 0, "" if peer.untrusted in reported else peer.untrusted])
         reported.add(peer.untrusted)
-        if not passed and test["counted"] and not spec["every"]:
+        if not passed and test["is_test"] and not spec["every"]:
             break
     equal = any(len(replies) >= _EQUAL_CALLS and len(set(replies.values())) == 1 for replies in peer.replies.values())
     _write_line(report, {"touched": bool(peer.touched), "equal_outputs": equal})
@@ -256,7 +256,7 @@ def _run_test(shared: bool, number: int, test: dict[str, Any], peer: Tests, valu
         if number == 0 or not shared:
             peer.begin(number + 1, values)
         exec(compile(test["text"], "test.py", "exec"), peer.names)
-        for name in test["collected"]:
+        for name in test["test_names"]:
             _call(peer.names[name])
     except BaseException:  # noqa: BLE001 - any exception fails a test
         return False

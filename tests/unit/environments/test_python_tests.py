@@ -109,10 +109,10 @@ def test_tests_that_compare_live_objects_are_refused_or_allowed(caplog: pytest.L
 def test_a_test_without_its_own_process_would_see_the_state_of_another() -> None:
     counting = "calls = []\ndef f():\n    calls.append(1)\n    return len(calls)"
     assert verdict_of(counting, ("assert f() == 1", "assert f() == 1")).passed == 2
-    assert prepare_tests(("a = f()", "assert a == 1")).shared
+    assert prepare_tests(("a = f()", "assert a == 1")).needs_one_fork
     assert not prepare_tests(
         ("import math\ndef g(): return f()", "b = g()", "b = f()\nassert math.pi and b == 1")
-    ).shared
+    ).needs_one_fork
     assert verdict_of(counting, ("a = f()\nassert a == 1", "assert a == 1 and f() == 2")).passed == 2
 
 
@@ -174,12 +174,12 @@ def test_honest_texts_raise_no_doubt() -> None:
 
 def test_names_that_a_program_may_define_for_its_tests() -> None:
     assert prepare_tests(("assert abs(f(2) - 1) < sqrt(2)",)).names == ("f",)
-    assert prepare_tests(("assert abs(f(2) - 1) < sqrt(2)",)).own == {"sqrt": "math:sqrt"}
+    assert prepare_tests(("assert abs(f(2) - 1) < sqrt(2)",)).modules == {"sqrt": "math:sqrt"}
     assert prepare_tests(("assert gcd(4, 6) == 2",)).names == ("gcd",)
     assert prepare_tests(("assert sum(1, 2) == 3",)).names == ("sum",)
     assert prepare_tests(("assert isclose(sqrt(2), 1.5)",)).names == ("sqrt",)
     assert prepare_tests(("assert abs(sum(1, 2) - 3) < 1",)).names == ()
-    assert prepare_tests(("assert math.isclose(f(1), 2)",)).own == {"math": "math"}
+    assert prepare_tests(("assert math.isclose(f(1), 2)",)).modules == {"math": "math"}
     assert prepare_tests(("import math\nx = 3\ndef g(y): return [z + x for z in y]\nassert g(f(math.e))",)).names == (
         "f",
     )
@@ -189,5 +189,5 @@ def test_definitions_are_no_tests_and_definitions_alone_are_none() -> None:
     tests = prepare_tests(
         ("import math", "def check(g): assert g(1)", "x = 5", "check(f)", "def test_f(): assert f(x)")
     )
-    assert [one.counted for one in tests.tests] == [False, False, False, True, True]
-    assert [one.collected for one in tests.tests] == [(), (), (), (), ("test_f",)]
+    assert [one.is_test for one in tests.tests] == [False, False, False, True, True]
+    assert [one.test_names for one in tests.tests] == [(), (), (), (), ("test_f",)]
