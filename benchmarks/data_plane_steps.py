@@ -39,7 +39,8 @@ from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.trainer.actor import PolicyActor
 from megatron_grpo.trainer.messages import RankReport, RankSettings, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 TOGETHER = 16
 """Responses that an engine hands over in one message: as many as end within its pace."""

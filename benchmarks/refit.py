@@ -41,7 +41,8 @@ from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.refit_summary import RefitSummary, summarize_refit
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.transport import TransferReport, make_transport
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
+from megatron_grpo.weight_sync.transport import make_transport
 
 START_S = 600.0
 MODES: dict[str, dict[str, Any]] = {

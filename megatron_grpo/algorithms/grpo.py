@@ -61,7 +61,8 @@ from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.advantages import scale_rewards
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 __all__ = [
     "GRPORun",

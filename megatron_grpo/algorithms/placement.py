@@ -12,7 +12,8 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.model_ranks import ModelRanks
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitError
-from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
 

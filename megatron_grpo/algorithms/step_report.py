@@ -23,7 +23,7 @@ from megatron_grpo.rollouts.rollout_metrics import (
 )
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
-from megatron_grpo.weight_sync.transport import TransferReport
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
 
 
 @dataclass(frozen=True, slots=True)

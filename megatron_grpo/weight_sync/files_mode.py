@@ -17,7 +17,7 @@ from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
-from megatron_grpo.weight_sync.transfer_modes import TransferCounts, TransferMode
+from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_text_digest
 
 # When the files hold more than this many times the bytes of a version, the next version is written completely.
@@ -67,7 +67,7 @@ class FilesMode(TransferMode):
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
-    ) -> TransferCounts:
+    ) -> TransferReport:
         self._writes += 1
         part = f"{self._writes:06d}"
         sends = self.calls.call_ranks(send_files, part, self._rewrites)
@@ -84,7 +84,8 @@ class FilesMode(TransferMode):
             stored_bytes = sum(file.stat().st_size for file in self.folder.glob("*/*"))
         self._rewrites = stored_bytes > _UNREAD_SHARE * sum(tensor.nbytes for tensor in tensors.values())
         changed = [tensor for tensor in tensors.values() if tensor.file.startswith(f"{part}/")]
-        return TransferCounts(
+        return TransferReport(
+            version,
             bytes_sent=sum(tensor.nbytes for tensor in changed),
             tensors=len(changed),
             buckets=len({tensor.file for tensor in changed}),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
@@ -26,15 +26,24 @@ from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pie
 
 
 @dataclass(frozen=True, slots=True)
-class TransferCounts:
-    """Size of one transfer."""
+class TransferReport:
+    """The figures of one completed refit."""
 
+    version: int
     bytes_sent: int
     """Bytes of all messages, padding and checksums included; with files, bytes of the tensors written."""
     tensors: int
     """Number of slices in all messages; with files, of whole tensors written."""
     buckets: int
     """Number of messages, or of files."""
+    seconds: float = 0.0
+    """Seconds of all attempts together."""
+    retries: int = 0
+    """Number of failed attempts before this one."""
+    replaced: tuple[str, ...] = ()
+    """Each engine that was replaced since the previous refit, with the reason."""
+    checks: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the canary and of the comparison of weights, if they were due."""
 
 
 class TransferMode(ABC):
@@ -64,7 +73,7 @@ class TransferMode(ABC):
     @abstractmethod
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
-    ) -> TransferCounts:
+    ) -> TransferReport:
         """Bring one version into connected engines, which verify it.
 
         Args:
@@ -124,12 +133,13 @@ class LinkMode(TransferMode):
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
-    ) -> TransferCounts:
+    ) -> TransferReport:
         receives = self.calls.call_engines(engines, Engine.receive_weights, version)
         sends = self.calls.call_ranks(send_shards, version)
         on_sent()
         counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
-        return TransferCounts(*map(sum, zip(*counts, strict=True)))
+        nbytes, tensors, messages = map(sum, zip(*counts, strict=True))
+        return TransferReport(version, nbytes, tensors, messages)
 
     def _write_plan(self, store: Store, receivers: int) -> None:
         """Write the messages of all ranks into the store."""

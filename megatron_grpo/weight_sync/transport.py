@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.files_mode import FilesMode
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.refit_checks import RefitChecks
-from megatron_grpo.weight_sync.transfer_modes import LinkMode, TransferMode
+from megatron_grpo.weight_sync.transfer_modes import LinkMode, TransferMode, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +46,6 @@ class RefitState(Enum):
     """Engines sample with the version."""
     BROKEN = auto()
     """An attempt failed: engines may hold half a version, links half a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    """The figures of one completed refit."""
-
-    version: int
-    bytes_sent: int
-    """Bytes of all messages, padding and checksums included; with files, bytes of the tensors written."""
-    tensors: int
-    """Number of slices in all messages; with files, of whole tensors written."""
-    buckets: int
-    """Number of messages, or of files."""
-    seconds: float = 0.0
-    """Seconds of all attempts together."""
-    retries: int = 0
-    """Number of failed attempts before this one."""
-    replaced: tuple[str, ...] = ()
-    """Each engine that was replaced since the previous refit, with the reason."""
-    checks: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the canary and of the comparison of weights, if they were due."""
 
 
 class WeightTransport:
@@ -198,16 +177,14 @@ class WeightTransport:
                     self._checks.expect_new_links()
                     self._connect(engines)
                 deadline = time.monotonic() + self._config.timeout_s
-                counts = self._mode.send(version, engines, deadline, on_sent=self._checks.begin)
+                report = self._mode.send(version, engines, deadline, on_sent=self._checks.begin)
                 self._state = RefitState.RECEIVED
                 self._checks.require_equal_weights(version, engines, deadline)
                 self._commit(version, engines, deadline)
             except AttemptError as error:
                 self._recover(error)
             else:
-                return TransferReport(
-                    version, counts.bytes_sent, counts.tensors, counts.buckets, retries=len(self._failures)
-                )
+                return replace(report, retries=len(self._failures))
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         """Commit the verified version; without a canary that is due, engines serve it."""

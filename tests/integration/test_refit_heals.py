@@ -20,7 +20,7 @@ from megatron_grpo.models.families import build_model_map
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.files_mode import FilesMode
 from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
-from megatron_grpo.weight_sync.transfer_modes import TransferCounts
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_refit_files import REFIT as FILES
@@ -138,7 +138,7 @@ class _Damaging(FilesMode):
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
-    ) -> TransferCounts:
+    ) -> TransferReport:
         return super().send(version, engines, deadline, self._damage if self.damages else on_sent)
 
     def _damage(self) -> None:

@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.weight_sync.transport import TransferReport
+from megatron_grpo.weight_sync.transfer_modes import TransferReport
 from tests.support.fake_models import FakePolicy, FakeValue
 from tests.support.fake_rollouts import FakeRollouts
 

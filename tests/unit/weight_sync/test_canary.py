@@ -19,8 +19,8 @@ from megatron_grpo.models.adapter_check import AdapterCheck
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weight_sync.canary import Canary, CanaryBounds, choose_bounds, draw_canary
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitCalls, RefitError
-from megatron_grpo.weight_sync.transfer_modes import TransferCounts, TransferMode
-from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 
 def test_the_median_of_the_worst_sequence_decides() -> None:
@@ -100,9 +100,9 @@ class Idle(TransferMode):
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
-    ) -> TransferCounts:
+    ) -> TransferReport:
         on_sent()
-        return TransferCounts(bytes_sent=1, tensors=1, buckets=1)
+        return TransferReport(version, bytes_sent=1, tensors=1, buckets=1)
 
 
 class Scripted(WeightTransport):

@@ -11,7 +11,7 @@ from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
-from megatron_grpo.weight_sync.transfer_modes import TransferCounts, TransferMode
+from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
 
 BAD = AttemptError("a bit was flipped", {})
@@ -59,13 +59,13 @@ class Scripted(TransferMode):
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
-    ) -> TransferCounts:
+    ) -> TransferReport:
         self.log.append((version, engines))
         outcome = self.outcomes.pop(0) if self.outcomes else None
         if outcome is not None:
             raise outcome
         on_sent()
-        return TransferCounts(bytes_sent=1, tensors=1, buckets=1)
+        return TransferReport(version, bytes_sent=1, tensors=1, buckets=1)
 
 
 def scripted(
