@@ -23,7 +23,7 @@ class _Overdue(Exception):  # noqa: N818
 
 
 class _DeadlineThread:
-    """A thread that raises `_Overdue` in other threads at their deadlines."""
+    """A thread that raises `_Overdue` in late threads."""
 
     # Nothing else can stop a template: signals reach only the main thread, and a thread for each conversation would
     # take longer than rendering it.
@@ -36,7 +36,10 @@ class _DeadlineThread:
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Raise `_Overdue` in the body after this time; the body may not catch it."""
+        """Raise `_Overdue` in the body after this time.
+
+        The body may not catch it.
+        """
         thread = threading.get_ident()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # not yet started, or left behind by a fork
@@ -65,7 +68,7 @@ class _DeadlineThread:
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread before its next instruction; None: withdraw it."""
+    """Raise an exception in another thread; None: withdraw it."""
     argument = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
 
@@ -124,7 +127,7 @@ def render_chat(
 
 
 def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Render a conversation with tool calls in the form that its chat template reads.
+    """Render tool calls in the form that the template reads.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -179,7 +182,6 @@ def parse_arguments(call: Any) -> Any:
 
 
 def _write_call_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the arguments of a message's tool calls as JSON text."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_write_arguments(call) for call in calls]} if calls else dict(message)
 

@@ -17,7 +17,7 @@ Test = str | tuple[str, str]
 
 
 def parse_code_tests(answer: Any) -> list[Test]:
-    """Parse the tests of a reference answer: Python statements, or (input, output).
+    """Parse the tests of a reference answer.
 
     Args:
         answer: a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
@@ -58,7 +58,7 @@ class PythonTest:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTests:
-    """Python tests of a row, prepared to run against a program in another process."""
+    """A row's Python tests, ready to run in another process."""
 
     tests: tuple[PythonTest, ...]
     names: tuple[str, ...]
@@ -73,7 +73,6 @@ class PreparedTests:
 
     @property
     def test_count(self) -> int:
-        """Number of texts that are tests."""
         return sum(test.is_test for test in self.tests)
 
 
@@ -93,7 +92,7 @@ _COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "ass
 
 @lru_cache(maxsize=512)
 def prepare_tests(texts: tuple[str, ...]) -> PreparedTests:
-    """Analyse Python tests: imports, names of the program, and doubts about verdicts.
+    """Analyse Python tests: imports, the program's names, doubts.
 
     Raises:
         ValueError: a text is not Python.
@@ -127,7 +126,7 @@ def prepare_tests(texts: tuple[str, ...]) -> PreparedTests:
 
 
 def _find_free_names(text: str) -> set[str]:
-    """Find the names that source reads and no function or class in it makes local."""
+    """Find the names that source reads and does not make local."""
     free: set[str] = set()
     tables = [symtable.symtable(text, "tests", "exec")]
     for table in tables:
@@ -142,7 +141,7 @@ def _find_free_names(text: str) -> set[str]:
 
 
 def _find_bound_names(text: str, assigned_only: bool = False) -> set[str]:
-    """Find the names that source binds at module level, imports and definitions included."""
+    """Find the names that source binds at module level."""
     symbols = symtable.symtable(text, "tests", "exec").get_symbols()
     if assigned_only:
         return {symbol.get_name() for symbol in symbols if symbol.is_assigned() and not symbol.is_namespace()}
@@ -154,7 +153,7 @@ def _find_called_names(tree: ast.AST) -> set[str]:
 
 
 def _uses_only_attributes(trees: Sequence[ast.AST], name: str) -> bool:
-    """True for a name that is used only for its attributes, as a module is."""
+    """True for a name used as a module is, for attributes."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
     return uses == sum(
@@ -163,7 +162,7 @@ def _uses_only_attributes(trees: Sequence[ast.AST], name: str) -> bool:
 
 
 def _has_shared_variables(trees: Sequence[ast.Module]) -> bool:
-    """True if a text reads an earlier text's variable before it assigns it itself."""
+    """True if a text reads an earlier text's variable."""
     assigned: set[str] = set()
     for tree in trees:
         bound: set[str] = set()
@@ -184,7 +183,7 @@ def _has_shared_variables(trees: Sequence[ast.Module]) -> bool:
 
 
 class _Identity(ast.NodeTransformer):
-    """Replaces `a is b` by a call, since Python lets no object answer it."""
+    """Replaces `a is b`, which no object can answer, by a call."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -221,7 +220,7 @@ def _is_collected(node: ast.stmt) -> bool:
 
 
 def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """Find reasons why a text's verdict cannot be trusted, or cannot be reached."""
+    """Find reasons why a text's verdict cannot be trusted."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
@@ -243,7 +242,7 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
 
 
 def _is_class_call(node: ast.expr, names: set[str]) -> bool:
-    """True for a call of the program's class, whose name begins with a capital letter."""
+    """True for a call of a capitalised name of the program."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

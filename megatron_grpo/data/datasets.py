@@ -19,7 +19,7 @@ _REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")  # keys that a 
 def convert_datum(
     datum: Any, row: dict[str, Any], spec: TaskDataSpec, *, task: str, tasks: Container[str], idx: int
 ) -> DatumSpec:
-    """Convert a processor's prompt, perhaps in NeMo RL's form, which has no `prompt`.
+    """Convert a processor's prompt, also from NeMo RL's form.
 
     Args:
         datum: return value of the processor; tokens may be tensors or arrays.
@@ -70,7 +70,6 @@ def _collect_extra_fields(datum: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert_multiplier(datum: Mapping[str, Any]) -> float:
-    """Convert the loss_multiplier; ValueError unless it is between 0 and 1."""
     value = datum["loss_multiplier"]
     try:
         multiplier = float(value)
@@ -124,7 +123,7 @@ def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str |
 
 
 class Rows(Protocol):
-    """Anything indexed by row number: a list of dicts, a Hugging Face dataset."""
+    """Anything indexed by row number."""
 
     def __len__(self) -> int: ...
 
@@ -154,7 +153,7 @@ class UsableRows:
 
 
 class AllTaskProcessedDataset:
-    """Rows of any mix of tasks as prompts; each row's task_name chooses its processor."""
+    """Rows of any mix of tasks as prompts."""
 
     def __init__(
         self,
@@ -191,7 +190,9 @@ class AllTaskProcessedDataset:
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        """Make the prompt of a row; with skip_refused, a refused row has loss_multiplier 0.
+        """Make the prompt of a row.
+
+        With skip_refused, the prompt of a refused row is empty and has loss_multiplier 0.
 
         Raises:
             ValueError: no prompt can be made of the row, and skip_refused is false.
@@ -211,7 +212,7 @@ class AllTaskProcessedDataset:
             )
 
     def make_prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
-        """Make the prompt of a row that need not be in the dataset.
+        """Make the prompt of a row, perhaps of another dataset.
 
         Args:
             row: the row.
@@ -245,7 +246,7 @@ class AllTaskProcessedDataset:
         return prompt
 
     def _require_in_vocabulary(self, token_ids: list[int], idx: int) -> None:
-        """Raise ValueError for a token without an embedding, over which an engine would fail."""
+        """Raise ValueError for a token without an embedding."""
         number = max(token_ids, default=0)
         if self.vocab is not None and number >= self.vocab:
             token = self.tokenizer.decode([number])

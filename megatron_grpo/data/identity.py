@@ -20,7 +20,7 @@ from megatron_grpo.models.source import is_made_before_run
 
 @dataclass(frozen=True, slots=True)
 class SetIdentity:
-    """A set at the start of a run; streamed or unmade rows have no digests."""
+    """A set of rows at the start of a run."""
 
     path: str
     """Path or hub name, with its subset and split where it has some, for messages."""
@@ -33,13 +33,12 @@ class SetIdentity:
     weight: float = 1.0
 
     def describe_rows(self) -> str:
-        """Describe the rows by their number and digest, for messages."""
         return f"{format_count('row', self.rows or 0)}, digest {(self.digest or '')[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
 class DataIdentity:
-    """Identities of the training and validation sets, by the keys of their paths."""
+    """Identities of a run's sets, by the keys of their paths."""
 
     training: Mapping[str, SetIdentity]
     validation: Mapping[str, SetIdentity]
@@ -48,7 +47,7 @@ class DataIdentity:
 
     @property
     def is_comparable(self) -> bool:
-        """False where rows are recorded or unmade, so that only paths can be compared."""
+        """False if only the paths can be compared."""
         return self.streaming or any(identity.digest is not None for identity in self.training.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def parse_identity(values: Mapping[str, Any]) -> DataIdentity:
 
 
 def identify(config: Config) -> DataIdentity:
-    """Identify a run's data; reads rows that this process has not read yet."""
+    """Identify a run's data, which may read the rows."""
     data = config.data
     return DataIdentity(
         training={key: _identify_set(config, key) for key in data.training_sets},
@@ -100,7 +99,7 @@ def _identify_set(config: Config, key: str) -> SetIdentity:
 
 
 def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
-    """The reason why training data differs from that of an earlier start; None: its rows and their order are the same.
+    """Find why training data differs from an earlier start's; None: equal.
 
     Two sets without digests are compared by their paths.
     """
@@ -144,7 +143,7 @@ def _is_same_path(old: str, new: str) -> bool:
 
 
 def read_identity(file: Path) -> DataIdentity | None:
-    """Read the identity of a file; None: there is no such file.
+    """Read the identity of a file; None: no file.
 
     Raises:
         ValueError: the file cannot be read; the text names it.

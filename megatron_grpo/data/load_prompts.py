@@ -65,7 +65,7 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
 
 
 def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
-    """Count rows that are too long by tokenising their prompts together.
+    """Count too long rows by tokenising prompts together.
 
     Returns:
         None: the rows have to be processed one by one, because a user's processor makes some prompts, or a row may be
@@ -97,7 +97,7 @@ def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None
 
 @dataclass(frozen=True, slots=True)
 class PromptData:
-    """Prompts of a run: training prompts by a loader, and validation prompts."""
+    """A run's training prompts, validation prompts and tokenizer."""
 
     loader: Batches
     """Batches of training prompts, resumable."""
@@ -120,7 +120,7 @@ class HeldOutPrompts:
 
 
 def load_held_out_prompts(config: Config, model: Path, key: str, dataset: DatasetConfig) -> HeldOutPrompts:
-    """Read, render and tokenize all rows of a set, as for validation.
+    """Read, render and tokenize a set as for validation.
 
     Args:
         config: how rows become prompts.
@@ -153,7 +153,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
 
 
 def _check_script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
-    """Check that a script's tokenizer differs from the model's only in templates and roles.
+    """Check that a script's tokenizer makes the model's tokens.
 
     Raises:
         ConfigError: it reads a text otherwise than the model's, whose tokens the engines and environments use.
@@ -168,7 +168,7 @@ def _check_script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
 
 
 class _Reader:
-    """Reads the sets of a run with one tokenizer, and collects notes for the user."""
+    """Reads the sets of a run and collects notes."""
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
         loaded = read_tokenizer(model) if tokenizer is None else _check_script_tokenizer(tokenizer, model)
@@ -179,7 +179,7 @@ class _Reader:
         self._environments = {name: env.type for name, env in config.env.items()}
 
     def _find_unstopped_turns(self) -> Iterator[str]:
-        """Find chat templates whose messages end with a token that ends no response."""
+        """Find templates whose messages end with an unknown stop token."""
         data, ends = self.config.data, set()
         for task in dict.fromkeys([data.task_name, *self.config.env]):
             spec = make_task_spec(data, task)
@@ -194,7 +194,7 @@ class _Reader:
             )
 
     def make_loader(self) -> PromptLoader:
-        """Make the loader of the training sets, mixed by their weights."""
+        """Make the loader of the weighted training sets."""
         config, sets = self.config, self.config.data.training_sets
         datasets, usable = [], 0
         for key, training_set in sets.items():
@@ -217,7 +217,7 @@ class _Reader:
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
     def make_stream(self) -> StreamLoader:
-        """Make the loader of the training set that is streamed from the hub."""
+        """Make the loader of a streamed training set."""
         config = self.config
         ((key, training_set),) = config.data.training_sets.items()
         try:
@@ -242,7 +242,7 @@ class _Reader:
             yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
-        """Read all prompts of a set that are not left out.
+        """Read all usable prompts of a set.
 
         Raises:
             ConfigError: the set has no usable row, or no prompt can be made of a row.
@@ -258,7 +258,7 @@ class _Reader:
         return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
     def _read(self, key: str, config: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
-        """Read a set and count its usable prompts; notes tell of the rest."""
+        """Read a set, count usable prompts, and note the rest."""
         data, subject = self.config.data, f"{key}={config.path}"
         report = examine_set(config, data, self._environments)
         if report.problems:

@@ -21,7 +21,7 @@ from megatron_grpo.data.table_values import StreamedRows
 
 
 class PromptSampler(Sampler[int]):
-    """Row numbers of one epoch: in the file's order, or drawn from (seed, epoch).
+    """Row numbers of an epoch, in order or drawn from (seed, epoch).
 
     The rows of several sets are numbered consecutively, and each is visited `weight` times an epoch. The fraction of a
     weight is a part of the set that changes with the epoch: after 1 / fraction epochs all rows were visited.
@@ -57,11 +57,11 @@ class PromptSampler(Sampler[int]):
         return iter(order if visits == [*range(len(visits))] else [visits[index] for index in order])
 
     def _count_extra_rows(self, number: int) -> int:
-        """Count a set's rows that get one more visit than the rest."""
+        """Count a set's rows with one more visit."""
         return round((self.weights[number] % 1) * self.sizes[number])
 
     def _choose_extra_rows(self, number: int) -> list[int]:
-        """Choose the rows of a set that get one more visit in this epoch."""
+        """Choose the rows with one more visit in this epoch."""
         count, size = self._count_extra_rows(number), self.sizes[number]
         if count == 0:
             return []
@@ -79,7 +79,10 @@ class Prompts(Protocol):
 
 
 class Batches(Protocol):
-    """A loader of training prompts: `PromptLoader`, `StreamLoader`, or the steps of a recording."""
+    """A loader of training prompts.
+
+    `PromptLoader`, `StreamLoader`, or the steps of a recording.
+    """
 
     epoch: int = 0
     """Completed epochs."""
@@ -90,7 +93,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[DatumSpec]]: ...
 
     def load_waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Yield full batches of rows before the position that have to be loaded again."""
+        """Yield batches of rows that have to be loaded again."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,12 +101,12 @@ class Batches(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; ConfigError: it is the state of other data."""
+        """Continue from `state`; ConfigError: of other data."""
         ...
 
 
 class PromptLoader(Batches):
-    """Batches of prompts, epoch after epoch, without prompts of loss_multiplier 0.
+    """Batches of usable prompts, epoch after epoch.
 
     Each `iter()` yields the rest of the current epoch and then moves on to the next::
 
@@ -213,12 +216,12 @@ class PromptLoader(Batches):
 
 
 def add_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Add rows to a loader's position that it loads again first."""
+    """Add rows that a loader loads again first."""
     return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
 
 
 def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
-    """Open a hub set as a stream that is not stored.
+    """Open a hub set as a stream.
 
     Raises:
         ValueError: it cannot be opened; the text says why.
@@ -315,13 +318,13 @@ class StreamLoader(Batches):
         self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
 
     def _identify(self) -> dict[str, Any]:
-        """Identify the stream by subset, split and a digest of its first rows."""
+        """Identify the stream and its first rows."""
         if self._beginning is None:
             self._beginning = digest_rows(islice(self._rows, COMPARED_ROWS))
         return {"subset": self._config.subset, "split": self._config.split, "beginning": self._beginning}
 
     def _draw_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield number and content of this epoch's rows, in drawn order."""
+        """Yield this epoch's numbered rows in drawn order."""
         numbered = enumerate(iter(self._rows))
         if not self._data.shuffle:
             yield from numbered
@@ -339,7 +342,7 @@ class StreamLoader(Batches):
         yield from buffer
 
     def _make_prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
-        """Make the prompt of a row; None: it is left out, and counted."""
+        """Make the prompt of a row; None: left out."""
         converted, prompt, reason = self._check.convert(row), None, ""
         if isinstance(converted, str):
             reason = f"row {number}: the row {converted}"
@@ -357,7 +360,7 @@ class StreamLoader(Batches):
 
 
 def iterate_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
-    """Yield batches of prompts from the loader's position to the last epoch's end."""
+    """Yield the batches from the position to the last epoch."""
     yield from loader.load_waiting_batches()
     while loader.epoch < max_num_epochs:
         yield from loader

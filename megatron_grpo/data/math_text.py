@@ -83,7 +83,7 @@ _SENTENCE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or) )[A-Za-z]{2,}[, ]+(?!(?:an
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """An answer in both readings of its percent sign, and its unit."""
+    """An answer in both readings of percentages, and its unit."""
 
     text: str
     """LaTeX without percent signs: 50 for 50%."""
@@ -99,7 +99,7 @@ class AnswerText:
 
 
 def rewrite_answer(text: str) -> AnswerText:
-    """Rewrite a complete answer: the content of a box, or a reference."""
+    """Rewrite a boxed answer or a reference."""
     if len(text) > MAX_CHARACTERS:
         return AnswerText(text, text)
     plain = _PI.sub(lambda name: r"\pi " if name[1] == "pi" else r"\infty ", rewrite_signs(text).strip())
@@ -111,13 +111,13 @@ def rewrite_answer(text: str) -> AnswerText:
 
 
 def rewrite_tail(text: str) -> AnswerText:
-    """Rewrite the end of a text in which math-verify searches the answer."""
+    """Rewrite a text's end, where math-verify searches the answer."""
     plain = rewrite_numbers(_CURRENCY.sub("", rewrite_signs(text[-MAX_CHARACTERS:])))
     return AnswerText(_divide_percentages(plain, 1), _divide_percentages(plain, 100))
 
 
 def has_same_words(response: str, reference: str) -> bool:
-    """True for answers of equal words, whatever case and LaTeX's text commands."""
+    """True for answers of equal words."""
     first, second = (" ".join(_TEXT.sub(r"\1", text).strip(" .$").split()).casefold() for text in (response, reference))
     return first == second and len(first) > 1 and first.replace(" ", "").isalpha()
 
@@ -162,7 +162,7 @@ def _rewrite_sign(sign: str) -> str:
 
 
 def rewrite_numbers(text: str) -> str:
-    """Rewrite separated, mixed and scientific numbers as integers, decimals and fractions."""
+    """Rewrite separated, mixed and scientific numbers plainly."""
     text = _SPACED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     text = _DOTTED.sub(lambda number: number[0].replace(".", "").replace(",", "."), text)
     text = _MIXED.sub(_make_improper, text)

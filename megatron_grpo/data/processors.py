@@ -66,7 +66,7 @@ DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpe
 
 
 def find_task(row: Mapping[str, Any], default: str) -> Any:
-    """Find a row's task_name, or the default if it is missing or null."""
+    """Find a row's task_name, or the default."""
     task = row.get("task_name")
     return default if task is None else task
 
@@ -74,7 +74,7 @@ def find_task(row: Mapping[str, Any], default: str) -> Any:
 def math_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """Make the prompt of a row that has a prompt and a reference answer.
+    """Make the prompt of a row with a reference answer.
 
     The message log holds one message, the complete rendered prompt: chat templates may render a message differently if
     further messages follow, so only the complete conversation has well-defined tokens. A chat template writes the
@@ -141,7 +141,10 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
 
 
 def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
-    """Put the prompt file's text around a prompt, or around the user's last message."""
+    """Put the prompt file's text around a prompt.
+
+    In a conversation, around the user's last message.
+    """
     if spec.prompt is None:
         return prompt
     last = None

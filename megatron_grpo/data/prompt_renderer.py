@@ -57,11 +57,11 @@ class PromptRenderer:
 
     @property
     def has_template(self) -> bool:
-        """True with a chat template, the tokenizer's or a configured one."""
+        """True with the tokenizer's or a configured chat template."""
         return bool(self.format.chat_template or getattr(self.tokenizer, "chat_template", None))
 
     def render_first_turn(self, prompt: str | Sequence[ChatMessage]) -> str:
-        """Render the first prompt; a conversation that ends with the assistant stays open.
+        """Render the first prompt; an assistant's last message stays open.
 
         Args:
             prompt: text, or messages for the chat template.
@@ -81,18 +81,18 @@ class PromptRenderer:
         return self.encode_rendered(text) if self.format.apply_chat_template else self.encode_plain(text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Encode a text of a chat template, with all its special tokens."""
+        """Encode a chat template's text with its special tokens."""
         return self._encode(text)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode a plain prompt, with the tokenizer's special tokens before it.
+        """Encode a plain prompt behind the tokenizer's special tokens.
 
         Special tokens after the text would end the sequence before the response, and are left out.
         """
         return self._strip_added(self._encode(text, add_special_tokens=True))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many prompts at once, as `encode_prompt`; needs a fast tokenizer."""
+        """Encode many prompts at once; needs a fast tokenizer."""
         is_plain = not self.format.apply_chat_template
         encoded = self.tokenizer(
             list(texts), add_special_tokens=is_plain, return_attention_mask=False, return_token_type_ids=False
@@ -126,7 +126,7 @@ class PromptRenderer:
         tools: Sequence[ChatMessage] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Encode the text of a chat template between two turns of the model.
+        """Encode a template's text between two model turns.
 
         Args:
             earlier: the conversation before the model's turn.
@@ -158,7 +158,10 @@ class PromptRenderer:
         tools: Sequence[ChatMessage] | None,
         variables: Mapping[str, Any] | None,
     ) -> str:
-        """Render the text after tool calls, for templates that show results only after calls."""
+        """Render the text after a turn of tool calls.
+
+        Some templates show results only after calls that they can read.
+        """
         results = [message for message in messages if message.get("role") == "tool"]
         calls = [
             {
@@ -184,7 +187,7 @@ class PromptRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Render a conversation by the chat template, up to the model's next turn.
+        """Render a conversation up to the model's next turn.
 
         Args:
             messages: the conversation; without a system message it gets the system prompt of the settings.
@@ -255,7 +258,7 @@ class PromptRenderer:
         return ids if begin is None else ids + self._encode(text[begin:])
 
     def _strip_added(self, ids: list[int]) -> list[int]:
-        """Strip the special tokens after a prompt, and repeated ones before it."""
+        """Strip special tokens after a prompt, and repeated ones before."""
         before, after = self._added_tokens
         if after and ids[len(ids) - len(after) :] == after:
             ids = ids[: len(ids) - len(after)]
@@ -270,7 +273,7 @@ class PromptRenderer:
 
     @cached_property
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        """Special tokens that the tokenizer puts before and after a text."""
+        """Special tokens that the tokenizer puts around a text."""
         bare, full = self._encode("a"), self._encode("a", add_special_tokens=True)
         for start in range(len(full) - len(bare) + 1):
             if bare and full[start : start + len(bare)] == bare:
@@ -279,11 +282,11 @@ class PromptRenderer:
 
     @cached_property
     def _core_without_blank(self) -> Any:
-        """The tokenizer's core without a blank before texts; None: it puts none there."""
+        """The tokenizer's core without a blank before texts, if any."""
         return copy_without_blank(getattr(self.tokenizer, "backend_tokenizer", None))
 
     def _normalize(self, message: ChatMessage, number: int) -> dict[str, Any]:
-        """Normalize a message for templates: text for parts, objects for call arguments."""
+        """Normalize a message as templates read it."""
         plain = {name: value for name, value in message.items() if value is not None}
         calls = plain.get("tool_calls")
         if isinstance(calls, list) and calls:
@@ -304,7 +307,7 @@ class PromptRenderer:
 
     @cached_property
     def _can_read_parts(self) -> bool:
-        """Whether the template reads content that is a list of parts itself."""
+        """True if the template reads lists of parts."""
         content = [{"type": "text", "text": "first part"}, {"type": "text", "text": "second part"}]
         options: dict[str, Any] = dict(self.format.chat_template_kwargs)
         if self.format.chat_template is not None:
@@ -317,12 +320,12 @@ class PromptRenderer:
 
 
 def join_content(content: Any) -> str:
-    """Join a message's content: text, text parts, or null beside tool calls."""
+    """Join a message's content, which may be parts or null."""
     return "" if content is None else join_text_parts(content, 1) if isinstance(content, list) else str(content)
 
 
 def join_text_parts(parts: Sequence[Any], number: int) -> str:
-    """Join the text parts of a message's content with line breaks, as vLLM's server does.
+    """Join text parts with line breaks, as vLLM's server does.
 
     Args:
         parts: {"type": "text", "text": ...} each, or texts.
@@ -358,7 +361,7 @@ def _has_tool_results(messages: Sequence[ChatMessage]) -> bool:
 
 
 def copy_without_blank(core: Any) -> Any:
-    """Copy a `tokenizers.Tokenizer` without its blank before texts; None: it has none.
+    """Copy a tokenizer's core without its blank before texts.
 
     SentencePiece models mark the beginning of a word by a blank, and their tokenizers put a blank before any text, as
     at the beginning of a document. In the middle of a conversation nobody wrote that blank.
@@ -377,7 +380,7 @@ def _has_blank_prefix(part: Any) -> bool:
 
 
 def _remove_blank(part: Any) -> Any:
-    """Change a serialized normalizer or pre-tokenizer to put nothing before a text."""
+    """Remove the blank of a serialized normalizer or pre-tokenizer."""
     if part is None:
         return None
     if part["type"] == "Sequence":

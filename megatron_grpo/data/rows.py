@@ -68,7 +68,7 @@ class SetReport:
 
 
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
-    """Read and check every row of a set, once per process and file version.
+    """Read and check every row of a set, once.
 
     Args:
         config: the set.
@@ -90,7 +90,7 @@ _reports: dict[str, SetReport] = {}  # the checks before a run and the run itsel
 
 
 def _list_file_stats(path: str) -> list[tuple[str, int, int, int]]:
-    """List path, time, size and inode of each file; empty for a hub set."""
+    """List path, time, size and inode of each file."""
     if not os.path.isdir(path):
         files = [path]
     else:
@@ -189,7 +189,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
 
 
 def digest_file(path: str) -> str:
-    """Digest the bytes of a file (XXH3, 128 bits): a second for gigabytes."""
+    """Digest the bytes of a file (XXH3, 128 bits)."""
     digest, buffer = xxh3_128(), memoryview(bytearray(2**23))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -210,12 +210,12 @@ def _convert_to_bytes(row: Row | str) -> bytes:
 
 
 def _convert_to_text(value: Any) -> str:
-    """Convert a value that JSON lacks: times as written, media to their digest."""
+    """Convert a value that JSON lacks."""
     return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 class RowCheck:
-    """Checks that a row has a prompt, a comparable answer and an environment."""
+    """Checks a row's prompt, answer and environment."""
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
         """
@@ -234,7 +234,7 @@ class RowCheck:
         self._specs: dict[str, TaskDataSpec] = {}
 
     def read_task(self, row: Row) -> Any:
-        """Read the task name of a row, which need not be a text."""
+        """Read a row's task name, perhaps no text."""
         return find_task(row, self.default_task)
 
     def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
@@ -251,7 +251,7 @@ class RowCheck:
                 yield f"column {column!r} (data.{setting}) holds {media[column]} data; name a column of texts"
 
     def convert(self, row: Row) -> Row | str:
-        """Convert a row to the form of its task, or say why it is unusable."""
+        """Convert a row to its task's form, or say why not."""
         task = self.read_task(row)
         if not isinstance(task, str) or task not in self._environments:
             # Columns are checked first: after a mistyped path they tell more about the file than the task does.
@@ -278,7 +278,7 @@ class RowCheck:
         return row if task in self._opaque else row[self._load_spec(task).prompt_key]
 
     def find_doubts(self, row: Row) -> tuple[str, ...]:
-        """Find reasons not to trust the Python tests of a converted row."""
+        """Find doubts about a converted row's Python tests."""
         task = self.read_task(row)
         if self._environments[task] != "code" or task in self._opaque:
             return ()
@@ -287,7 +287,7 @@ class RowCheck:
         return prepare_tests(tuple(test for test in tests if isinstance(test, str))).doubts if tests else ()
 
     def find_unread_answer(self, row: Row) -> str | None:
-        """Find a converted row's answer that cannot be read as mathematics."""
+        """Find a converted row's unreadable mathematical answer."""
         task = self.read_task(row)
         answer = None if task in self._opaque else self._load_spec(task).answer_key
         if answer is None or self._environments[task] != "math" or not is_unreadable(str(row[answer])):
@@ -353,7 +353,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def _are_turns(value: Any) -> bool:
-    """True for a non-empty list of objects with a role, and content or tool calls."""
+    """True for messages with a role, and content or calls."""
     turns = value if isinstance(value, list) else []
     return bool(turns) and all(
         isinstance(turn, dict) and "role" in turn and ("content" in turn or bool(turn.get("tool_calls")))

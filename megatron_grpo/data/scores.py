@@ -13,7 +13,7 @@ from megatron_grpo.batch.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run at a request, under the names of TRL's reward functions."""
+    """Progress of the run, under TRL's names."""
 
     global_step: int = 0
     """Completed steps."""

@@ -37,7 +37,7 @@ _MAGIC = {
 
 
 def detect_binary_format(head: bytes) -> str | None:
-    """Describe the binary format of a file's beginning, with advice; None: it may be text."""
+    """Describe the binary format of a file; None: perhaps text."""
     return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 
@@ -83,11 +83,11 @@ Row = dict[str, Any]
 
 
 class SourceError(ValueError):
-    """A set of rows cannot be read; the text says why, without the set's name."""
+    """A set of rows cannot be read, for this reason."""
 
 
 def parse_line(line: bytes) -> Row | str:
-    """Parse a line of JSONL: the object, or the reason why there is none."""
+    """Parse a line of JSONL: an object, or an error."""
     try:
         text = line.decode().removeprefix("\ufeff")
         row = json.loads(text)
@@ -106,7 +106,6 @@ def parse_line(line: bytes) -> Row | str:
 
 
 def _advise(error: json.JSONDecodeError) -> str:
-    """Advise about a line that is not JSON, if the cause can be guessed."""
     text = error.doc.rstrip()
     if text[error.pos : error.pos + 1] == "'":
         return "; texts stand in double quotes"
@@ -115,7 +114,7 @@ def _advise(error: json.JSONDecodeError) -> str:
 
 
 def _find_broken_text(row: Row) -> str | None:
-    """Find half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    """Find half of a surrogate pair, which UTF-8 cannot write."""
     for name, value in row.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -127,7 +126,7 @@ def _find_broken_text(row: Row) -> str | None:
 
 
 class JsonLines:
-    """A JSONL file of any size: only the offsets of its lines stay in memory.
+    """A JSONL file of any size, indexed by line offsets.
 
     Blank lines are not rows. `datasets` is not used: its JSON reader stops at the first bad line without its number,
     and gives every row the columns and types of all rows.
@@ -170,7 +169,7 @@ class JsonLines:
         return row
 
     def read_all(self) -> Iterator[Row | str]:
-        """Read all rows in order; an unreadable row is replaced by the reason, a text."""
+        """Read all rows in order; a text replaces an unreadable row."""
         return (parse_line(self._read_line(number)) for number in range(len(self)))
 
     def locate(self, number: int) -> str:
@@ -184,7 +183,7 @@ class JsonLines:
 
 
 class Table:
-    """Rows of a Hugging Face dataset, in memory or mapped from a file.
+    """Rows of a Hugging Face dataset.
 
     Objects within the columns have no keys whose value is null, because Arrow fills in the keys of all other rows'
     objects; a column itself may be null. Audio, images and video are not decoded: their value is {bytes, path}.
@@ -214,7 +213,7 @@ class Table:
         return row
 
     def read_all(self) -> Iterator[Row | str]:
-        """Read all rows in order; an unreadable row is replaced by the reason, a text."""
+        """Read all rows in order; a text replaces an unreadable row."""
         batch = MEDIA_BATCH_ROWS if self.media else BATCH_ROWS
         for begin in range(0, len(self._dataset), batch):
             try:
@@ -238,7 +237,7 @@ class Table:
         return {**row, **{name: strip_nulls(row[name]) for name in self._nested}}
 
     def locate(self, number: int) -> str:
-        """Locate a row for messages: its line in a text file, else its number."""
+        """Locate a row for messages, by line or number."""
         if number >= len(self._dataset):
             return f"{self.name}:{self._bad[number - len(self._dataset)][0]}"
         return f"{self.name}:{self._lines[number]}" if self._lines else f"{self.name}, row {number}"
@@ -248,7 +247,7 @@ Source = JsonLines | Table
 
 
 def open_source(config: DatasetConfig) -> Source:
-    """Open the rows of a set; a hub set is downloaded into the cache of `datasets`.
+    """Open the rows of a set; downloads a hub set.
 
     Raises:
         SourceError: it cannot be read.
@@ -273,7 +272,7 @@ def open_source(config: DatasetConfig) -> Source:
 
 
 def is_remote(path: str) -> bool:
-    """True for a set on the hub rather than in a file."""
+    """True for a set on the hub."""
     file_suffixes = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
     return is_hub_name(path) and Path(path).suffix not in file_suffixes
 
@@ -307,7 +306,6 @@ def _open_parquet(path: Path) -> Source:
 
 
 def _open_arrow(path: Path) -> Source:
-    """Open an Arrow file, an IPC file or stream."""
     import pyarrow as pa
     from datasets import Dataset
 
@@ -327,7 +325,7 @@ def _validate(dataset: Any, path: Path) -> Source:
 
 
 def _open_csv(path: Path) -> Source:
-    """Open a table with a header line; values are texts, so that 007 stays 007."""
+    """Open a table with a header; 007 stays 007."""
     import pyarrow as pa
     from datasets import Dataset
 
@@ -358,7 +356,7 @@ def _open_csv(path: Path) -> Source:
 
 
 def _read_good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Yield rows with a value for each column, their last line to `lines`; bad rows go to `bad`."""
+    """Yield complete rows, and collect lines and bad rows."""
     while True:
         try:
             row = next(reader)

@@ -108,7 +108,7 @@ def from_countdown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
-    """Parse a game: columns `numbers`, or `nums` as in the public set, and `target`.
+    """Parse the numbers and the target of a game.
 
     Raises:
         ValueError: a column is missing, or does not hold whole numbers of at least 0.
@@ -141,7 +141,7 @@ ROW_FORMS: dict[str, RowForm] = {
 
 
 def find_processor(name: str | None) -> DataProcessor:
-    """Find the processor that data.processor names: a row form or an import path.
+    """Find a processor by row form or import path.
 
     Raises:
         ValueError: the function cannot be imported, or is not callable.
@@ -158,7 +158,7 @@ def find_processor(name: str | None) -> DataProcessor:
 
 
 def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
-    """Find the function that renders a processor's prompts; None: a user's processor.
+    """Find the renderer of a built-in processor's prompts.
 
     Args:
         processor: result of `find_processor`.
@@ -169,7 +169,7 @@ def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDa
 
 
 def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
-    """Call `make` on a row to which `form` added `prompt` and `answer`."""
+    """Call `make` on a converted row."""
     return make(form(row), *arguments)
 
 
@@ -203,7 +203,7 @@ _FILES = ("prompt_file", "system_prompt_file", "chat_template", "tools")
 
 
 def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
-    """Make the specification of a task's prompts from data.tasks.TASK and data.
+    """Make the specification of a task's prompts.
 
     Raises:
         ValueError: a file that the configuration names cannot be read, or has the wrong content.
@@ -226,7 +226,7 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
 
 
 def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
-    """Find the chat template of each task; None: the template of the model's folder.
+    """Find each task's chat template; None: the model's.
 
     Args:
         config: configuration of the run.
@@ -308,7 +308,7 @@ def _read(file: str | None, form: Callable[[str], T]) -> T | None:
 
 
 def _check_prompt_text(text: str) -> str:
-    """Check that a text around prompts has a field, which differs between rows."""
+    """Check that a prompt file's text has a field."""
     try:
         fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def strip_nulls(value: Any) -> Any:
-    """Drop keys whose value is null from an object and all objects within it.
+    """Drop null keys from an object and all objects within.
 
     Arrow gives each object of a column the keys of all objects, so a null key means that the object lacks it. A message
     (an object with a role) keeps a null content, which chat templates distinguish from an empty content.
@@ -39,7 +39,7 @@ def find_nested_columns(features: Mapping[str, Any]) -> list[str]:
 
 
 def find_media_columns(features: Mapping[str, Any]) -> dict[str, str]:
-    """Find columns with audio, images or video, also within objects: kind by name."""
+    """Find columns with audio, images or video, by kind."""
     kinds = {
         name: next((type(part).__name__ for part in _find_media(feature)), None) for name, feature in features.items()
     }
@@ -47,7 +47,7 @@ def find_media_columns(features: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_media(feature: Any) -> Iterator[Any]:
-    """Find the features of `datasets` that decode files; Json only parses a text."""
+    """Find the features of `datasets` that decode files."""
     if isinstance(feature, Mapping):
         for part in feature.values():
             yield from _find_media(part)
@@ -81,7 +81,7 @@ def view_undecoded(dataset: Any) -> Any:
 
 
 class StreamedRows:
-    """Rows of a stream of `datasets`, with media as {bytes, path}, no null-filled keys."""
+    """Rows of a stream of `datasets`, as in JSONL."""
 
     def __init__(self, stream: Any) -> None:
         """

@@ -50,7 +50,7 @@ def load_tokenizer(model: Path | str) -> Any:
 
 
 def read_tokenizer(model: Path | str) -> LoadedTokenizer:
-    """Load the tokenizer of a model's folder, as its tokenizer.json says.
+    """Load a model's tokenizer as its tokenizer.json says.
 
     Transformers builds some tokenizers anew from the vocabulary, by the class that tokenizer_config.json or config.json
     names, and leaves out the rest of tokenizer.json. Therefore texts are encoded and decoded by both. If they differ,
@@ -97,7 +97,7 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
 
 
 def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:
-    """Find the first text that two tokenizers encode or decode differently.
+    """Find a text that two tokenizers treat differently.
 
     Args:
         tokenizer: a tokenizer of transformers or vLLM.
@@ -122,7 +122,7 @@ def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str
 
 
 def make_sample_texts(added: Iterable[str]) -> list[str]:
-    """Make texts on which tokenizers differ, with added tokens amid words and lines."""
+    """Make texts on which tokenizers differ."""
     tokens = sorted(set(added))
     chosen = tokens[:: -(-len(tokens) // MAX_ADDED) or 1]
     batches = [chosen[begin : begin + _ADDED_TOGETHER] for begin in range(0, len(chosen), _ADDED_TOGETHER)]
@@ -169,7 +169,7 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
 
 
 def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
-    """Add the tokens that a folder's settings declare to the reference."""
+    """Add the tokens that a folder declares."""
     declared, special = set(list_declared_tokens(folder)), set(tokenizer.all_special_tokens)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
@@ -179,7 +179,7 @@ def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
 
 
 def _require_round_trip(tokenizer: Any, model: Path | str) -> None:
-    """Raise RunError if the tokens of a simple text do not give it back."""
+    """Raise RunError if encoding loses a simple text."""
     ids = encode_text(tokenizer, ROUND_TRIP)
     if ids is None or tokenizer.unk_token_id in ids:
         return
@@ -192,7 +192,7 @@ def _require_round_trip(tokenizer: Any, model: Path | str) -> None:
 
 
 def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | None:
-    """Encode a text; None: the tokenizer refuses it, for example unknown characters."""
+    """Encode a text; None: the tokenizer refuses it."""
     try:
         encoded = coder.encode(text, add_special_tokens=special)
     except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
@@ -211,7 +211,7 @@ def _quote(text: str) -> str:
 
 
 def quote_difference(value: Any, expected: Any) -> str:
-    """Quote two lists or texts around their first difference, for messages."""
+    """Quote two values around their first difference."""
     if value is None or expected is None:
         return f"{'none' if value is None else value[:8]} instead of {'none' if expected is None else expected[:8]}"
     shorter = min(len(value), len(expected))

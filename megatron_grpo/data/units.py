@@ -70,7 +70,7 @@ _UNIT = re.compile(rf"(?<=[\d)}}\].])( *)({_WORD}(?:(?: ?/ ?| ?\\cdot ?| ?\* ?| 
 
 
 def split_unit(answer: str) -> tuple[str, str | None]:
-    """Split an answer into its value and the unit at its end, or None.
+    """Split an answer into its value and unit.
 
     A unit is a known spelling, with powers, products and quotients, or words of three letters or more after a blank,
     such as "apples". A single letter right behind a number, as in 5m, is a variable.
@@ -87,7 +87,7 @@ def split_unit(answer: str) -> tuple[str, str | None]:
 
 
 def find_canonical_unit(unit: str | None) -> str | None:
-    """Find the spelling that stands for all of a unit; None: unknown."""
+    """Find a unit's canonical spelling; None: unknown."""
     if unit is None:
         return None
     text = re.sub(r"[{} ]*\^[{ ]*(-?\d)[ }]*", r"^\1 ", unit).strip()
