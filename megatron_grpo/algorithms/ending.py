@@ -1,4 +1,4 @@
-"""The unhappy end of a run: what is reported and saved when a step fails, and where the run can continue."""
+"""The unhappy end of a run: a step that failed is reported, and finished steps are saved."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
@@ -20,27 +20,25 @@ from megatron_grpo.rollouts.pool import CompletePrompt, PendingBatch, RolloutPoo
 from megatron_grpo.rollouts.rollout_settings import RolloutSettings
 
 
+@dataclass(eq=False)
 class SampleBuffer(ABC):
-    """Samples of coming steps, complete or being generated.
+    """Samples of coming steps, complete or being generated."""
 
-    `loader` is that of the prompts that `take` gets; `generation_batches`: how many earlier steps have taken.
-    """
+    rollouts: RolloutPool
+    loader: Batches
+    """Loader of the prompts that `take` gets."""
+    loop: LoopConfig
+    settings: SamplingSettings
+    generation_batches: int
+    """Number of the newest generation batch; at construction, that of the last one that a step has taken."""
+    loader_state: dict[str, Any] = field(init=False)
+    """State of a loader that yields every prompt which no step has taken, for checkpoints."""
 
-    def __init__(
-        self,
-        rollouts: RolloutPool,
-        loader: Batches,
-        loop: LoopConfig,
-        settings: SamplingSettings,
-        generation_batches: int,
-    ) -> None:
-        self._rollouts, self._loader, self._loop, self._settings = rollouts, loader, loop, settings
-        self._batch_number = generation_batches
+    def __post_init__(self) -> None:
         # The loader runs ahead of training by the prompts in the buffer, so a checkpoint with the loader's own state
         # would skip them. A resumed run samples them again. Their seeds come from the number of the generation batch
         # and the row of the prompt, so the requests are the same; only the weight versions of their tokens may differ.
-        self.loader_state = copy.deepcopy(loader.state_dict())
-        """State of a loader that yields every prompt which no step has taken, for checkpoints."""
+        self.loader_state = copy.deepcopy(self.loader.state_dict())
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
@@ -65,8 +63,8 @@ class SampleBuffer(ABC):
 
     def _make_settings(self) -> RolloutSettings:
         """Make the rollout settings of the newest generation batch."""
-        samples, seed = self._loop.num_generations_per_prompt, self._loop.seed
-        return self._rollouts.make_settings(samples, self._settings, seed, self._batch_number)
+        samples, seed = self.loop.num_generations_per_prompt, self.loop.seed
+        return self.rollouts.make_settings(samples, self.settings, seed, self.generation_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,7 @@ class _GenerationBatch:
     """State of the loader after the prompts of this batch."""
 
 
+@dataclass(eq=False)
 class OrderedBuffer(SampleBuffer):
     """Generation batches, which steps take in the order of the data.
 
@@ -94,25 +93,23 @@ class OrderedBuffer(SampleBuffer):
     batch of the current step alone, which is synchronous sampling.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._batches: deque[_GenerationBatch] = deque()
+    _batches: deque[_GenerationBatch] = field(init=False, default_factory=deque)
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        max_age = self._loop.async_grpo.max_trajectory_age_steps
-        while len(self._batches) <= max_age and version + len(self._batches) < self._loop.max_num_steps:
+        max_age = self.loop.async_grpo.max_trajectory_age_steps
+        while len(self._batches) <= max_age and version + len(self._batches) < self.loop.max_num_steps:
             prompts = next(batches, None)
             if prompts is None:
                 break
-            self._batch_number += 1
-            pending = self._rollouts.begin(dict(enumerate(prompts)), self._make_settings())
-            loader_state = copy.deepcopy(self._loader.state_dict())
+            self.generation_batches += 1
+            pending = self.rollouts.begin(dict(enumerate(prompts)), self._make_settings())
+            loader_state = copy.deepcopy(self.loader.state_dict())
             self._batches.append(_GenerationBatch(pending, len(prompts), version, loader_state))
         if not self._batches:
             return None
         batch = self._batches.popleft()
         assert 0 <= version - batch.version <= max_age, (version, batch.version)
-        groups = self._rollouts.finish(batch.pending, timer)
+        groups = self.rollouts.finish(batch.pending, timer)
         self.loader_state = batch.loader_state
         return groups
 
@@ -210,6 +207,7 @@ class FirstComplete:
         return True
 
 
+@dataclass(eq=False)
 class Oversampling(SampleBuffer):
     """Keeps more prompts under way than a step takes (`FirstComplete`).
 
@@ -218,11 +216,11 @@ class Oversampling(SampleBuffer):
     taken, which a resumed run samples before any other.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        asynchronous = self._loop.async_grpo
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asynchronous = self.loop.async_grpo
         assert asynchronous.oversampling_factor is not None, "without it samples come in the order of the data"
-        self._per_take = self._loader.prompts_per_batch
+        self._per_take = self.loader.prompts_per_batch
         self._under_way = int(asynchronous.oversampling_factor * self._per_take)
         self._buffer = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
         # Prompts of the last generation batch that are not yet begun.
@@ -238,11 +236,11 @@ class Oversampling(SampleBuffer):
         with timer.phase("generation"):
             self._record_arrivals()
             while (complete := self._buffer.take(version)) is None:
-                self._rollouts.wait_for_groups(self._pending, since)
+                self.rollouts.wait_for_groups(self._pending, since)
                 self._record_arrivals()
-            groups = self._rollouts.take(complete)
+            groups = self.rollouts.take(complete)
         waiting = [*self._buffer.rows, *(prompt["idx"] for prompt in self._next_prompts)]
-        self.loader_state = add_waiting(self._loader.state_dict(), waiting)
+        self.loader_state = add_waiting(self.loader.state_dict(), waiting)
         return renumber_groups(groups)
 
     def count_prompts(self) -> dict[str, float]:
@@ -255,20 +253,20 @@ class Oversampling(SampleBuffer):
 
     def _begin_prompts(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
         """Begin prompts until enough are under way."""
-        needed = self._per_take * (self._loop.max_num_steps - version)
+        needed = self._per_take * (self.loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:
             if not self._next_prompts:
                 self._next_prompts.extend(next(batches, []))
-                self._batch_number += 1
+                self.generation_batches += 1
             if not self._next_prompts:
                 return
             prompts = [self._next_prompts.popleft() for _ in range(min(missing, len(self._next_prompts)))]
             missing -= len(prompts)
             numbered = {self._buffer.add(prompt["idx"], version): prompt for prompt in prompts}
-            self._pending.append(self._rollouts.begin(numbered, self._make_settings()))
+            self._pending.append(self.rollouts.begin(numbered, self._make_settings()))
 
     def _record_arrivals(self) -> None:
-        for complete in self._rollouts.list_complete(self._pending):
+        for complete in self.rollouts.list_complete(self._pending):
             self._buffer.put(complete)
         self._pending = [batch for batch in self._pending if batch.streams]

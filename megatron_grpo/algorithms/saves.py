@@ -1,4 +1,4 @@
-"""The checkpoints that a loop writes: what the driver adds to the models, after a step or before a failure."""
+"""The checkpoints that a loop writes: the driver's part, after a step or before a failure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     step = run.state["total_steps"]
     state = read_state(run.checkpointer.locate(step))
     state["metrics"] |= metrics
-    # Only what a validation changes: the rest of the state may have advanced since the checkpoint.
+    # Only these depend on a validation: the rest of the state may have advanced since the checkpoint.
     for key in ("val_step", "val_reward", "val_accuracy", "early_stop"):
         state["save_state"][key] = run.state[key]
     try:

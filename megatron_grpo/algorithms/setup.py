@@ -1,4 +1,4 @@
-"""Set-up of a run: what its processes need, what it continues from, and the first refit."""
+"""Set-up of a run: its processes, the checkpoint that it continues from, and the first refit."""
 
 from __future__ import annotations
 

@@ -36,6 +36,8 @@ LOADER_FILE = "dataloader.pt"
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
 
 T = TypeVar("T")
+FileRecord = dict[str, int | str]
+"""Size and digest of a file: "bytes" and CHECKSUM_KEY."""
 IsCancelled = Callable[[], bool]
 """True: stop reading, because the result is no longer needed."""
 
@@ -83,7 +85,7 @@ def _describe_damage(path: Path) -> str:
     return f"{path} is damaged: its content is not what was written (the digest differs)"
 
 
-def _make_record(path: Path, is_cancelled: IsCancelled) -> dict[str, Any]:
+def _make_record(path: Path, is_cancelled: IsCancelled) -> FileRecord:
     """Size and digest of a file, read in pieces."""
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
@@ -126,7 +128,7 @@ def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
     # The state has its own digest instead of one in the manifest, so that it can be replaced without a new manifest.
     files = [path for path in paths if path.is_file() and path != folder / STATE_FILE]
 
-    def sync_and_record(path: Path, is_cancelled: IsCancelled) -> dict[str, Any]:
+    def sync_and_record(path: Path, is_cancelled: IsCancelled) -> FileRecord:
         sync(path)
         return _make_record(path, is_cancelled)
 
@@ -162,7 +164,7 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     if manifest["format"] != _FORMAT:
         text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
         raise LaterFormatError(f"{folder} {text}")
-    expected: dict[Path, dict[str, Any]] = {folder / name: record for name, record in manifest["files"].items()}
+    expected: dict[Path, FileRecord] = {folder / name: record for name, record in manifest["files"].items()}
     for path, record in expected.items():  # sizes first: reading them costs nothing
         with missing_file_errors(path):
             size = path.stat().st_size

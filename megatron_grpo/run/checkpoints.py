@@ -66,7 +66,7 @@ class Checkpointer:
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         """Called with step and folder of every checkpoint that is complete."""
         self.note: Callable[[str], None] = lambda text: None
-        """Takes messages for the user about what was saved."""
+        """Takes messages for the user about saved checkpoints."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written while the run goes on."""
         self.folder = run_dir / "checkpoints"

@@ -71,7 +71,7 @@ class UserObjects:
     """Objects that a script passes to a run."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Reward functions that cannot be imported, by their entry in reward_funcs."""
+    """Reward functions that cannot be imported, by their name in reward_funcs."""
     tokenizer: Any = None
     """Tokenizer of the prompts; None: the tokenizer of the model's folder."""
     callbacks: Sequence[Callback] = ()
