@@ -238,7 +238,7 @@ def _make_sampling_run(
     for note in data.notes:
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)
-    startup.checkpointer.on_publish = partial(callbacks.notify, "on_checkpoint")
+    startup.checkpointer.on_complete = partial(callbacks.notify, "on_checkpoint")
     startup.checkpointer.note = logger.note
     buffer, async_grpo = None, config.training_loop.async_grpo
     if async_grpo.enabled:

@@ -63,7 +63,7 @@ class Checkpointer:
         self.config, self._look_only = config, look_only
         self.keep_forever: Callable[[int], bool] = lambda step: False
         """keep_forever(step): True for checkpoints that pruning must not delete."""
-        self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
+        self.on_complete: Callable[[int, Path], None] = lambda step, folder: None
         """Called with step and folder of every checkpoint that is complete."""
         self.note: Callable[[str], None] = lambda text: None
         """Takes messages for the user about saved checkpoints."""
@@ -178,7 +178,7 @@ class Checkpointer:
             pending.folder.rename(self.locate(pending.step))
             sync(self.folder)
             self._prune()
-            self.on_publish(pending.step, self.locate(pending.step))
+            self.on_complete(pending.step, self.locate(pending.step))
         self.pending = None
         seconds = time.monotonic() - pending.began
         duration = f"in the background, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"

@@ -66,7 +66,7 @@ class Saver(Callback):
 def test_a_callback_may_ask_for_a_checkpoint(tmp_path: Path) -> None:
     run, saver = Run(tmp_path), Saver()
     run.callbacks = Callbacks([saver])
-    run.checkpointer.on_publish = partial(run.callbacks.notify, "on_checkpoint")
+    run.checkpointer.on_complete = partial(run.callbacks.notify, "on_checkpoint")
     run.train(steps=5)
     folder = tmp_path / "checkpoints"
     assert saver.told == [(0, tmp_path), *((step, folder / f"step_{step}") for step in (2, 3, 4, 5))]
@@ -76,7 +76,7 @@ def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: py
     validating(monkeypatch, {"val_reward": 0.25})
     run, watcher = Run(tmp_path, replace(LIMITS, val_period=2)), Watcher(last=3)
     run.callbacks = Callbacks([watcher])
-    run.checkpointer.on_publish = partial(run.callbacks.notify, "on_checkpoint")
+    run.checkpointer.on_complete = partial(run.callbacks.notify, "on_checkpoint")
     run.train()
     assert watcher.told == [
         ("step", 1, 0.5),
