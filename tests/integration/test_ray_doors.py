@@ -14,7 +14,7 @@ from megatron_grpo.cluster.machines import prepare_ray_environment
 
 prepare_ray_environment()
 import psutil
-from megatron_grpo.cluster.ray_cluster import RayCluster, node_address
+from megatron_grpo.cluster.ray_cluster import RayCluster, find_node_address
 from megatron_grpo.config.run_schema import ClusterConfig
 import ray
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from megatron_grpo.platform import device
 cuda = device.Platform("cuda", torch.device("cuda", 0), "nccl")
-device.current_platform = lambda: cuda
+device.detect_platform = lambda: cuda
 
 import megatron_grpo
 root = Path(megatron_grpo.__path__[0])

@@ -22,10 +22,10 @@ REPLACED_NAMES = """
 import importlib, json
 from functools import reduce
 from megatron_grpo.platform.megatron_on_cpu import apply_patches
-from megatron_grpo.platform.hooks import hooks
+from megatron_grpo.platform.hooks import load_hooks
 
 # torch.compile is replaced only while Megatron-Core is imported.
-rows = [one for one in hooks() if one.platform == "cpu" and one.names not in (("torch",), ("compile",))]
+rows = [one for one in load_hooks() if one.platform == "cpu" and one.names not in (("torch",), ("compile",))]
 rows = [one for one in rows if one.library == "megatron-core" or one.names[0] == "Tensor"]
 
 def found():
