@@ -96,19 +96,18 @@ def write_hf_folder(
     tensors: Iterable[tuple[str, Tensor]],
     source_folder: str | Path,
     output: str | Path,
-    max_shard_bytes: int = 4 * 2**30,
+    max_file_bytes: int = 4 * 2**30,
     settings: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> None:
     """Write full tensors as a complete folder in Hugging Face format.
 
     Args:
-        tensors: (name, tensor of any shape [...] and dtype); taken one at a time, kept in host memory until their shard
-            is written.
+        tensors: (name, tensor); taken one at a time, and copied to host memory until their file is written.
         source_folder: folder whose config.json, tokenizer and generation settings are copied; the dtype in config.json
             becomes that of the first tensor.
         output: folder to make; must not exist, or be empty.
-        max_shard_bytes: largest safetensors file, unless a single tensor is larger.
+        max_file_bytes: largest weights file, unless a single tensor is larger.
         settings: further entries for config.json.
         chat_template: the only chat template of the new folder; None: those of `source_folder`.
 
@@ -116,7 +115,7 @@ def write_hf_folder(
         ValueError: `output` already holds something.
     """
     with new_folder(output) as folder:
-        dtype = _write_shards(tensors, folder, max_shard_bytes)
+        dtype = _write_weights_files(tensors, folder, max_file_bytes)
         _copy_side_files(Path(source_folder), folder, dtype, settings or {})
         if chat_template is not None:
             _replace_templates(folder, chat_template)
@@ -165,7 +164,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str
     file.chmod(mode)
 
 
-def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
+def _write_weights_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> torch.dtype:
     """Write and index weights files; return the first tensor's dtype."""
     names: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -178,7 +177,7 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
         pending.clear()
 
     for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+        if pending and pending_bytes + tensor.nbytes > max_file_bytes:
             flush()
             pending_bytes = 0
         # A copy: views into one parameter (gate and up) share storage, which safetensors refuses to write.

@@ -22,12 +22,12 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
 
     Args:
         entry: row of the weight map, which says how the slices are merged.
-        parts: slices in the order of `entry.hf`, each [rows or fewer, ...], all of one dtype.
+        parts: slices in the order of `entry.hf`, each [rows or fewer, ...].
         model: sizes of the model.
         rows: rows of the parameter; more than those of the slice only where the vocabulary is padded.
 
     Returns:
-        [rows, ...] as Megatron-Core lays the parameter out, the dtype of the slices.
+        [rows, ...] as Megatron-Core lays the parameter out.
     """
     # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
     # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
@@ -58,7 +58,7 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
 
 
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")
-"""Last part of the names of adapters' parameters, which are not in Hugging Face models."""
+"""Names of adapters' parameters in their layer."""
 
 
 class AdaptedLayer(Protocol):
@@ -89,7 +89,7 @@ class BoundEntry:
 
     entry: WeightEntry
     layer: int
-    """Number of the layer in the whole model, from 0."""
+    """Number of the layer in the full model, from 0."""
     parameter: Tensor
     expert: int = 0
     """Index of the expert among those of this rank, from 0; also 0 for parameters outside experts."""
@@ -109,7 +109,7 @@ def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
-        shape: sizes of the whole model.
+        shape: sizes of the full model.
 
     An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
     """
@@ -128,7 +128,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _list_rank_experts(model, shape)
-    # A stage may lack parameters outside layers, such as the embedding; a chunk that is the whole model may not, except
+    # A stage may lack parameters outside layers, such as the embedding; a chunk that is the full model may not, except
     # for the copy of a tied embedding.
     is_full_model = model.pre_process and model.post_process
     bound: list[BoundEntry] = []
@@ -165,10 +165,7 @@ def _is_quantised(parameter: Tensor) -> bool:
 def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
     """Fill this rank's parameters from a folder in Hugging Face format.
 
-    Args:
-        chunks: the rank's unwrapped Megatron GPTModels; values are converted to their dtype.
-        shape: sizes of the whole model.
-        folder: where the model's files are.
+    Values are converted to the dtype of `chunks`, the rank's unwrapped Megatron GPTModels.
 
     Raises:
         ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
@@ -202,8 +199,8 @@ def iter_hf_tensors(
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels.
-        shape: sizes of the whole model.
-        value: the tensor to export for a parameter, in the parameter's shape: by default its weight; None: none.
+        shape: sizes of the full model.
+        value: the tensor to export for a parameter, by default its weight; None: none.
 
     Yields:
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.

@@ -146,10 +146,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Read a whole number of at least 1 from config.json.
 
-    Args:
-        raw: contents of config.json, by key.
-        key: name of the number in config.json.
-        default: result when the key is missing or null; None: the key is required.
+    `default`: result when the key is missing or null; None: the key is required.
 
     Raises:
         ValueError: the key is missing without a default, or is not a whole number of at least 1.

@@ -36,9 +36,9 @@ PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
 
 PREPARED_FOLDER = "model"
 """Folder of the model inside prepare.folder."""
+# Deadline in seconds for the hub's first answer.
 _PROBE_S = 10.0
-"""Deadline in seconds for the hub's first answer."""
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def find_local_folder(path: str) -> Path | None:
@@ -67,10 +67,6 @@ def download_config(path: str) -> str | None:
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     """Find the folder of a complete model, which is downloaded if need be.
 
-    Args:
-        path: a folder or a hub name.
-        key: configuration key that names the model, for the message.
-
     Raises:
         RunError: the model cannot be downloaded.
     """
@@ -79,7 +75,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=_WANTED))
+        return Path(snapshot_download(path, allow_patterns=_HUB_FILES))
     except list_hub_errors() as error:
         raise RunError(f"{key}={path} could not be downloaded: {_describe_error(error)}") from error
 

@@ -179,12 +179,7 @@ def find_destinations(
 ) -> list[Destination]:
     """Find where an engine rank keeps the tensors of a weight-map row.
 
-    Args:
-        entry: row of the weight map.
-        model: sizes of the model.
-        shard: the part of the model that the rank holds.
-        layer: number of one of the rank's layers, from 0.
-        expert: number in the layer, from 0, of one of the rank's experts.
+    `layer` and `expert` are numbers, from 0, of a layer and an expert of the rank. The result is in the order of `hf`.
     """
     parts = [_find_part(entry, tensor, model, shard.find_split(entry), layer, expert) for tensor in entry.hf]
     rows = [part.local_shape[0] for part in parts]

@@ -103,12 +103,7 @@ class WeightEntry:
     def list_slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
         """List the slice of each tensor that a rank holds.
 
-        Args:
-            model: sizes of the model.
-            layer: number of the layer, from 0.
-            rank: number of the rank in its tensor-parallel group or, for experts, in its expert-tensor group.
-            size: ranks of that group.
-            expert: number of the expert in the layer, from 0.
+        `rank` of `size` is the rank's number in its tensor-parallel group or, for experts, in its expert-tensor group.
         """
         slices = []
         for position, tensor in enumerate(self.hf):

@@ -59,11 +59,7 @@ _CONVERSION_ROUNDING = 2.0**-7
 class Canary:
     """Decides which checks follow a refit: the canary, and the comparison of all weights.
 
-    Args:
-        config: which checks there are, and how often.
-        sequences: token ids of the canary's sequences.
-        bounds: the differences of log-probabilities that rounding explains.
-        rounding: largest difference of a tensor, relative to its norm, because engines keep another dtype.
+    `rounding`: difference of a tensor, relative to its norm, that another dtype of engines explains.
     """
 
     def __init__(
@@ -130,13 +126,7 @@ class Canary:
 def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
     """Draw random token ids, so that many rows and experts take part.
 
-    Args:
-        seed: seed of the run.
-        vocabulary: number of token ids.
-        longest: most tokens of a prompt and a response, which has one token here.
-
-    Returns:
-        Sequences of several lengths (`LENGTHS`).
+    `longest`: most tokens of a prompt and a response, which has one token here.
     """
     draw = random.Random(seed)
     return tuple(tuple(draw.choices(range(vocabulary), k=min(length, longest - 1))) for length in LENGTHS)

@@ -41,15 +41,7 @@ class Receiver(Protocol):
 
 
 def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dict[str, Any], number: int) -> Receiver:
-    """Make the receiver of a mode, importing only its module.
-
-    Args:
-        worker: vLLM's worker, with a loaded model.
-        mode: transport of the weights.
-        model_map: sizes and weight map of the full model.
-        source: address of the weights.
-        number: number of the worker, counted over all engines.
-    """
+    """Make the receiver of a mode, importing only its module."""
     if mode == "files":
         from megatron_grpo.weight_sync.file_receiver import FileReceiver
 

@@ -16,10 +16,6 @@ from megatron_grpo.weight_sync.weights_folder import Manifest, WrittenTensor, co
 class FileReceiver:
     """The receiving end of a refit in a worker: reads the folder.
 
-    Args:
-        worker: vLLM's worker, with a loaded model.
-        source: the `folder` of the weights, and the `session` of the run that writes there.
-
     Raises:
         ValueError: the folder is not the one that the policy writes to.
     """

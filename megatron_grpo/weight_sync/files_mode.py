@@ -30,10 +30,7 @@ FOLDER = "refit"
 class FilesMode(TransferMode):
     """Weights in a folder that engines only have to see.
 
-    Args:
-        calls: calls of both sides.
-        config: deadline, size of files, and `directory`, in which the run gets a folder of its own.
-        run_dir: the run's folder, which has the weights without `directory`.
+    They are in `config.directory`, in a folder of the run's own, or in `run_dir`.
     """
 
     def __init__(self, calls: RefitCalls, config: RefitConfig, run_dir: Path) -> None:

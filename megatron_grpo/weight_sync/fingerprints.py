@@ -77,10 +77,7 @@ def find_differing(
 ) -> dict[str, float]:
     """Find the tensors and experts whose difference rounding does not explain.
 
-    Args:
-        expected: fingerprints of the policy's weights, cut as one worker of an engine keeps them.
-        actual: fingerprints of that worker's.
-        rounding: difference that is explained by other dtypes of the two sides.
+    `expected` are the policy's, cut as one worker keeps them. `rounding` explains other dtypes of the two sides.
 
     Returns:
         The relative norm of their difference, by name.

@@ -188,12 +188,7 @@ def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> 
 
 
 class GlooGroup:
-    """A gloo group whose transfers can be polled, and which can be aborted.
-
-    Args:
-        group: torch's gloo group.
-        neighbour: any other member.
-    """
+    """A gloo group whose transfers can be polled, and which can be aborted."""
 
     def __init__(self, group: Any, neighbour: int) -> None:
         self._group, self._neighbour = group, neighbour

@@ -40,11 +40,6 @@ class Links(ABC):
     memory: the engine's rank reads the buffer of the policy's rank. Only a notice with the index of the buffer goes
     through the group, and the same notice comes back when the buffer has been read.
 
-    Args:
-        rendezvous: address and size of the group.
-        rank: the rank's number on its side.
-        device: device of the buffers.
-        entries: rows of the weight map, for error messages.
     """
 
     side: ClassVar[Side]

@@ -110,7 +110,7 @@ class ModelWriter:
         Args:
             message: number of the piece's message.
             index: index of the piece in the message.
-            values: [rows, columns], in any dtype.
+            values: [rows, columns].
             scales: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
         region = self._messages[message][index]

@@ -37,10 +37,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def fingerprint_policy(rank: PolicyRank, engine: Sequence[RankShard]) -> list[dict[str, Fingerprint]]:
     """Compute fingerprints of this stage's weights; collective over the stage.
 
-    Args:
-        rank: the rank's model.
-        engine: shards of the ranks of one engine, in their order.
-
     Returns:
         For each rank of the engine, fingerprints by the names of `fingerprint_engine`; empty except on the first rank
         of the stage.

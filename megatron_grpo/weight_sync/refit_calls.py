@@ -44,12 +44,7 @@ class AttemptError(Exception):
 
 
 class RefitCalls:
-    """Calls the policy's ranks and the engines, and waits for both.
-
-    Args:
-        policy: the model whose weights are sent.
-        generation: the engines that receive them.
-    """
+    """Calls the policy's ranks and the engines, and waits for both."""
 
     def __init__(self, policy: MegatronPolicy, generation: VllmGeneration) -> None:
         self.policy, self.generation = policy, generation

@@ -31,12 +31,7 @@ from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
 
 
 class RefitChecks:
-    """The checks of one run's refits.
-
-    Args:
-        calls: calls of both sides.
-        canary: which checks are due, and their bounds; None: there are no checks.
-    """
+    """The checks of one run's refits; without a canary there are none."""
 
     def __init__(self, calls: RefitCalls, canary: Canary | None) -> None:
         self._calls, self._canary = calls, canary

@@ -92,14 +92,7 @@ class TargetLinks(Links):
 
 
 class LinkReceiver(ABC):
-    """The receiving end of a worker's links.
-
-    Args:
-        worker: vLLM's worker, with a loaded model.
-        model_map: sizes and weight map of the model.
-        source: `rendezvous`: fields of the group's `Rendezvous`.
-        number: number of the worker, counted over all engines.
-    """
+    """The receiving end of a worker's links; workers are numbered over all engines."""
 
     def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
         self._map = model_map

@@ -99,10 +99,7 @@ SharedMemory = CudaMemory | HostMemory
 def choose_shared_memory(device: torch.device, *, in_hosts: bool, on_gpus: bool) -> type[SharedMemory] | None:
     """Choose the memory in which ranks may hand messages over; None: messages are sent.
 
-    Args:
-        device: device that both ends compute on.
-        in_hosts: whether ranks on CPUs may use shared memory (`refit.shared_memory`).
-        on_gpus: whether both ends share GPUs and so must use shared memory, because NCCL has one rank a GPU.
+    `in_hosts`: ranks on CPUs may use it. `on_gpus`: both ends share GPUs, where NCCL allows one rank a GPU.
     """
     if device.type == "cuda":
         return CudaMemory if on_gpus else None

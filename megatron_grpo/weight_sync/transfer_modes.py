@@ -47,12 +47,7 @@ class TransferReport:
 
 
 class TransferMode(ABC):
-    """One way to bring weights from the policy into engines.
-
-    Args:
-        calls: calls of both sides.
-        config: deadline and size of buckets.
-    """
+    """One way to bring weights from the policy into engines."""
 
     def __init__(self, calls: RefitCalls, config: RefitConfig) -> None:
         self.calls, self.config = calls, config
@@ -60,14 +55,9 @@ class TransferMode(ABC):
 
     @abstractmethod
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
-        """Connect the policy and these engines, and no others.
+        """Connect the policy and these engines, and no others; AttemptError: that failed.
 
-        Args:
-            engines: numbers of the engines.
-            anew: whether nothing that was connected before may be used: at first, and after a failure.
-
-        Raises:
-            AttemptError: a process failed, or the deadline passed.
+        `anew`: nothing that was connected before may be used, since it is the first time or an attempt has failed.
         """
 
     @abstractmethod
@@ -80,7 +70,7 @@ class TransferMode(ABC):
             version: number of the weights.
             engines: numbers of the engines.
             deadline: time (monotonic) when all must have it.
-            on_sent: called once the ranks' next calls run after they have sent.
+            on_sent: called as soon as calls of ranks run only after they have sent.
 
         Raises:
             AttemptError: a process failed, a checksum differed, or the deadline passed.
@@ -94,10 +84,7 @@ class TransferMode(ABC):
     ) -> dict[int, ray.ObjectRef]:
         """Begin to connect engines, whose workers are numbered engine by engine.
 
-        Args:
-            engines: numbers of the engines.
-            mode: the receiver that workers use.
-            source: the mode's own address of the source, in types of JSON.
+        `source`: address of the weights, in types of JSON.
         """
         shape, ranks = self.calls.policy.settings.shape, self.calls.generation.config.parallel.ranks_per_engine
         model_map = build_model_map(shape).to_json()

@@ -1,11 +1,4 @@
-"""Runs on the driver: brings versions of the policy's weights into every engine, with retries.
-
-A version is verified before it is served. Engines stop serving before their first weight changes, every worker checks
-the version and checksum of every buffer it receives, and the driver commits the version in a second call only after all
-workers of all engines have confirmed it. So a worker that fails, a damaged buffer or an attempt cut off by its deadline
-leaves engines that serve nothing, never engines that serve two versions or half of one; the next attempt starts over,
-with new links, since half a message may be left in an old one.
-"""
+"""Runs on the driver: brings versions of the policy's weights into every engine, with retries."""
 
 from __future__ import annotations
 
@@ -51,11 +44,7 @@ class RefitState(Enum):
 class WeightTransport:
     """Publishes the policy's weights to the engines, in attempts with a deadline.
 
-    Args:
-        calls: calls of the policy's ranks and the engines.
-        mode: the way in which weights travel.
-        config: deadline and retries.
-        canary: the checks before engines serve; None: there are none.
+    `canary`: the checks before engines serve; None: there are none.
     """
 
     def __init__(
@@ -102,9 +91,6 @@ class WeightTransport:
         Engines that share the policy's devices have memory to compute only once the policy has left the devices, so
         this is a call of its own. Without a canary that is due, engines serve since their commit.
 
-        Args:
-            report: report of the refit.
-
         Returns:
             The report with the figures of the checks.
 
@@ -144,9 +130,6 @@ class WeightTransport:
     def restore(self, lost_engines: Mapping[int, str]) -> None:
         """Replace engines that were lost between refits, and publish to them only.
 
-        Args:
-            lost_engines: why each engine is lost, by its number.
-
         Raises:
             SamplingError: the engines could not be replaced.
             PolicyLostError: a rank of the policy is gone, too.
@@ -171,6 +154,12 @@ class WeightTransport:
         return self._attempt_until_committed(engines, version)
 
     def _attempt_until_committed(self, engines: tuple[int, ...], version: int) -> TransferReport:
+        # A version is verified before it is served. Engines stop serving before their first weight changes, every
+        # worker checks the version and checksum of every buffer that it receives, and the driver commits the version in
+        # a second call, only after all workers of all engines have verified it. So a worker that fails, a damaged
+        # buffer or an attempt cut off by its deadline leaves engines that serve nothing, never engines that serve two
+        # versions or half of one. The next attempt starts over with new links, since half a message may be left in an
+        # old one.
         while True:
             try:
                 if self._state in (RefitState.UNLINKED, RefitState.BROKEN) or self._linked != engines:
@@ -247,12 +236,7 @@ def make_transport(
 ) -> WeightTransport:
     """Make the transport of the policy's weights to the engines, not yet connected.
 
-    Args:
-        policy: the model whose weights are sent.
-        generation: the engines that receive them.
-        config: the mode and its settings.
-        run_dir: the run's folder, which distinguishes its files from those of other runs.
-        canary: the checks before engines serve; None: there are none.
+    `run_dir` distinguishes the files of this run from those of others.
     """
     calls = RefitCalls(policy, generation)
     mode = FilesMode(calls, config, run_dir) if config.mode == "files" else LinkMode(calls, config)

@@ -77,7 +77,7 @@ def test_written_folder_loads_in_transformers(
         for file in model.path.iterdir():
             (source / file.name).write_bytes(file.read_bytes())
         (source / "tokenizer_config.json").write_text("{}")
-        write_hf_folder(sorted(model.tensors().items()), source, output, max_shard_bytes=shard_bytes)
+        write_hf_folder(sorted(model.tensors().items()), source, output, max_file_bytes=shard_bytes)
         assert (output / "tokenizer_config.json").exists()
         assert len(list(output.glob("*.safetensors"))) == 1 or shard_bytes == 10_000
         loaded = AutoModelForCausalLM.from_pretrained(output)

@@ -39,10 +39,7 @@ _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_positio
 def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral | None = None) -> None:
     """Refuse options that the Megatron model here cannot express.
 
-    Args:
-        raw: contents of config.json, by key.
-        family: name of the model family.
-        family_options: further options of this family.
+    `family_options`: further options of this family.
     """
     for key in ("quantization_config", "compression_config"):
         refuse_quantized(raw.get(key), key)
@@ -59,9 +56,7 @@ def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral 
 def refuse_quantized(settings: Any, key: str = "quantization_config") -> None:
     """Refuse a model whose weights are stored in 8 bits or fewer.
 
-    Args:
-        settings: the quantization settings of the model's files; None: it has none.
-        key: key or file that holds the settings, for the message.
+    `settings`: the quantization settings in the model's files, under `key`; None: it has none.
     """
     if settings is None:
         return

@@ -29,11 +29,6 @@ def read_rotary(
     A rope_scaling that is not empty replaces all of rope_parameters. Its rope_theta comes before one beside it, but
     original_max_position_embeddings beside it comes before its own.
 
-    Args:
-        raw: contents of config.json, by key.
-        rope_types: kinds of rotary embeddings that the family has.
-        default_theta: rope_theta of a file without one.
-
     Raises:
         ValueError: a setting is missing or invalid, has no support, or is read in two ways.
     """
@@ -71,12 +66,6 @@ def read_rotary_by_kind(
     """Read rope_theta of `local` layers and the rotary settings of `everywhere` layers.
 
     A rope_scaling replaces settings of `everywhere` in rope_parameters key by key.
-
-    Args:
-        raw: contents of config.json, by key.
-        local: the kind of layers with a window.
-        everywhere: the kind of the other layers.
-        default_theta: rope_theta of a file without one, by kind of layer.
 
     Raises:
         ValueError: a setting is missing or invalid, has no support, or is read in two ways.

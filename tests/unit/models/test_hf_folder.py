@@ -156,7 +156,7 @@ def test_files_have_the_permissions_of_their_folder(mode: int, is_there: bool, t
         output.chmod(mode)
     umask = os.umask(0o777 & ~mode if not is_there else 0o077)
     try:
-        write_hf_folder(WEIGHTS, source, output, max_shard_bytes=1)
+        write_hf_folder(WEIGHTS, source, output, max_file_bytes=1)
     finally:
         os.umask(umask)
     assert output.stat().st_mode & 0o777 == mode

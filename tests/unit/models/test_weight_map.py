@@ -179,7 +179,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("a rank died")
 
     with pytest.raises(RuntimeError, match="a rank died"):
-        write_hf_folder(broken(), tmp_path / "source", tmp_path / "out", max_shard_bytes=1)
+        write_hf_folder(broken(), tmp_path / "source", tmp_path / "out", max_file_bytes=1)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
     with pytest.raises(ValueError, match="already exists"):
         write_hf_folder([], tmp_path / "source", tmp_path / "source")
