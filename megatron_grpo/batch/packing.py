@@ -154,7 +154,6 @@ class SequencePacker:
         return -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
 
     def _sort_by_cost(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
-        """Sort bins by falling cost, and each bin's sequences."""
         costs = [float(self.cost.compute(lengths[indices]).sum()) for indices in bins]
         return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
 
@@ -224,7 +223,6 @@ class SequencePadder:
         return len(_cut(self._sort_by_length(lengths)[1], self.microbatch_tokens))
 
     def _sort_by_length(self, lengths: Lengths) -> tuple[list[int], list[int]]:
-        """Sort sequences, longest first: indices and padded widths."""
         tokens = np.asarray(lengths).tolist()
         order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
         return order, [-(-max(tokens[index], 1) // self.multiple) * self.multiple for index in order]

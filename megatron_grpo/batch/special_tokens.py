@@ -107,7 +107,6 @@ def find_unstopped_turn_end(
 
 
 def _render_turn_ends(render: Callable[[list[dict[str, str]]], str]) -> Iterator[str]:
-    """Yield the texts that follow the model's message."""
     question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": _PROBE_CONTENT}
     for messages in ([question, answer], [question, answer, question]):
         try:

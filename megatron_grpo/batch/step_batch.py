@@ -94,6 +94,7 @@ class StepBatch:
 
     def select_partitions(self, chosen: slice) -> StepBatch:
         """Select some partitions, and number their sequences from 0."""
+        # A replica's arrays lie partition after partition, as their tokens do in the object store.
         indices = np.concatenate(self.partitions[chosen])
         ends = np.cumsum([len(partition) for partition in self.partitions[chosen]])
         return StepBatch(

@@ -129,6 +129,7 @@ class Trajectory(Outcome):
     The engine never runs the last token."""
 
     def __post_init__(self) -> None:
+        # Counted once here, because metrics and the batch of a step read the counts without the arrays.
         versions = [span.version for span in self.spans]
         self.tokens = len(self.token_ids)
         self.response_tokens = sum(span.end - span.start for span in self.spans)

@@ -242,7 +242,7 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
 
 
 def _is_class_call(node: ast.expr, names: set[str]) -> bool:
-    """True for a call of a capitalised name of the program."""
+    # A class of the program can only be told by its name, which begins with a capital letter by custom.
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

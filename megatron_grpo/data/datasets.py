@@ -98,11 +98,11 @@ def _convert_messages(log: Any) -> list[Message]:
 
 
 def _add_reference(env_info: Any, row: dict[str, Any], spec: TaskDataSpec) -> dict[str, Any]:
-    """Add the reference answer, if there is one, to extra_env_info."""
     if env_info is not None and not isinstance(env_info, Mapping):
         raise ValueError(f"returned {type(env_info).__name__} as extra_env_info, not a dict")
     extra = dict(env_info or {})
     column = None if spec.answer_key is None else row.get(spec.answer_key)
+    # NeMo RL's processors put the reference answer under ground_truth.
     answer = extra["ground_truth"] if extra.get("ground_truth") is not None else column
     if REFERENCE in extra or spec.answer_key is None or answer is None:
         return extra
@@ -110,7 +110,6 @@ def _add_reference(env_info: Any, row: dict[str, Any], spec: TaskDataSpec) -> di
 
 
 def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str | list[dict[str, str]]:
-    """Choose the prompt for logs and reward functions."""
     if returned is not None and not isinstance(returned, str) and not is_conversation(returned):
         raise ValueError(
             f"returned {type(returned).__name__} as prompt, neither a text nor a list of {{role, content}}"
@@ -255,6 +254,5 @@ class AllTaskProcessedDataset:
 
 
 def _format_name(process: DataProcessor) -> str:
-    """Format the import path of a processor, for messages."""
     function = process if hasattr(process, "__qualname__") else type(process)
     return f"{function.__module__}.{function.__qualname__}"

@@ -179,7 +179,7 @@ class _Reader:
         self._environments = {name: env.type for name, env in config.env.items()}
 
     def _find_unstopped_turns(self) -> Iterator[str]:
-        """Find templates whose messages end with an unknown stop token."""
+        """Find templates whose messages end with a token that stops nothing."""
         data, ends = self.config.data, set()
         for task in dict.fromkeys([data.task_name, *self.config.env]):
             spec = make_task_spec(data, task)

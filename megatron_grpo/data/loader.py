@@ -57,7 +57,6 @@ class PromptSampler(Sampler[int]):
         return iter(order if visits == [*range(len(visits))] else [visits[index] for index in order])
 
     def _count_extra_rows(self, number: int) -> int:
-        """Count a set's rows with one more visit."""
         return round((self.weights[number] % 1) * self.sizes[number])
 
     def _choose_extra_rows(self, number: int) -> list[int]:
@@ -65,6 +64,8 @@ class PromptSampler(Sampler[int]):
         count, size = self._count_extra_rows(number), self.sizes[number]
         if count == 0:
             return []
+        # The order of a set's extra rows is fixed for the run; each epoch takes the next rows of it, so that the visits
+        # of all rows differ by at most one.
         generator = torch.Generator().manual_seed(self.seed ^ ((number + 1) << 40))
         order = torch.randperm(size, generator=generator).tolist()
         return [order[(self.epoch * count + index) % size] for index in range(count)]
@@ -318,13 +319,12 @@ class StreamLoader(Batches):
         self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
 
     def _identify(self) -> dict[str, Any]:
-        """Identify the stream and its first rows."""
+        # The digest of the first rows tells a stream that changed from the stream of the checkpoint.
         if self._beginning is None:
             self._beginning = digest_rows(islice(self._rows, COMPARED_ROWS))
         return {"subset": self._config.subset, "split": self._config.split, "beginning": self._beginning}
 
     def _draw_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield this epoch's numbered rows in drawn order."""
         numbered = enumerate(iter(self._rows))
         if not self._data.shuffle:
             yield from numbered

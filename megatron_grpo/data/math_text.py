@@ -124,6 +124,7 @@ def has_same_words(response: str, reference: str) -> bool:
 
 def is_unreadable(text: str) -> bool:
     """True for a reference that math-verify surely cannot read."""
+    # Only certain cases are named: a reference that math-verify might read is better compared than reported.
     plain = rewrite_answer(text).text
     depth = 0
     for sign in re.sub(r"\\[{}]", "", plain):
@@ -184,8 +185,8 @@ def _write_out(text: str, factor: str, exponent: str) -> str:
 
 
 def _divide_percentages(text: str, divisor: int) -> str:
-    """Divide the percentages of a text, and remove their signs."""
 
+    # Decimals and fractions are exact, so that equal answers stay equal.
     def divide(number: re.Match[str]) -> str:
         fraction, digits = _FRACTION.fullmatch(number[1]), number[1].replace(",", "")
         if divisor == 1 or len(digits) > _MAX_EXPONENT:

@@ -245,15 +245,13 @@ class PromptRenderer:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _encode_without_blank(self, text: str) -> list[int]:
-        """Encode a text in the middle of a conversation.
-
-        Behind a special token the tokenizer puts its blank as in every prompt.
-        """
+        """Encode a text in the middle of a conversation."""
         core = self._core_without_blank
         if core is None:
             return self._encode(text)
         offsets = (text.find(token) for token in self._special_texts.values())
         begin = min((offset for offset in offsets if offset >= 0), default=None)
+        # Behind a special token the tokenizer is right again: its blank is part of every prompt.
         ids = list(core.encode(text[:begin], add_special_tokens=False).ids)
         return ids if begin is None else ids + self._encode(text[begin:])
 
@@ -268,7 +266,6 @@ class PromptRenderer:
 
     @cached_property
     def _special_texts(self) -> dict[int, str]:
-        """Texts of special and added tokens, by token."""
         return {token: str(text) for token, text in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
 
     @cached_property
@@ -282,11 +279,9 @@ class PromptRenderer:
 
     @cached_property
     def _core_without_blank(self) -> Any:
-        """The tokenizer's core without a blank before texts, if any."""
         return copy_without_blank(getattr(self.tokenizer, "backend_tokenizer", None))
 
     def _normalize(self, message: ChatMessage, number: int) -> dict[str, Any]:
-        """Normalize a message as templates read it."""
         plain = {name: value for name, value in message.items() if value is not None}
         calls = plain.get("tool_calls")
         if isinstance(calls, list) and calls:
@@ -307,7 +302,7 @@ class PromptRenderer:
 
     @cached_property
     def _can_read_parts(self) -> bool:
-        """True if the template reads lists of parts."""
+        # A template that cannot read parts writes the list as Python would, or leaves it out.
         content = [{"type": "text", "text": "first part"}, {"type": "text", "text": "second part"}]
         options: dict[str, Any] = dict(self.format.chat_template_kwargs)
         if self.format.chat_template is not None:

@@ -90,7 +90,6 @@ _reports: dict[str, SetReport] = {}  # the checks before a run and the run itsel
 
 
 def _list_file_stats(path: str) -> list[tuple[str, int, int, int]]:
-    """List path, time, size and inode of each file."""
     if not os.path.isdir(path):
         files = [path]
     else:
@@ -129,7 +128,6 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
 
 
 def _describe_oddities(report: SetReport) -> Iterator[str]:
-    """Describe repeated prompts, open answers, doubtful tests and unread answers."""
     if report.rows > 1 and report.duplicates == report.rows - 1:
         yield f"has the same prompt in all of its {report.rows} rows"
     elif report.duplicates:
@@ -152,8 +150,9 @@ def _describe_oddities(report: SetReport) -> Iterator[str]:
 
 
 def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
-    """Check every row, and fill the report with the results."""
     usable, digests = array("q"), array("Q")
+    # A file is identified by its bytes, which is faster; a folder or a hub set by its rows, because the cutting of rows
+    # into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.read_all()):
@@ -179,6 +178,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
             report.first_unread = report.first_unread or f"{source.locate(number)}, {to_text(unread)}"
             report.unread += 1
         prompt = check.read_prompt(converted)
+        # Only a digest of each prompt stays in memory, so that sets of any size can be checked for repetitions.
         report.begun += is_conversation(prompt) and prompt[-1]["role"] == "assistant"
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
@@ -210,7 +210,6 @@ def _convert_to_bytes(row: Row | str) -> bytes:
 
 
 def _convert_to_text(value: Any) -> str:
-    """Convert a value that JSON lacks."""
     return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 

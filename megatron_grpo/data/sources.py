@@ -325,7 +325,6 @@ def _validate(dataset: Any, path: Path) -> Source:
 
 
 def _open_csv(path: Path) -> Source:
-    """Open a table with a header; 007 stays 007."""
     import pyarrow as pa
     from datasets import Dataset
 

@@ -169,7 +169,6 @@ def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDa
 
 
 def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
-    """Call `make` on a converted row."""
     return make(form(row), *arguments)
 
 
@@ -279,7 +278,6 @@ def find_processor_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def _list_sections(data: DataConfig) -> dict[str, PromptConfig]:
-    """List the configuration's sections with settings of prompts, by key."""
     return {"data": data, **{f"data.tasks.{name}": task for name, task in data.tasks.items()}}
 
 
@@ -308,7 +306,6 @@ def _read(file: str | None, form: Callable[[str], T]) -> T | None:
 
 
 def _check_prompt_text(text: str) -> str:
-    """Check that a prompt file's text has a field."""
     try:
         fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
     except ValueError as error:

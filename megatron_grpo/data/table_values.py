@@ -47,7 +47,6 @@ def find_media_columns(features: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_media(feature: Any) -> Iterator[Any]:
-    """Find the features of `datasets` that decode files."""
     if isinstance(feature, Mapping):
         for part in feature.values():
             yield from _find_media(part)
@@ -56,6 +55,7 @@ def _find_media(feature: Any) -> Iterator[Any]:
             yield from _find_media(part)
     elif hasattr(feature, "feature"):
         yield from _find_media(feature.feature)
+    # Json is no medium: its decoding only parses a text.
     elif hasattr(feature, "decode") and type(feature).__name__ != "Json":
         yield feature
 

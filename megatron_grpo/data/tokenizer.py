@@ -107,6 +107,7 @@ def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str
     Returns:
         The difference in words; None: they agree.
     """
+    # Both directions, with and without special tokens: tokenizers that encode alike may still decode otherwise.
     for text in texts:
         for special in (False, True):
             ids, expected = (encode_text(coder, text, special=special) for coder in (tokenizer, reference))
@@ -169,7 +170,6 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
 
 
 def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
-    """Add the tokens that a folder declares."""
     declared, special = set(list_declared_tokens(folder)), set(tokenizer.all_special_tokens)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):

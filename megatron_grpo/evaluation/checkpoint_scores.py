@@ -93,7 +93,6 @@ def _sample_set(
     timer: StepTimer,
     file: TextIO,
 ) -> AnsweredSet:
-    """Sample the responses to a set's prompts, and write them batch by batch."""
     config, answered = request.config, AnsweredSet(held_out.prompts, [], [])
     settings = replace(make_sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
     size = max(1, config.training_loop.val_batch_size // request.samples)

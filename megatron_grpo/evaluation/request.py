@@ -58,7 +58,6 @@ def _name_sets(config: Config, paths: Sequence[str]) -> dict[str, EvaluatedSet]:
 
 
 def _find_set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
-    """Find problems of the sets and their rows."""
     if not sets:
         text = "is missing: a file, a folder, a hub name, or [file,file], with the prompts to respond to"
         yield Problem(DATA_KEY, text)

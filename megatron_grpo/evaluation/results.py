@@ -183,6 +183,7 @@ def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, A
         number of these prompts; metrics: the metrics that validation reports for the same responses.
     """
     results: dict[str, Any] = {"prompts": len(answered.prompts)}
+    # Responses without a verdict count neither as right nor as wrong.
     judged = [[row for row in rows if row["correct"] is not None] for rows in answered.rows]
     right = [[bool(row["correct"]) for row in rows] for rows in judged]
     if any(right):
@@ -218,6 +219,7 @@ def compare_evaluations(rows: Sequence[Row], before: Sequence[Row]) -> dict[str,
         over prompts; the p-value of Wilcoxon's test; and with one response to each prompt, only_before and only_now
         (prompts that only this evaluation got right) with the p-value of McNemar's exact test.
     """
+    # Paired by prompt, because the differences of equal prompts vary less than the difference of two means.
     now, then = _collect_by_prompt(rows), _collect_by_prompt(before)
     pairs: dict[str, list[tuple[list[bool], list[bool]]]] = {name: [] for name, _, _ in now}
     for key in now:
@@ -227,7 +229,6 @@ def compare_evaluations(rows: Sequence[Row], before: Sequence[Row]) -> dict[str,
 
 
 def _collect_by_prompt(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[bool]]:
-    """Collect whether each judged response is right, by set, row and prompt."""
     right: dict[tuple[str, int, str], list[bool]] = {}
     for row in rows:
         if row["correct"] is not None:
@@ -249,6 +250,7 @@ def _compare(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, An
         "difference": compute_bootstrap_interval(differences),
         "wilcoxon_p": compute_wilcoxon_p(differences),
     }
+    # McNemar's test counts prompts that changed sides, which needs a single verdict on each prompt.
     if all(len(before) == len(now) == 1 for before, now in responses):
         only_before, only_now = differences.count(-1.0), differences.count(1.0)
         result |= {
