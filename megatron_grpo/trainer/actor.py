@@ -121,10 +121,10 @@ class RankActor(ABC):
     def _build_model(self, settings: RankSettings) -> ModelRank:
         """Build the model and load this rank's weights."""
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return function(this rank's model, *args); `ModelRanks.submit` checks the arguments' types."""
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return function(this rank's model, ...); `ModelRanks.submit` types the arguments."""
         with phase(function.__name__.strip("_")):
-            return function(self.model, *args)
+            return function(self.model, *args, **kwargs)
 
     @phase("train")
     def train(
@@ -167,9 +167,8 @@ class RankActor(ABC):
         return self.model.recorder.end()
 
     @phase("watch states")
-    def watch_states(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Sketch these tokens in the next pass for log-probabilities."""
-        self.model.recorder.watch(indices, numbers)
+    def watch_states(self, in_replica: NDArray[np.int64], in_step: NDArray[np.int64]) -> None:
+        self.model.recorder.watch(in_replica, in_step)
 
     @phase("end states")
     def end_states(self) -> list[StateSketches]:
@@ -196,7 +195,7 @@ class RankActor(ABC):
         if filtered:  # the filter of sampling removes these tokens, and the loss leaves them out
             usable |= values.isneginf()
         by_sequence = usable.split(tokens.lengths)
-        ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.partitions])
+        ends = np.cumsum([int(batch.lengths[partition].sum()) for partition in batch.partitions])
         references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
         return references, np.array([bool(flags.all()) for flags in by_sequence])
 

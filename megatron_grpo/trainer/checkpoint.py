@@ -218,8 +218,8 @@ def _require_same_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
 def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
     # Of the weights, each replica reads a part and sends it to the others.
     shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _find_replicas())
-    common = {name: state.pop(name) for name in ("model", "reference") if name in state}
-    loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
+    weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
+    loaded: dict[str, Any] = dist_checkpointing.load(weights, folder, shared)
     # Optimizer state is different on every replica.
     return loaded | dist_checkpointing.load(state, folder)
 

@@ -140,6 +140,7 @@ class ModelRanks(ABC):
             NonFiniteGradientError: the gradient is not finite; the weights are unchanged.
             RefusedStepError: the probability error is beyond its limit; the weights are unchanged.
         """
+        # Counted over the whole step: every rank divides by the same denominators, however sequences are split.
         counts = GlobalCounts.count(batch, sequences)
         schedules = self._assign(batch, sequences, self._config.microbatch_tokens)
         limit = self._find_prob_error_limit(batch)
