@@ -183,8 +183,10 @@ class RankCheckpoint:
         """
         rank = self._rank
         # An optimizer on the host stores the classes that it is made of, and torch loads only classes listed as safe.
-        groups = rank.optimizer.optimizer.param_groups
-        classes: list[Any] = [value for group in groups for value in group.values() if isinstance(value, type)]
+        param_groups = rank.optimizer.optimizer.param_groups
+        classes: list[Any] = [
+            value for param_group in param_groups for value in param_group.values() if isinstance(value, type)
+        ]
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)
@@ -225,8 +227,8 @@ def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _find_replicas() -> dist.ProcessGroup:
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
+    process_group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return process_group
 
 
 def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] |
     if not any(_is_adapter(name) for weights in by_chunk.values() for name in weights):
         return by_chunk
     return {
-        index: {name: shard for name, shard in weights.items() if _is_adapter(name)}
+        index: {name: entry for name, entry in weights.items() if _is_adapter(name)}
         for index, weights in by_chunk.items()
     }
 
@@ -287,14 +289,14 @@ def _is_adapter(name: str) -> bool:
 
 
 def _build_reference_weights(reference: Sequence[GPTModel]) -> dict[str, Any]:
-    shards = build_sharded_weights(reference, dict(_METADATA))
-    add_prefix_for_sharding(shards, "reference.")
-    return shards
+    weights = build_sharded_weights(reference, dict(_METADATA))
+    add_prefix_for_sharding(weights, "reference.")
+    return weights
 
 
 def _build_random_state(rank: ModelRank) -> ShardedObject:
-    groups = rank.chunks[0].pg_collection
-    axes = (groups.pp, groups.tp, groups.dp_cp)
+    process_groups = rank.chunks[0].pg_collection
+    axes = (process_groups.pp, process_groups.tp, process_groups.dp_cp)
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    sizes, ranks = tuple(group.size() for group in axes), tuple(group.rank() for group in axes)
+    sizes, ranks = tuple(axis.size() for axis in axes), tuple(axis.rank() for axis in axes)
     return ShardedObject("random_state", state, sizes, ranks, replica_id=0)

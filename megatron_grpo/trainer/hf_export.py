@@ -210,7 +210,7 @@ def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any
     """
     layout, kind = _NAMES_IN_CONFIG[quantization]
     number = {"num_bits": 8, "type": kind, "symmetric": True}
-    group = {
+    scheme = {
         "targets": ["Linear"],
         "weights": {**number, "strategy": "channel", "dynamic": False},
         "input_activations": {**number, "strategy": "token", "dynamic": True},
@@ -219,6 +219,6 @@ def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": scheme},
         "ignore": ["lm_head"],
     }

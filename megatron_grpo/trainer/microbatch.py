@@ -122,10 +122,10 @@ class MicrobatchMaker:
             token_indices = find_token_indices(np.asarray(batch.lengths), np.asarray(indices))[tokens]
         index = torch.from_numpy(tokens)
         # The layers replay the recorded experts; the head has no use for them.
-        entries = {name: value[index] for name, value in replace(fields, routed_experts=None).as_dict().items()}
-        entries["token_ids"] = entries["token_ids"].long()
-        if no_rows and "loss_mask" in entries:
-            entries["loss_mask"] = torch.zeros(1)
+        row_fields = {name: value[index] for name, value in replace(fields, routed_experts=None).as_dict().items()}
+        row_fields["token_ids"] = row_fields["token_ids"].long()
+        if no_rows and "loss_mask" in row_fields:
+            row_fields["loss_mask"] = torch.zeros(1)
         token_ids, is_token = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
         token_ids[is_token] = fields.token_ids.numpy()[layout.source[is_token]]
         move = self._move
@@ -134,7 +134,7 @@ class MicrobatchMaker:
             token_ids=move(token_ids[None]),
             sequences=self._pack(layout, fields.routed_experts, is_dummy=not indices),
             rows=move(rows),
-            tokens=TokenFields(**{name: move(value.numpy()) for name, value in entries.items()}),
+            tokens=TokenFields(**{name: move(value.numpy()) for name, value in row_fields.items()}),
             segments=Segments(
                 sequence_index=move(sequence[tokens]),
                 sizes=move(np.bincount(sequence[is_computed], minlength=len(selected)).astype(np.float32)),

@@ -154,8 +154,8 @@ def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
         optimizer = getattr(megatron, "optimizer", None)  # stages without experts have an empty expert optimizer
         if optimizer is None:
             continue
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        for param_group in optimizer.param_groups:
+            yield from param_group["params"]
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 

@@ -139,8 +139,8 @@ class ModelOptimizer:
         if not self._gathers_late:
             return
         for chunk in self.chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
+            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     @torch.no_grad()
     def compute_grad_norm(self) -> float:
@@ -199,12 +199,12 @@ class ModelOptimizer:
         """
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                group = buffer.data_parallel_group
-                if not self.settings.distributed or group.size() == 1:
+                process_group = buffer.data_parallel_group
+                if not self.settings.distributed or process_group.size() == 1:
                     continue
                 for bucket in buffer.buckets:
-                    parts = bucket.grad_data.chunk(group.size())
-                    dist.all_gather(list(parts), parts[group.rank()].clone(), group=group)
+                    parts = bucket.grad_data.chunk(process_group.size())
+                    dist.all_gather(list(parts), parts[process_group.rank()].clone(), group=process_group)
 
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
         """Load a checkpoint's moments and schedule, but not its settings.
@@ -212,12 +212,12 @@ class ModelOptimizer:
         Parameter groups also contain settings of the run that saved, which loading would otherwise restore.
         """
         # Empty expert optimizers save step 0; restore the real step.
-        for group in _iter_parameter_groups(state):
-            if "step" in group:
-                group["step"] = schedule_steps
+        for param_group in _iter_parameter_groups(state):
+            if "step" in param_group:
+                param_group["step"] = schedule_steps
         self.optimizer.load_state_dict(state)
-        for group in self.optimizer.param_groups:
-            group.update(
+        for param_group in self.optimizer.param_groups:
+            param_group.update(
                 max_lr=self.settings.lr,
                 min_lr=self.settings.min_lr,
                 betas=(self.settings.adam_beta1, self.settings.adam_beta2),

@@ -377,14 +377,14 @@ class PolicyRank(ModelRank):
 
         With a filter also the log-probabilities over the vocabulary without it.
         """
-        group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
+        process_group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
         columns = len(model.head_weight)
-        start = group.rank() * columns
+        start = process_group.rank() * columns
         operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, require_field(tokens.token_ids)
         arguments: _HeadArguments = {
             "start": start,
             "columns": max(0, min(columns, self.shape.vocab - start)),
-            "group": group if group.size() > 1 else None,
+            "group": process_group if process_group.size() > 1 else None,
             "scale": 1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
             "chunk_tokens": self.config.logprob_chunk_size,
         }

@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.model.packed_sequences import AttentionGroup, PackedSequences
+from megatron_grpo.trainer.model.packed_sequences import AttentionRectangle, PackedSequences
 
 
 def _select_rows(tokens: Tensor, index: Tensor) -> Tensor:
@@ -54,10 +54,10 @@ class TorchCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Let every token attend to its sequence up to itself.
 
-        Heads of a group share key and value. The query is [tokens, 1, heads, head_dim], any float type; of its dtype
-        are key, [tokens, 1, groups, head_dim], value, [tokens, 1, groups, value_dim], and the result, [tokens, 1, heads
-        * value_dim]. Masks and biases are ignored: attention is always causal, and padding stands to the right, where
-        no real token sees it.
+        Several query heads share a head of keys and values. The query is [tokens, 1, heads, head_dim], any float type;
+        of its dtype are key, [tokens, 1, key heads, head_dim], value, [tokens, 1, key heads, value_dim], and the result,
+        [tokens, 1, heads * value_dim]. Masks and biases are ignored: attention is always causal, and padding stands to
+        the right, where no token sees it.
         """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
@@ -66,24 +66,24 @@ class TorchCoreAttention(torch.nn.Module):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
         assert calls is not None, "the microbatch was made for a model without windows"
-        parts = [self._attend(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
+        parts = [self._attend(query[:, 0], key[:, 0], value[:, 0], rectangle) for rectangle in calls.rectangles]
         return _select_rows(torch.cat(parts), calls.out)[:, None].flatten(2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rectangle: AttentionRectangle) -> Tensor:
         """Make one attention call; returns [slots of queries, heads, value_dim].
 
-        Query, key and value are [tokens, heads or groups, head_dim]. Repeated slots are visible only to queries whose
+        Query, key and value are [tokens, heads, head_dim]. Repeated slots are visible only to queries whose
         output is discarded.
         """
-        keys, values = (_select_rows(tensor, group.keys).transpose(1, 2) for tensor in (key, value))
-        sees_all = self.window is None or group.keys.shape[1] <= self.window
-        mask = None if group.square and sees_all else self._build_mask(group)
-        if not self._accepts_groups(query.dtype, mask):
+        keys, values = (_select_rows(tensor, rectangle.keys).transpose(1, 2) for tensor in (key, value))
+        sees_all = self.window is None or rectangle.keys.shape[1] <= self.window
+        mask = None if rectangle.square and sees_all else self._build_mask(rectangle)
+        if not self._accepts_fewer_key_heads(query.dtype, mask):
             keys, values = (
                 tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (keys, values)
             )
         out = F.scaled_dot_product_attention(
-            _select_rows(query, group.queries).transpose(1, 2),
+            _select_rows(query, rectangle.queries).transpose(1, 2),
             keys,
             values,
             attn_mask=mask,
@@ -93,14 +93,16 @@ class TorchCoreAttention(torch.nn.Module):
         )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _accepts_groups(self, dtype: torch.dtype, mask: Tensor | None) -> bool:
+    def _accepts_fewer_key_heads(self, dtype: torch.dtype, mask: Tensor | None) -> bool:
         # On GPUs only FlashAttention takes keys with fewer heads than queries, and neither masks nor float32; any other
         # kernel would hold all scores.
         return not self._on_gpu or (mask is None and dtype != torch.float32)
 
-    def _build_mask(self, group: AttentionGroup) -> Tensor:
-        queries, keys = (torch.arange(slots.shape[1], device=slots.device) for slots in (group.queries, group.keys))
-        position = (group.first[:, None] + queries)[:, None, :, None]  # of each query, counted from the first key
+    def _build_mask(self, rectangle: AttentionRectangle) -> Tensor:
+        queries, keys = (
+            torch.arange(slots.shape[1], device=slots.device) for slots in (rectangle.queries, rectangle.keys)
+        )
+        position = (rectangle.first[:, None] + queries)[:, None, :, None]  # of each query, counted from the first key
         is_visible = keys <= position
         return is_visible if self.window is None else is_visible & (keys > position - self.window)
 

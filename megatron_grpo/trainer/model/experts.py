@@ -156,9 +156,9 @@ def sum_load_levels(
 
 
 def _sum_over_parts(shares: Tensor) -> Tensor:
-    group = parallel_state.get_tensor_and_context_parallel_group()
-    if group.size() > 1:
-        dist.all_reduce(shares, group=group)
+    process_group = parallel_state.get_tensor_and_context_parallel_group()
+    if process_group.size() > 1:
+        dist.all_reduce(shares, group=process_group)
     return shares
 
 

@@ -70,10 +70,10 @@ class LatentAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.latent, self.rope_factor = latent, rope_factor
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        process_groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         heads, hidden = config.num_attention_heads, config.hidden_size
         queries = heads * (latent.plain_dim + latent.rope_dim)
-        split: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
+        split: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": process_groups.tp}
         column = {**split, "init_method": config.init_method, "skip_bias_add": False, "gather_output": False}
         row = {
             **split,
@@ -121,8 +121,8 @@ class LatentAttention(MegatronModule):
         )
         if self.config.sequence_parallel:
             # The heads of every rank contribute a gradient to the shared key, and backward sums them.
-            group = parallel_state.get_tensor_model_parallel_group()
-            shared_key = gather_from_sequence_parallel_region(shared_key, group=group)
+            process_group = parallel_state.get_tensor_model_parallel_group()
+            shared_key = gather_from_sequence_parallel_region(shared_key, group=process_group)
         plain, rotated = queries.split([latent.plain_dim, latent.rope_dim], dim=-1)
         angles = rotary_pos_emb
         query = torch.cat([plain, self._rotate(rotated, angles)], dim=-1)

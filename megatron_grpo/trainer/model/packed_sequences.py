@@ -53,7 +53,7 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionGroup:
+class AttentionRectangle:
     """Parts of sequences that one attention call computes as a rectangle.
 
     Shorter parts repeat their last token.
@@ -73,9 +73,9 @@ class AttentionGroup:
 class AttentionCalls:
     """Attention calls of one layer for a microbatch on this rank."""
 
-    groups: list[AttentionGroup]
+    rectangles: list[AttentionRectangle]
     out: Tensor
-    """[tokens of this rank], int64: slot of each token's query, slots counted group by group."""
+    """[tokens of this rank], int64: slot of each token's query, slots counted rectangle by rectangle."""
 
 
 @dataclass
@@ -239,7 +239,7 @@ def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) 
     # Longest first, so that neighbours have similar lengths and rectangles little padding.
     order = np.lexsort((np.arange(len(keys)), -queries, -keys))
     out = np.empty(layout.local_tokens, dtype=np.int64)
-    groups, slots, begin = [], 0, 0
+    rectangles, slots, begin = [], 0, 0
     while begin < len(order):
         end = begin + int(np.searchsorted(-keys[order[begin:]], -LEAST_FILL * keys[order[begin]], side="right"))
         members = order[begin:end]
@@ -251,8 +251,8 @@ def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) 
         row_starts = slots + np.arange(len(members)) * query_width
         out[np.repeat(begins[members], counts) + nth] = np.repeat(row_starts, counts) + nth
         slots += len(members) * query_width
-        groups.append(
-            AttentionGroup(
+        rectangles.append(
+            AttentionRectangle(
                 queries=move(query),
                 keys=move(layout.gathered_index[key]),
                 first=move(keys[members] - queries[members]),
@@ -260,7 +260,7 @@ def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) 
             )
         )
         begin = end
-    return AttentionCalls(groups, move(out))
+    return AttentionCalls(rectangles, move(out))
 
 
 def select_source(layout: PackedLayout, *, part: int, parts: int, is_dummy: bool = False) -> Ints:

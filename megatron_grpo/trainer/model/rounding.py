@@ -26,15 +26,15 @@ from megatron_grpo.config.schema import Fp8Config, QuantizationFormat
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def round_tensor(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def round_tensor(values: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Round values at one scale for the matrix: 448 / max |x|.
 
     This is Transformer Engine's current scaling. Values and result are this rank's part of the matrix, [...], any float
-    type; `group`: ranks with the other parts.
+    type; `process_group`: ranks with the other parts.
     """
     largest = values.abs().amax().float()
-    if group is not None and group.size() > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if process_group is not None and process_group.size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group)
     scale = torch.where(largest > 0, LARGEST / largest, torch.ones_like(largest))
     return _round_at_scale(values.float(), scale).to(values.dtype)
 
@@ -82,9 +82,9 @@ class RoundedLinear:
         return output
 
     @torch.no_grad()
-    def _round(self, values: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    def _round(self, values: Tensor, rows: int, process_group: dist.ProcessGroup) -> Tensor:
         if self._recipe == "tensorwise":
-            return round_tensor(values, group)
+            return round_tensor(values, process_group)
         return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, rows, 128)
 
 
@@ -122,10 +122,11 @@ class QuantizedLinear:
     def __init__(self, *arguments: Any, quantization: QuantizationFormat, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         # A rank has whole rows and sees whole tokens, unless the columns of the matrix are split.
-        group = self.tp_group if isinstance(self, RowParallelLinear) else None
+        process_group = self.tp_group if isinstance(self, RowParallelLinear) else None
         # One scale per token of an input, [length, sequences, columns], and per row of a weight, [rows, columns]. Kept
         # in a tuple they are not submodules, so checkpoints ignore them.
-        self._quantizers = (_make_quantizer(quantization, (0, 1), group), _make_quantizer(quantization, 0, group))
+        axes: tuple[tuple[int, ...] | int, ...] = ((0, 1), 0)
+        self._quantizers = tuple(_make_quantizer(quantization, axis, process_group) for axis in axes)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         quantize_input, quantize_weight = self._quantizers
@@ -139,7 +140,7 @@ NUM_BITS = {"int8": 8, "fp8": (4, 3)}
 
 
 def _make_quantizer(
-    quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None
+    quantization: QuantizationFormat, axis: int | tuple[int, ...], process_group: dist.ProcessGroup | None
 ) -> Any:
     """Make a quantiser with a scale per index of `axis`."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
@@ -148,7 +149,7 @@ def _make_quantizer(
     attributes: Any = QuantizerAttributeConfig(
         num_bits=NUM_BITS[quantization], type="dynamic", pass_through_bwd=True, axis=axis
     )
-    return _define_split_quantizer()(attributes, group)
+    return _define_split_quantizer()(attributes, process_group)
 
 
 @cache
@@ -157,15 +158,15 @@ def _define_split_quantizer() -> type:
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     class SplitQuantizer(TensorQuantizer):  # type: ignore[misc,unused-ignore]
-        def __init__(self, attributes: Any, group: dist.ProcessGroup | None) -> None:
+        def __init__(self, attributes: Any, process_group: dist.ProcessGroup | None) -> None:
             super().__init__(attributes)
-            self._group = group
+            self._process_group = process_group
 
         def _get_amax(self, inputs: Tensor) -> Tensor:
             largest: Tensor = super()._get_amax(inputs).float()
-            if self._group is not None and self._group.size() > 1:
+            if self._process_group is not None and self._process_group.size() > 1:
                 # Scales are dynamic, so they are reduced over ranks each time; modelopt does so only in calibration.
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._process_group)
             return largest
 
     return SplitQuantizer

@@ -109,7 +109,7 @@ def test_attention_is_that_of_each_sequence(
         packed = build_packed_sequences(one, transformer_engine=False, window=window)
         out = attention(q, k, v, None, packed_seq_params=packed)
         if window is not None:
-            assert all(group.keys.shape[1] < 2 * window for group in packed.windowed_calls.groups)
+            assert all(rectangle.keys.shape[1] < 2 * window for rectangle in packed.windowed_calls.rectangles)
         assert out.shape == (one.local_tokens, 1, HEADS * HEAD_DIM)
         actual = actual.index_put((source[source >= 0],), out[source >= 0, 0])
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
