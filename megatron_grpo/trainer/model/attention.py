@@ -55,8 +55,8 @@ class TorchCoreAttention(torch.nn.Module):
         """Let every token attend to its sequence up to itself.
 
         Several query heads share a head of keys and values. The query is [tokens, 1, heads, head_dim], any float type;
-        of its dtype are key, [tokens, 1, key heads, head_dim], value, [tokens, 1, key heads, value_dim], and the result,
-        [tokens, 1, heads * value_dim]. Masks and biases are ignored: attention is always causal, and padding stands to
+        of its dtype are key, [tokens, 1, key heads, head_dim], value, [tokens, 1, key heads, value_dim], and the
+        result, [tokens, 1, heads * value_dim]. Masks and biases are ignored: attention is always causal, and padding stands to
         the right, where no token sees it.
         """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
