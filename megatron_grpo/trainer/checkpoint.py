@@ -184,9 +184,8 @@ class RankCheckpoint:
         rank = self._rank
         # An optimizer on the host stores the classes that it is made of, and torch loads only classes listed as safe.
         param_groups = rank.optimizer.optimizer.param_groups
-        classes: list[Any] = [
-            value for param_group in param_groups for value in param_group.values() if isinstance(value, type)
-        ]
+        settings = (value for param_group in param_groups for value in param_group.values())
+        classes: list[Any] = [value for value in settings if isinstance(value, type)]
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)

@@ -56,8 +56,8 @@ class TorchCoreAttention(torch.nn.Module):
 
         Several query heads share a head of keys and values. The query is [tokens, 1, heads, head_dim], any float type;
         of its dtype are key, [tokens, 1, key heads, head_dim], value, [tokens, 1, key heads, value_dim], and the
-        result, [tokens, 1, heads * value_dim]. Masks and biases are ignored: attention is always causal, and padding stands to
-        the right, where no token sees it.
+        result, [tokens, 1, heads * value_dim]. Masks and biases are ignored: attention is always causal, and padding
+        stands to the right, where no token sees it.
         """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
