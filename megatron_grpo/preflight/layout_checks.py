@@ -178,7 +178,7 @@ def _check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
     tensor, expert = parallel.tensor, parallel.expert
     yield _check_tensor("generation.parallel", tensor, shape)
     # vLLM need not give every stage equally many layers.
-    text = f"is more than the model's {shape.layers} layers"
+    text = f"exceeds the model's {shape.layers} layers"
     yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text
     if experts is None:
         yield expert > 1, subject, "the model has no experts; use 1"
