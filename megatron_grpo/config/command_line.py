@@ -37,7 +37,7 @@ class CommandLine:
     """Arguments without = and without dashes."""
 
     def require(self, name: str, form: str) -> Any:
-        """The value of an option; ValueError: it is missing, and `form` says how it is written."""
+        """Return an option; ValueError if it is missing, with its `form`."""
         if not self.options.get(name):
             raise ValueError(f"{name}={form} is missing; --help shows the arguments")
         return self.options[name]
@@ -97,7 +97,7 @@ def run_command(
     body: Callable[[Sequence[str]], int],
     failures: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Answer --help and --version, or run the body of a command; returns the exit code.
+    """Run the body of a command, or answer --help and --version.
 
     An error becomes a message on standard error; the exit code is FAILED for `failures`, else MISTAKE.
     """
@@ -114,7 +114,7 @@ def run_command(
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> bool:
-    """Print usage or version if a command line asks for it; returns whether."""
+    """Print usage or version if the command line asks for it."""
     if {"-h", "--help"} & set(arguments):
         print(usage, end="")
     elif "--version" in arguments:
@@ -133,7 +133,7 @@ def find_version() -> str:
 
 
 def report_interruption(error: KeyboardInterrupt) -> int:
-    """Print a line with the notes of an interruption; returns the exit code."""
+    """Print a line with the notes of an interruption; return the exit code."""
     print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return TERMINATED if "SIGTERM" in error.args else INTERRUPTED
 

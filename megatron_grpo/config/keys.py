@@ -163,7 +163,7 @@ def _read_field_docs(section: type) -> dict[str, str]:
 
 
 def describe_type(hint: Any) -> str:
-    """Describe a type: "int > 0", "one of a, b or null", "list of text"."""
+    """Describe a type: "int > 0", "one of a, b", "list of text"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         description = next((annotation for annotation in args[1:] if isinstance(annotation, str)), None)

@@ -55,7 +55,7 @@ def _copy_to_gpu(array: NDArray[Any]) -> Tensor:
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
-    """Check that torch sees a GPU if Ray assigned one; otherwise the run would use CPUs.
+    """Check that torch sees a GPU if Ray assigned one, rather than use CPUs.
 
     Args:
         assigned: Ray's names of this process's GPUs (`list_assigned_gpus`); empty: it has none.
@@ -69,7 +69,8 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this address alone, while the object lives."""
+    """Open a store on a free port of this address alone."""
+    # It lives as long as the returned object.
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
