@@ -136,6 +136,7 @@ def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
     for inner in (path for path in paths if path.is_dir()):
         sync(inner)
     by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
+    # The manifest comes last: with it the checkpoint is complete.
     write_with_checksum(folder / MANIFEST_FILE, {"format": _FORMAT, "step": step, "files": by_name})
 
 
@@ -165,7 +166,8 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
         text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
         raise LaterFormatError(f"{folder} {text}")
     expected: dict[Path, FileRecord] = {folder / name: record for name, record in manifest["files"].items()}
-    for path, record in expected.items():  # sizes first: reading them costs nothing
+    # Sizes first: reading them costs nothing, and finds most interrupted copies.
+    for path, record in expected.items():
         with missing_file_errors(path):
             size = path.stat().st_size
         if path.is_dir():

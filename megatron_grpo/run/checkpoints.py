@@ -74,9 +74,8 @@ class Checkpointer:
     def find_start(self, stop: Event | None = None) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
 
-        A run that started from another run's checkpoint and has saved since continues from its own newest intact one,
-        because a job that is queued again has the same command line. Newer checkpoints of its own are damaged: they are
-        renamed (set aside), and standard error says which and why. `stop`: as in `verify_checkpoint`.
+        Damaged checkpoints are renamed (set aside), and standard error says which and why. `stop`: as in
+        `verify_checkpoint`.
 
         Raises:
             ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
@@ -86,6 +85,8 @@ class Checkpointer:
         resume, steps = self.config.resume, self.list_steps()
         path = None if resume in ("auto", "none") else Path(resume).resolve()
         is_foreign = path is not None and path.parent != self.folder.resolve()
+        # A run that started from another run's checkpoint and has saved since goes on from its own: a job that is
+        # queued again has the same command line.
         if resume == "auto" or (is_foreign and (steps or self._list_set_aside())):
             return self._find_newest_intact(stop)
         begin = 0
@@ -214,14 +215,10 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _find_newest_intact(self, stop: Event | None) -> Path | None:
-        """Find the newest intact checkpoint, and set later ones aside.
-
-        Returns:
-            None: the run has saved nothing.
+        """Find the newest intact checkpoint, and set later ones aside; None: there are none.
 
         Raises:
-            ConfigError: there are checkpoints, all damaged. Nothing is renamed then: a second try must not find an
-                empty folder and begin anew over the files of the run.
+            ConfigError: all checkpoints are damaged.
         """
         damaged: dict[int, CheckpointError] = {}
         for step in reversed(self.list_steps()):
@@ -243,6 +240,7 @@ class Checkpointer:
             return self.locate(step)
         if not (damaged or self._list_set_aside()):
             return None
+        # Nothing is renamed now: a second try must not find an empty folder and begin anew over the run's files.
         faults = [str(error) for error in damaged.values()] or [
             f"{path} was set aside" for path in self._list_set_aside()
         ]

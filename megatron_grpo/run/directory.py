@@ -50,8 +50,7 @@ All other keys may change between start and resume."""
 def lock_run_directory(path: str) -> Iterator[Path]:
     """Create or reopen a run's folder and lock it.
 
-    A new folder is removed if it stays empty. Only the user who starts the run may look into it: it holds prompts,
-    responses and weights.
+    A new folder is removed if it stays empty.
 
     Raises:
         RunError: another driver holds the lock, or the folder cannot be written.
@@ -59,11 +58,13 @@ def lock_run_directory(path: str) -> Iterator[Path]:
     folder = Path(os.path.abspath(path))
     try:
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+        # Only the user who starts the run may look into it: it holds prompts, responses and weights.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a")
     except OSError as error:
         raise RunError(f"run_dir={folder} cannot be written: {error.filename}: {error.strerror}") from None
-    with lock:  # the kernel releases it when the driver dies, however it dies
+    # The kernel releases the lock when the driver dies, however it dies.
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_locked = os.fstat(lock.fileno()).st_nlink > 0  # 0: removed by a start that just failed

@@ -60,6 +60,7 @@ class ScriptData:
             if is_in_use(run_dir):
                 raise ConfigError([Problem(f"run_dir={run_dir}", "is in use by another run that is still alive")])
             self._run_dir = Path(os.path.abspath(run_dir))
+            # On the same file system as run_dir, so that the files can be moved into it.
             existing = next(folder for folder in (self._run_dir, *self._run_dir.parents) if folder.is_dir())
             try:
                 self._aside = Path(tempfile.mkdtemp(prefix=".megatron_grpo_", dir=existing))
