@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig, ReferenceConfig
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.trainer.model.build import build_reference
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo_kernels import filtered_logprob
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
@@ -87,7 +88,7 @@ def with_reference(layout: Layout, model: TinyModel) -> PolicyRank:
     """A rank with the filter and a reference."""
     engine = make_engine(layout, model, distributed=False)
     engine.settings = replace(engine.settings, token_filter=FILTER, reference=ReferenceConfig())
-    engine._add_reference(ReferenceConfig())
+    engine.reference = build_reference(engine.chunks, engine.config, ReferenceConfig(), engine.shape, engine.platform)
     return engine
 
 
