@@ -26,7 +26,7 @@ from megatron_grpo.config.schema import (
     ReferenceConfig,
 )
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
-from megatron_grpo.trainer.checkpoint import sharded_state
+from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.pieces import lay_out_pieces, split_messages
@@ -138,7 +138,7 @@ def test_the_life_of_a_rank(case: Case, models: Callable[[str], Path], tmp_path:
             rank.checkpoint.save(str(tmp_path))
             rank.checkpoint.load(str(tmp_path))
         else:  # the other ranks' parts would be missing
-            sharded_state(rank, is_loading=False)
+            build_sharded_state(rank, is_loading=False)
     del share, outputs
     offload(rank)
     trial.logprobs()
