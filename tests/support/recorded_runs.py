@@ -128,7 +128,7 @@ class RecordedRun:
             max_num_steps=self.config.training_loop.max_num_steps,
             vocab=read_model_shape(self.versions[0]).vocab,
         )
-        write_rollouts(locate_rollouts_file(self.run_dir, step), groups, record.metadata())
+        write_rollouts(locate_rollouts_file(self.run_dir, step), groups, record.to_metadata())
 
     def write_metrics(self, errors: Mapping[int, Mapping[str, float]]) -> None:
         """Write metrics.jsonl: the figures of each step (`consistency`), by step."""
