@@ -11,24 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megatron_grpo.environments.environment_status import EnvironmentStatus
 from megatron_grpo.environments.interface import EnvironmentSettings
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import EnvironmentConfig
-
-STARTUP_S = 900.0
-"""Deadline in seconds for the start of an environment process, and of all rollout workers."""
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentStatus:
-    """Answer of an environment process that is ready."""
-
-    node_id: str  # Ray's id of its machine
-    pid: int
-    multi_turn: bool
-    has_agent: bool
-    reads_token_ids: bool
 
 
 @dataclass(frozen=True, slots=True)

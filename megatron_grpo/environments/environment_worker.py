@@ -20,7 +20,7 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
-from megatron_grpo.environments.environment_processes import STARTUP_S, EnvironmentStatus
+from megatron_grpo.environments.environment_status import STARTUP_S, EnvironmentStatus
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient

@@ -15,12 +15,8 @@ from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
-from megatron_grpo.environments.environment_processes import (
-    STARTUP_S,
-    EnvironmentHandle,
-    EnvironmentProcess,
-    EnvironmentStatus,
-)
+from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentProcess
+from megatron_grpo.environments.environment_status import STARTUP_S, EnvironmentStatus
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.rollouts.failures import RolloutFailure
 

@@ -94,5 +94,5 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_a_broken_link_is_found() -> None:
     document = ROOT / "docs" / "refit.md"
-    text = "[a](architecture.md) [b](gone.md) [c](architecture.md#the-life-of-a-step) [d](architecture.md#gone) [e](https://x.org)"
+    text = "[a](architecture.md) [b](gone.md) [c](architecture.md#the-files-of-a-step) [d](architecture.md#gone) [e](https://x.org)"
     assert broken_links(document, text) == ["gone.md", "architecture.md#gone"]
