@@ -46,7 +46,7 @@ def planned(config: Config, shape: ModelShape, gpu: Hardware = H100) -> Plan:
 class Pending:
     plan: Plan
 
-    def result(self, deadline: float) -> Plan:
+    def wait(self, deadline: float) -> Plan:
         return self.plan
 
 
