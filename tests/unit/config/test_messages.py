@@ -70,7 +70,7 @@ UNFIT = [
     (["policy.parallel.tensor=16"], "policy.parallel.tensor=16", "8 attention heads; use 1, 2, 4 or 8"),
     (["generation.parallel.tensor=6"], "generation.parallel.tensor=6", "8 attention heads; use 1, 2, 4 or 8"),
     (["policy.parallel.pipeline=3"], "policy.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
-    (["generation.parallel.pipeline=5"], "generation.parallel.pipeline=5", "is more than the model's 4 layers"),
+    (["generation.parallel.pipeline=5"], "generation.parallel.pipeline=5", "exceeds the model's 4 layers"),
     (["policy.parallel.expert=2"], "policy.parallel.expert=2", "the model has no experts; use 1"),
     (["policy.parallel.sequence=true"], "policy.parallel.sequence=True", "needs policy.parallel.tensor > 1"),
     (["policy.parallel.data=3"], "policy.parallel.data=3", "32 prompts x 16 generations = 512 samples"),
