@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -78,6 +79,7 @@ class IdleModel:
     """Stands in for a `ModelRank` on the last pipeline stage; computes nothing."""
 
     is_output_rank = True
+    settings = SimpleNamespace(token_filter=None)
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that a last pipeline stage uses, as `ModelRank.stored_entries` gives them."""
@@ -130,6 +132,9 @@ class IdleTransport(WeightTransport):
     def admit(self, report: TransferReport) -> TransferReport:
         """The report as it is, in the place of `WeightTransport.admit`: no engine has to be checked."""
         return report
+
+    def require_checks(self) -> None:
+        """Nothing, in the place of `WeightTransport.require_checks`: no engine computes anything."""
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         raise NotImplementedError
