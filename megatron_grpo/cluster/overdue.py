@@ -192,7 +192,7 @@ def _state(beat: Heartbeat, machine: str) -> str:
 
 
 def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus]) -> None:
-    """Make processes write their stacks into their logs, and wait until they did, or long enough for that."""
+    """Make processes write their stacks into their logs, and wait for the stacks."""
     stopped = [one.heartbeat for one in overdue if one.state in (STOPPED, TRACED)]
     signalled: dict[Path, int] = {}
     wait_s = 0.0
@@ -223,11 +223,11 @@ def _wait_for_stacks(sizes: dict[Path, int]) -> None:
 
     `sizes`: bytes of each log before its process was asked. A busy machine may run a signalled process seconds later.
     """
-    deadline, seen, unchanged_since = time.monotonic() + SIGNAL_WAIT_S, dict(sizes), time.monotonic()
+    deadline, latest, unchanged_since = time.monotonic() + SIGNAL_WAIT_S, dict(sizes), time.monotonic()
     while sizes and (now := time.monotonic()) < deadline:
         current = {file: file.stat().st_size for file in sizes}
-        if current != seen:
-            seen, unchanged_since = current, now
+        if current != latest:
+            latest, unchanged_since = current, now
         elif all(current[file] > size for file, size in sizes.items()) and now - unchanged_since >= QUIET_S:
             return
         time.sleep(QUIET_S / 4)

@@ -101,7 +101,7 @@ class Causes:
         """The model of a version in transformers; that of the examined version and the latest other one are kept."""
         key, kept = (version, dtype), (self._version, torch.float32)
         if key not in self._oracles:
-            self._oracles = {other: oracle for other, oracle in self._oracles.items() if other == kept}
+            self._oracles = {loaded: oracle for loaded, oracle in self._oracles.items() if loaded == kept}
             self._oracles[key] = Oracle(self._weights.folder(version), dtype)
         return self._oracles[key]
 
@@ -144,7 +144,7 @@ class Causes:
 
     def _tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
         """Groups of suspects; a tier is tried only if none before it reproduces the record."""
-        others = self._near(version)[:NEAREST]
+        nearest = self._near(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
         first: list[Group] = [partial(sampling_suspects, stops)]
         if side.name == "engine":
@@ -153,11 +153,11 @@ class Causes:
                 partial(engine_setting_suspects, settings),
                 partial(prompt_suspects, self._prompts.other_sequences),
             ]
-            first += [partial(cache_suspects, version, others, self.oracle)]
+            first += [partial(cache_suspects, version, nearest, self.oracle)]
         else:
             packs = read_packs(self._run_dir, self._step, self._config, self._weights.shape)
             first += [partial(packing_suspects, packs)]
-        first += [partial(version_suspects, version, others, self.oracle, has_adapters)]
+        first += [partial(version_suspects, version, nearest, self.oracle, has_adapters)]
         if has_adapters and version != 0:
             first += [partial(adapter_suspects, self.oracle)]
         yield first

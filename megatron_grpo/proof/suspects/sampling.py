@@ -140,16 +140,16 @@ MOST_LENGTHS = 12
 """Most lengths to which prompts are cut."""
 
 
-def prompt_suspects(others: OtherPrompts, side: Side) -> Iterator[Candidate]:
+def prompt_suspects(render: OtherPrompts, side: Side) -> Iterator[Candidate]:
     """Other prompts before the same responses."""
-    for text, (key, _) in others(side.rollouts).items():
+    for text, (key, _) in render(side.rollouts).items():
         suspect = Suspect("wrong_template", "tokens", f"has seen another prompt: {text}", key)
-        yield suspect, partial(_with_prompts, others, text)
+        yield suspect, partial(_with_prompts, render, text)
     yield from _cut_prompts(side)
 
 
-def _with_prompts(others: OtherPrompts, text: str, side: Side) -> Tensor:
-    return side.predict(tokens=others(side.rollouts)[text][1])
+def _with_prompts(render: OtherPrompts, text: str, side: Side) -> Tensor:
+    return side.predict(tokens=render(side.rollouts)[text][1])
 
 
 def _cut_prompts(side: Side) -> Iterator[Candidate]:

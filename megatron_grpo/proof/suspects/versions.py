@@ -25,18 +25,18 @@ Load = Callable[[int], Oracle]
 
 
 def version_suspects(
-    version: int, others: Sequence[int], load: Load, has_adapters: bool, side: Side
+    version: int, versions: Sequence[int], load: Load, has_adapters: bool, side: Side
 ) -> Iterator[Candidate]:
     """All weights of another version.
 
     Args:
         version: the version that the record names.
-        others: the other versions.
+        versions: the other versions.
         load: gives the model of a version.
         has_adapters: whether the run trains adapters, so that version 0 is the model without them.
         side: the record.
     """
-    for number in others:
+    for number in versions:
         behind = version - number
         steps = f"{abs(behind)} version{'s' * (abs(behind) > 1)} {'behind' if behind > 0 else 'ahead'}"
         text = f"has the weights of version {number}, {steps}, and says version {version}"
@@ -76,7 +76,7 @@ def adapter_suspects(load: Load, side: Side) -> Iterator[Candidate]:
     )
 
 
-def cache_suspects(version: int, others: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
+def cache_suspects(version: int, versions: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
     """Keys and values that another version has left: of prompts, or of responses that a refit interrupted.
 
     Takes the same as `version_suspects`.
@@ -84,13 +84,13 @@ def cache_suspects(version: int, others: Sequence[int], load: Load, side: Side) 
     interrupted = any(len(_starts(side, number)) > 1 for number in range(len(side.rollouts)))
     key = "generation.engine.enable_prefix_caching=false"
     again = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
-    for number in others:
+    for number in versions:
         text = f"has the keys and values of prompts cached from version {number}"
         suspect = Suspect("stale_cache", "staleness", text, key)
         yield suspect, partial(_behind_blocks, load, number)
-        for left in LEFT:
-            suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {left} tokens", key)
-            yield suspect, partial(_behind_prompt, load, number, left)
+        for recent in LEFT:
+            suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {recent} tokens", key)
+            yield suspect, partial(_behind_prompt, load, number, recent)
         if interrupted:
             text = f"goes on with the keys and values of version {number} after a refit"
             suspect = Suspect("stale_cache", "staleness", text, again)
@@ -101,8 +101,8 @@ def _behind_blocks(load: Load, number: int, side: Side) -> Tensor:
     return _behind(load(number), side, _blocks(side))
 
 
-def _behind_prompt(load: Load, number: int, left: int, side: Side) -> Tensor:
-    return _behind(load(number), side, [max(0, length + 1 - left) for length in _prompts(side)])
+def _behind_prompt(load: Load, number: int, recent: int, side: Side) -> Tensor:
+    return _behind(load(number), side, [max(0, length + 1 - recent) for length in _prompts(side)])
 
 
 def _behind_interruption(load: Load, number: int, version: int, side: Side) -> Tensor:
