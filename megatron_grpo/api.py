@@ -71,7 +71,7 @@ def train(
         environments: classes that can be imported, or values of env.NAME.type, by task name.
         tokenizer: tokenizer of the prompts; None: the model's tokenizer.
         callbacks: one or several callbacks.
-        unknown: refused; the message names the counterpart of an argument of TRL's GRPOTrainer.
+        unknown: refused; the message names our counterpart of an argument of TRL's GRPOTrainer.
 
     Raises:
         ConfigError: the configuration or another argument has problems.
@@ -135,7 +135,6 @@ def _check_arguments(
 
 
 def _require_name(name: Any, argument: str, section: str) -> None:
-    """Refuse a name that cannot be part of a key of this section."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*|0|[1-9][0-9]*", str(name)):
         text = (
             f"cannot be a name in {section}.NAME, whose keys have dots between their parts; use letters (a-z, A-Z), "
@@ -147,13 +146,13 @@ def _require_name(name: Any, argument: str, section: str) -> None:
 def _make_data_overrides(
     files: ScriptData, run_dir: str, training: Any, validation: Any, has_rewards: bool
 ) -> list[str]:
-    """Write datasets that are objects; returns the overrides of all datasets."""
+    """Write datasets that are objects; return the overrides of all datasets."""
 
-    def keep_dataset(dataset: Any, name: str, argument: str) -> tuple[str, set[str]]:
+    def keep_dataset(dataset: Any, name: str, argument: str) -> tuple[str | Path, set[str]]:
         if isinstance(dataset, str | Path):
-            return str(dataset), set()
-        path, columns = _write_dataset(dataset, files.reserve_path(run_dir, name), argument)
-        return str(files.select_file(Path(path), argument)), columns
+            return dataset, set()
+        file, columns = _write_dataset(dataset, files.reserve_path(run_dir, name), argument)
+        return files.select_file(file, argument), columns
 
     overrides = []
     columns: set[str] = set()
@@ -175,28 +174,20 @@ def _make_data_overrides(
     return overrides
 
 
-def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
-    """Write a dataset to `path`; returns its path and its known columns."""
-    if isinstance(dataset, str | Path):
-        return str(dataset), set()
+def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[Path, set[str]]:
+    """Write rows to `path`, with a suffix; return the file and the columns."""
     if not isinstance(dataset, Iterable) or isinstance(dataset, Mapping):
         kinds = "rows (a list of dicts, a datasets.Dataset or IterableDataset), or a path or hub name"
         text = f"is {type(dataset).__name__}; give {kinds} (of a large hub set with data.streaming=true)"
         raise ConfigError([Problem(subject, text)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(columns, list) and hasattr(dataset, "num_rows") and hasattr(dataset, "to_parquet"):
+    if hasattr(dataset, "num_rows") and hasattr(dataset, "to_parquet"):  # a Dataset of `datasets`
         file = path.with_suffix(".parquet")
         dataset.to_parquet(str(file))
-        return str(file), set(columns)
-    return _write_lines(dataset, path.with_suffix(".jsonl"), subject)
-
-
-def _write_lines(rows: Iterable[Any], file: Path, subject: str) -> tuple[str, set[str]]:
-    """Write rows as JSON lines; returns the path and the columns."""
+        return file, set(dataset.column_names)
+    file = path.with_suffix(".jsonl")
     columns: set[str] = set()
-    if hasattr(rows, "features"):  # a stream of `datasets`
-        rows = StreamedRows(rows)
+    rows = StreamedRows(dataset) if hasattr(dataset, "features") else dataset
     with file.open("w", encoding="utf-8") as lines:
         for number, row in enumerate(rows):
             row_subject = f"{subject}[{number}]"
@@ -208,15 +199,11 @@ def _write_lines(rows: Iterable[Any], file: Path, subject: str) -> tuple[str, se
                 text = "give numbers, texts, lists and dicts, or a datasets.Dataset"
                 raise ConfigError([Problem(row_subject, f"cannot be kept as JSON: {error}; {text}")]) from None
             columns |= {str(column) for column in row}
-    return str(file), columns
+    return file, columns
 
 
 def format_overrides(config: Any) -> list[str]:
-    """Write the overrides of a script as on a command line.
-
-    Raises:
-        ConfigError: they are not overrides, or a value cannot stand on a command line.
-    """
+    """Write the overrides of a script as on a command line; ConfigError if they are none."""
     if isinstance(config, str):
         return [config]
     if isinstance(config, Mapping):
@@ -238,9 +225,8 @@ def _format_value(value: Any, key: str) -> str:
     if isinstance(value, str | PurePath):
         return str(value)
     if isinstance(value, Mapping):
-        return (
-            "{" + ",".join(f"{name}:{_format_value(member, f'{key}.{name}')}" for name, member in value.items()) + "}"
-        )
+        members = (f"{name}:{_format_value(member, f'{key}.{name}')}" for name, member in value.items())
+        return "{" + ",".join(members) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_format_value(member, key) for member in value) + "]"
     if value is None or isinstance(value, bool | int | float):
@@ -252,7 +238,7 @@ def _format_value(value: Any, key: str) -> str:
 def _make_reward_overrides(
     task: str, rewards: Sequence[str | Callable[..., Any]], functions: dict[str, Callable[..., Any]]
 ) -> list[str]:
-    """Make the overrides of reward functions; adds those without an import path to `functions`."""
+    """Make the overrides of reward functions; add those without an import path to `functions`."""
     if not rewards:
         return []
     entries = []
@@ -260,36 +246,26 @@ def _make_reward_overrides(
         if isinstance(reward, str):
             entries.append(reward)
             continue
-        entry = _find_import_path(reward)
-        if entry is None:
-            # The name in metrics is that of the function, or of an object's class.
-            name = getattr(reward, "__name__", type(reward).__name__)
-            name = re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
-            entry = f"{SCRIPT_MODULE}.{name}"
-            if entry in functions:
-                text = f"has two functions called {name}; their rewards could not be told apart"
-                raise ConfigError([Problem("rewards", text)])
-            functions[entry] = reward
+        module, path = getattr(reward, "__module__", None), getattr(reward, "__qualname__", "")
+        is_importable = path.isidentifier() and getattr(inspect.getmodule(reward), path, None) is reward
+        if is_importable and module not in (None, "__main__"):  # the main module has another name in other processes
+            entries.append(f"{module}.{path}")
+            continue
+        # The name in metrics is that of the function, or of an object's class.
+        name = getattr(reward, "__name__", type(reward).__name__)
+        name = re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
+        entry = f"{SCRIPT_MODULE}.{name}"
+        if entry in functions:
+            text = f"has two functions called {name}; their rewards could not be told apart"
+            raise ConfigError([Problem("rewards", text)])
+        functions[entry] = reward
         entries.append(entry)
     quoted = ",".join(json.dumps(entry) for entry in entries)
     return [f"env.{task}.type=reward_functions", f"env.{task}.reward_funcs=[{quoted}]"]
 
 
-def _find_import_path(function: Callable[..., Any]) -> str | None:
-    """Find the import path of a function; None: it has none."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or not name.isidentifier():
-        return None
-    importable = getattr(inspect.getmodule(function), name, None)
-    return f"{module}.{name}" if importable is function else None
-
-
 def make_environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
-    """Make the overrides env.NAME.type.
-
-    Raises:
-        ConfigError: a name cannot be part of a key.
-    """
+    """Make the overrides env.NAME.type; ConfigError if a name cannot be part of a key."""
     overrides = []
     for task, kind in environments.items():
         _require_name(task, "environments", "env")

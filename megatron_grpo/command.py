@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
 from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.command_line import FAILED, MISTAKE, answer_help, report_interruption
-from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import format_help
 from megatron_grpo.config.keys import find_key, is_section
@@ -26,12 +24,10 @@ from megatron_grpo.run.checkpoint_choice import find_start_checkpoint
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import compare_data
 
-Task = Literal["train", "check", "show"]
-
 
 @tolerant_output(of_run=True)
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line; return the exit code."""
     try:
         if {"-h", "--help", "--version"} & set(arguments):
             answer_help(arguments, format_help())
@@ -47,17 +43,21 @@ def main(arguments: Sequence[str]) -> int:
         return report_interruption(error)
 
 
-def _run_task(overrides: Sequence[str], task: Task) -> int:
-    """Train, check or print the configuration; returns the exit code."""
+def _run_task(overrides: Sequence[str], task: str) -> int:
+    """Train, check or show the configuration, as `task` says; return the exit code."""
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
-    if task == "check":
-        _print_fit(checked)
-    config = checked.require()
-    if task != "show":
-        for remark in checked.remarks:
+    # A machine on which a run for other GPUs is checked need not have them.
+    can_plan = task == "check" and {problem.key for problem in checked.problems} <= {"cluster.gpus_per_node"}
+    if can_plan and checked.config is not None and checked.config.cluster.gpu is not None:
+        from megatron_grpo.planning.check import check_fit  # here, because NumPy takes long to import
+
+        for remark in check_fit(checked.config):
             print(f"{remark.subject} {remark.text}", flush=True)
+    config = checked.require()
+    for remark in [] if task == "show" else checked.remarks:
+        print(f"{remark.subject} {remark.text}", flush=True)
     if task == "check":
         print(f"configuration is fine: {summarize_run(config, _check_start(config))}")
     elif task == "train":
@@ -65,27 +65,15 @@ def _run_task(overrides: Sequence[str], task: Task) -> int:
     return 0
 
 
-def _print_fit(checked: Composed) -> None:
-    """Print whether the run fits the GPUs of cluster.gpu."""
-    config = checked.config
-    if config is None or config.cluster.gpu is None:
-        return
-    if all(problem.key == "cluster.gpus_per_node" for problem in checked.problems):
-        from megatron_grpo.planning.check import check_fit  # imported here, because NumPy takes long to import
-
-        for remark in check_fit(config):
-            print(f"{remark.subject} {remark.text}", flush=True)
-
-
 def _check_start(config: Config) -> Path | None:
-    """Make the further checks of a start; returns its checkpoint.
+    """Make the further checks of a start; return its checkpoint.
 
     Raises:
         ConfigError: an environment cannot be created, the checkpoint is damaged or of other adapters, or too few
             prompts are short enough.
     """
     if config.needs_generation:
-        # NumPy takes long to import.
+        # Imported here, because NumPy takes long to import; torch, below, too.
         from megatron_grpo.preflight.environment_checks import check_scoring
 
         check_scoring(config)
@@ -95,7 +83,6 @@ def _check_start(config: Config) -> Path | None:
     start_from = find_start_checkpoint(checkpointer, config)
     folder = find_local_folder(config.policy.model.path)
     if config.needs_generation and not is_prepared(config) and folder is not None and has_tokenizer(folder):
-        # torch takes long to import.
         from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 
         for note in load_examined_prompts(config, folder).notes:
@@ -103,11 +90,11 @@ def _check_start(config: Config) -> Path | None:
     return start_from
 
 
-def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
-    """Split a command line into overrides and the task."""
+def _read_options(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """Split a command line into overrides and the task: train, check or show."""
     overrides: list[str] = []
     problems: list[Problem] = []
-    task: Task = "train"
+    task = "train"
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -122,7 +109,11 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
         elif name == OPTION:
             overrides.append(f"{OPTION}={value or (remaining.pop(0) if remaining else '')}")
         elif argument.startswith("-"):
-            problems.append(Problem(argument, f"no such option; {_advise(name)}"))
+            key = name.lstrip("-").replace("-", "_")
+            advice = describe_counterpart(name, "grpo") or describe_counterpart(key, "grpo")
+            if advice is None and (find_key(key) or is_section(key)):
+                advice = f"keys have no dashes before them: {key}=..."
+            problems.append(Problem(argument, f"no such option; {advice or '--help shows what there is'}"))
             while not equals and remaining and "=" not in remaining[0] and not remaining[0].startswith("-"):
                 remaining.pop(0)  # the option's value
         else:
@@ -130,12 +121,3 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
     if problems:
         raise ConfigError(problems)
     return overrides, task
-
-
-def _advise(option: str) -> str:
-    """Advise what to write instead of an unknown option."""
-    name = option.lstrip("-").replace("-", "_")
-    advice = describe_counterpart(option, "grpo") or describe_counterpart(name, "grpo")
-    if advice is None and (find_key(name) or is_section(name)):
-        advice = f"keys have no dashes before them: {name}=..."
-    return advice or "--help shows what there is"

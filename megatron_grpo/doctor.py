@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
+from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.summary import read_end_reason
@@ -41,12 +41,9 @@ when something is diagnosis.
 _OPTIONS: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool, "timeout_s": Seconds, "--json": bool}
 
 
+@as_command("doctor", USAGE)
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("doctor", arguments, USAGE, _examine_step)
-
-
-def _examine_step(arguments: Sequence[str]) -> int:
+    """Examine a step of a run; return the exit code."""
     parsed = parse_arguments(arguments, _OPTIONS, most_words=1, is_override=lambda name: "." in name)
     if not parsed.words:
         raise ValueError("give the folder of one run; --help shows the arguments")
@@ -60,30 +57,32 @@ def _examine_step(arguments: Sequence[str]) -> int:
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")
     with silence_packages(), tempfile.TemporaryDirectory() as scratch:
-        from megatron_grpo.verification.doctor.examination import (
-            examine_run,  # after the checks, because it imports torch
-        )
+        # After the checks, because torch takes seconds to import.
+        from megatron_grpo.verification.doctor.examination import examine_run
 
         diagnosis = examine_run(run_dir, config, model, Path(scratch), **parsed.options)
-    print(json.dumps(_to_json(run_dir, diagnosis)) if as_json else "\n".join(_format_lines(run_dir, diagnosis)))
+    if as_json:
+        sides = {
+            name: {"distance": asdict(distance), "rounding": asdict(rounding)}
+            for name, (distance, rounding) in diagnosis.sides.items()
+        }
+        findings = [asdict(finding) | {"explained": finding.explained} for finding in diagnosis.findings]
+        print(json.dumps({"run": str(run_dir), **asdict(diagnosis), "sides": sides, "findings": findings}))
+    else:
+        print("\n".join(_format_lines(run_dir, diagnosis)))
     return FAILED if diagnosis.findings else 0
 
 
-def _to_json(run_dir: Path, diagnosis: Diagnosis) -> dict[str, Any]:
-    sides = {
-        name: {"distance": asdict(distance), "rounding": asdict(rounding)}
-        for name, (distance, rounding) in diagnosis.sides.items()
-    }
-    findings = [asdict(finding) | {"explained": finding.explained} for finding in diagnosis.findings]
-    return {"run": str(run_dir), **asdict(diagnosis), "sides": sides, "findings": findings}
-
-
 def _format_lines(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
+    recorded = "no token_mult_prob_error of this step"
+    if diagnosis.recorded_error is not None:
+        worst = "" if diagnosis.recorded_worst is None else f", largest {diagnosis.recorded_worst:.6g}"
+        recorded = f"token_mult_prob_error {diagnosis.recorded_error:.6g}{worst}"
     lines = [
         f"step {diagnosis.step} of {run_dir}: {diagnosis.tokens} tokens of {diagnosis.rollouts} rollouts, "
         f"sampled by version {diagnosis.version}",
         "",
-        f"{'recorded by the run':<36}{_format_recorded(diagnosis)}",
+        f"{'recorded by the run':<36}{recorded}",
         f"{'computed here of the scored tokens':<36}mean of exp(abs(difference)) {diagnosis.error:.6g}",
         "",
         f"{'differences of log-probabilities':<34}{'mean':>10}{'largest':>10}   {'rounding explains'}",
@@ -101,13 +100,6 @@ def _format_lines(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
         lines += [f"    comes near, too: {cause}" for cause in finding.others]
         lines.append(f"    change: {finding.key}")
     return lines if diagnosis.findings else [*lines, "nothing found: both sides compute what transformers computes"]
-
-
-def _format_recorded(diagnosis: Diagnosis) -> str:
-    if diagnosis.recorded_error is None:
-        return "no token_mult_prob_error of this step"
-    worst = "" if diagnosis.recorded_worst is None else f", largest {diagnosis.recorded_worst:.6g}"
-    return f"token_mult_prob_error {diagnosis.recorded_error:.6g}{worst}"
 
 
 if __name__ == "__main__":

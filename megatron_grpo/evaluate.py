@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
-from megatron_grpo.config.command_line import run_command
+from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.evaluation.request import read_request
 
@@ -30,12 +30,9 @@ Samples responses with vLLM, scores them as validation does, and writes DIR/resu
 _TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
 
 
+@as_command("evaluate", USAGE, failures=(RunError, OSError))
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("evaluate", arguments, USAGE, _evaluate, failures=(RunError, OSError))
-
-
-def _evaluate(arguments: Sequence[str]) -> int:
+    """Evaluate, and print the results; return the exit code."""
     request = read_request(arguments)
     if request.config.cluster.ray_address is None:
         prepare_ray_environment()

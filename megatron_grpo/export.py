@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.config.command_line import parse_arguments, run_command, silence_packages
+from megatron_grpo.config.command_line import as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
@@ -42,22 +42,18 @@ _OPTIONS = {
 }
 
 
+@as_command("export", USAGE)
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("export", arguments, USAGE, _export)
-
-
-def _export(arguments: Sequence[str]) -> int:
+    """Export a checkpoint; return the exit code."""
     parsed = parse_arguments(arguments, _OPTIONS)
     checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
     form, hub_name = parsed.options.get("format", "hf"), parsed.options.get("push_to_hub")
     if hub_name is not None and not is_hub_name(hub_name):
         raise ValueError(f"push_to_hub={hub_name} is not a name on the hub; give ORGANISATION/NAME")
     checkpoint = resolve_checkpoint(checkpoint)
-    if not checkpoint.is_dir():
-        raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
-    if not (checkpoint / MANIFEST_FILE).exists() and not (checkpoint / POLICY_FOLDER).exists():
-        raise ValueError(f"checkpoint={checkpoint} is not a checkpoint; give a folder RUN_DIR/checkpoints/step_N")
+    if not any((checkpoint / name).exists() for name in (MANIFEST_FILE, POLICY_FOLDER)):
+        reason = "is not a checkpoint" if checkpoint.is_dir() else "does not exist"
+        raise ValueError(f"checkpoint={checkpoint} {reason}; give a folder RUN_DIR/checkpoints/step_N")
     _require_writable(output)
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     policy = _read_policy(config_file)
@@ -83,13 +79,13 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _write_model(checkpoint: Path, source: Path, output: Path, policy: PolicyConfig, form: str, template: Path) -> None:
-    """Verify the checkpoint, and write its weights as a folder of Hugging Face."""
     shape = read_model_shape(source)
-    remark = verify_checkpoint(checkpoint)  # the last check, because a large checkpoint takes a while
-    if remark:
+    # The last check, because a large checkpoint takes a while.
+    if remark := verify_checkpoint(checkpoint):
         print(f"export: {remark}", file=sys.stderr)
     with silence_packages():
-        from megatron_grpo.trainer.hf_export import export_checkpoint  # after the checks, because it imports torch
+        # After the checks, because torch takes seconds to import.
+        from megatron_grpo.trainer.hf_export import export_checkpoint
 
         export_checkpoint(
             checkpoint / POLICY_FOLDER,
@@ -105,30 +101,26 @@ def _write_model(checkpoint: Path, source: Path, output: Path, policy: PolicyCon
 
 
 def _read_policy(config_file: Path) -> PolicyConfig:
-    """Read the model, precision, adapters and quantization of a run."""
     try:
-        policy = read_config_file(config_file).get("policy")
+        policy = read_config_file(config_file)["policy"]
+        # Other keys do not matter to an export, and may be another version's.
+        optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
+        needed = {"model": {"path": policy["model"]["path"]}, "precision": policy["precision"], **optional}
+        return TypeAdapter(PolicyConfig).validate_python(needed)
     except FileNotFoundError:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
-    settings = policy if isinstance(policy, dict) else {}
-    model = settings.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("path"), str) or "precision" not in settings:
-        raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
-    # Other keys do not matter to an export, and may be another version's.
-    needed = {name: settings[name] for name in ("precision", "lora", "quantization") if name in settings}
-    try:
-        return TypeAdapter(PolicyConfig).validate_python({"model": {"path": model["path"]}, **needed})
+    except (KeyError, TypeError):
+        text = "policy.model.path or precision is missing"
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(("policy", *map(str, first["loc"])))
-        text = f"{key}={to_text(first['input'])}: {first['msg']}"
-        raise ValueError(f"{config_file} is not the configuration of a run: {text}") from None
+        text = f"{'.'.join(('policy', *map(str, first['loc'])))}={to_text(first['input'])}: {first['msg']}"
+    raise ValueError(f"{config_file} is not the configuration of a run: {text}")
 
 
 def _require_writable(output: Path) -> None:
-    """Raise ValueError unless the folder is empty or can be made."""
     absolute = output.absolute()
-    incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # the name under which it is written
+    # The folder is written under this name, and renamed when it is complete.
+    incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")
     for problem in check_writable("output", str(incomplete)):
         raise ValueError(f"output={output} cannot be written: {problem.text}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):

@@ -7,9 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command
+from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
@@ -46,21 +45,18 @@ python -m megatron_grpo.plan calibrate RUN_DIR [cluster.gpu=h100] [--out FILE.ya
 Says whether a run fits, and how long a step takes, from dry runs of its ranks; needs no GPU and no weights, only the
 model's config.json. Exit code 1: the run does not fit.
 """
+
 _OPTIONS = {"--search": bool, "--json": bool, "--html": Path, "--out": Path}
-_PRETRAIN = "plan.workload=pretrain"
-# Most layouts of each sort that are listed.
-_MAX_LAYOUTS = 8
+_MOST_SHOWN = 8  # of each sort that are listed
 
 
+@as_command("plan", USAGE, failures=(RunError,))
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("plan", arguments, USAGE, _plan_run, failures=(RunError,))
-
-
-def _plan_run(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["calibrate"]:
-        return _fit_profile(arguments[1:])
-    options, overrides = _parse_options(arguments)
+    """Plan a run, or calibrate a profile; return the exit code."""
+    parsed = parse_arguments(arguments, _OPTIONS, is_override=lambda name: name == OPTION or not name.startswith("--"))
+    options, overrides = parsed.options, parsed.overrides
+    if overrides[:1] == ["calibrate"]:
+        return _fit_profile(overrides[1:], options.get("out"))
     config, shape = _load_config(overrides, compose_for_search if "search" in options else compose_config)
     plan, layouts = None, None
     with start_trace_pool() as pool:
@@ -127,27 +123,31 @@ def _format_search(search: Search) -> Iterator[str]:
     )
     if ran:
         yield "     step s  tokens/s/GPU  peak GiB  layout"
-    for number, trial in enumerate(search.best[:_MAX_LAYOUTS], start=1):
+    for number, trial in enumerate(search.best[:_MOST_SHOWN], start=1):
         assert trial.plan is not None
         assert trial.plan.times is not None
         times, name = trial.plan.times, name_layout(trial.candidate.config)
         why = f"  ({trial.reason})" if trial.reason else ""
         peak = trial.plan.fullest.peak / GIB
         yield f"{number:3}{times.step_s:9.1f}{times.tokens_per_s_per_gpu:14,.0f}{peak:10.1f}  {name}{why}"
-    yield from (f"  -  {name_layout(trial.candidate.config)}: {trial.reason}" for trial in search.failed[:_MAX_LAYOUTS])
+    yield from (f"  -  {name_layout(trial.candidate.config)}: {trial.reason}" for trial in search.failed[:_MOST_SHOWN])
     if search.best:
         yield "the first one: " + " ".join(list_overrides(search.best[0].candidate.config))
     yield ""
 
 
-def _fit_profile(arguments: Sequence[str]) -> int:
-    """Fit a profile to the run in a folder."""
-    options, words = _parse_options(arguments)
+def _fit_profile(words: Sequence[str], file: Path | None) -> int:
+    """Fit a profile to the run in a folder, and write it."""
     folders = [Path(word) for word in words if "=" not in word]
     if len(folders) != 1:
         raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
     (run_dir,) = folders
-    config = _load_run_config(run_dir, [word for word in words if "=" in word])
+    overrides = [word for word in words if "=" in word]
+    for override in overrides:
+        if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
+            raise ValueError(f"{override}: calibrate takes cluster.gpu and policy.model.path")
+    config = load_run_config(run_dir, overrides)
+    config.plan.lengths_from = str(run_dir)
     shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:
         text = "is not on this machine; give a folder with its config.json"
@@ -162,41 +162,19 @@ def _fit_profile(arguments: Sequence[str]) -> int:
     tensors = max(rank.phases[rank.phase] for rank in plan.ranks) / GIB
     calibration = fit_hardware(measured, plan.time_on, plan.hardware, tensors)
     print("\n".join(calibration.render_table()))
-    file = options.get("out") or Path(f"{plan.hardware.name}_calibrated.yaml")
+    file = file or Path(f"{plan.hardware.name}_calibrated.yaml")
     write_profile(file, calibration.hardware, f"{plan.hardware.name}_calibrated")
     print(f"wrote {file}; use it as plan.hardware={file}")
     return 0
 
 
-def _load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """Load the configuration that a run recorded, with its own lengths.
-
-    Raises:
-        ConfigError: the configuration, or an override, is wrong.
-        ValueError: the folder has no readable configuration, or an override is another key.
-    """
-    for override in overrides:
-        if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
-            raise ValueError(f"{override}: calibrate takes cluster.gpu and policy.model.path")
-    config = load_run_config(run_dir, overrides)
-    config.plan.lengths_from = str(run_dir)
-    return config
-
-
 def _load_config(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) -> tuple[Config, ModelShape]:
-    """Load the configuration of a command line, and the model's sizes.
-
-    Args:
-        overrides: the command line without options.
-        compose: makes and checks the configuration.
-
-    Raises:
-        ConfigError: names every problem.
-    """
-    # A plain training step has no engines, which would take GPUs; a run without them reads a recording, and validates
-    # nothing.
-    fixed = ["debug.rollouts_from=none", "data.val_path=null"] if _PRETRAIN in overrides else []
-    config = compose([*overrides, *fixed])
+    """Load the configuration of a command line, and the model's sizes."""
+    if "plan.workload=pretrain" in overrides:
+        # A plain training step has no engines, which would take GPUs; a run without them reads a recording, and
+        # validates nothing.
+        overrides = [*overrides, "debug.rollouts_from=none", "data.val_path=null"]
+    config = compose(overrides)
     problems = list(find_fp8_problems(config, find_profile(config)))
     if problems:
         raise ConfigError(problems)
@@ -209,16 +187,10 @@ def _load_config(overrides: Sequence[str], compose: Callable[[Sequence[str]], Co
         problems = list(explain_unusable_model(f"policy.model.path={path}", path))
         if problems:
             raise ConfigError(problems)
-        config = compose([*overrides, *fixed])  # downloaded just now: its checks against the model are still due
+        config = compose(overrides)  # downloaded just now: its checks against the model are still due
         shape = find_model_shape(config)
         assert shape is not None, "a usable model has a shape"
     return config, shape
-
-
-def _parse_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split a command line into options and arguments of the recipe."""
-    parsed = parse_arguments(arguments, _OPTIONS, is_override=lambda name: name == OPTION or not name.startswith("--"))
-    return parsed.options, parsed.overrides
 
 
 if __name__ == "__main__":

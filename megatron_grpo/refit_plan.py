@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.config.command_line import parse_arguments, run_command
+from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.errors import ConfigError, Problem
-from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, summarize_refit
@@ -25,19 +24,14 @@ python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--jso
 Plans the refit of refit.mode=reshard from the layouts of policy and generation; starts no process and needs no GPU.
 """
 _OPTIONS = {"--gb-per-s": PositiveFloat, "--json": bool}
-_DEFAULT_SPEED = 50.0
-# Most links that are listed one by one.
-_MAX_LINKS = 32
+_MOST_LINKS = 32  # more links are not listed one by one
 
 
+@as_command("refit_plan", USAGE)
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("refit_plan", arguments, USAGE, _plan_refit)
-
-
-def _plan_refit(arguments: Sequence[str]) -> int:
+    """Plan a refit, and print its numbers; return the exit code."""
     parsed = parse_arguments(arguments, _OPTIONS, is_override=lambda name: not name.startswith("--"))
-    speed = parsed.options.get("gb_per_s", _DEFAULT_SPEED)
+    speed = parsed.options.get("gb_per_s", 50.0)
     config = compose_config(parsed.overrides)
     shape, policy = find_model_shape(config), config.policy
     if shape is None:
@@ -45,25 +39,18 @@ def _plan_refit(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
-    nccl = _estimate_nccl(config, summary)
+    receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
+    nccl = {
+        "communicators": 1 if receiving else 0,
+        "ranks": summary.sending.ranks + summary.receiving.ranks if receiving else 0,
+        "sending_bytes": estimate_nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING),
+        "receiving_bytes": receiving,
+    }
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))
     else:
         print("\n".join(_format_table(summary, nccl, speed)))
     return 0
-
-
-def _estimate_nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
-    """Count NCCL communicators and ranks, and their bytes on a GPU."""
-    sending = estimate_nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING)
-    receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
-    ranks = summary.sending.ranks + summary.receiving.ranks
-    return {
-        "communicators": 1 if receiving else 0,
-        "ranks": ranks if receiving else 0,
-        "sending_bytes": sending,
-        "receiving_bytes": receiving,
-    }
 
 
 def _format_table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:
@@ -78,7 +65,7 @@ def _format_table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> 
         sending, receiving = _format_bytes(nccl["sending_bytes"]), _format_bytes(nccl["receiving_bytes"])
         text = f"{sending} of a GPU that sends, {receiving} of one that receives"
         lines.append(f"NCCL:       one communicator of {nccl['ranks']:,} ranks, up to {text}")
-    if len(summary.links) <= _MAX_LINKS:
+    if len(summary.links) <= _MOST_LINKS:
         lines += [
             f"  policy rank {rank} -> worker {worker}: {_format_bytes(size)}"
             for (rank, worker), size in sorted(summary.links.items())

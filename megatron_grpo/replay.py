@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from megatron_grpo.batch.replay_files import find_library_versions
-from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
+from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
 
 if TYPE_CHECKING:
-    from megatron_grpo.verification.replay.compare import Comparison, Difference
+    from megatron_grpo.verification.replay.compare import Comparison
     from megatron_grpo.verification.replay.record import RecordedStep
 
 USAGE = """\
@@ -39,16 +40,16 @@ differ; 2: a mistake.
   timeout_s      deadline of one replay (600)
   --json         results as JSON
 """
+# Sections whose keys a replay can change; what other sections decide is recorded.
 _SECTIONS = ("policy.", "reference.", "loss_fn.")
-"""Sections whose keys a replay can change; what other sections decide is recorded."""
+# Names of the sides: what the run recorded, the same again, once more where the run recorded no figures, and the
+# replay with changes.
 RECORDED, REPLAYED, AGAIN, CHANGED = "recorded", "replayed", "replayed again", "changed"
-"""Names of the sides: what the run recorded, the same again, once more where the run recorded no figures, and the
-replay with changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
-    """The checked command line of a replay."""
+    """The checked command line of a replay; USAGE explains the options."""
 
     run_dir: Path
     step: Positive
@@ -56,27 +57,24 @@ class ReplayRequest:
     baseline: Literal["run", "record"] = "run"
     device: Literal["auto", "cpu", "gpu"] = "auto"
     hidden_tokens: Positive = 4096
-    """Tokens whose hidden states are compared."""
     timeout_s: Seconds = 600.0
-    """Deadline of one replay."""
     json: bool = False
 
 
+# A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
+@as_command("replay", USAGE)
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    # A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
-    return run_command("replay", arguments, USAGE, _replay_step)
-
-
-def _replay_step(arguments: Sequence[str]) -> int:
+    """Replay a step, and print the comparisons; return the exit code."""
     request = read_request(arguments)
     with silence_packages():
         record, comparisons = replay(request)
     agrees = all(comparison.agrees for comparison in comparisons)
+    recorded_versions = {} if record.figures is None else record.figures.versions
     if request.json:
-        print(json.dumps(_to_json(record, comparisons)))
+        versions = {"recorded": recorded_versions, "here": find_library_versions()}
+        print(json.dumps({**_to_json(record, comparisons), "agrees": agrees, "versions": versions}))
     else:
-        _print_comparisons(record, comparisons)
+        _print_comparisons(record, comparisons, recorded_versions)
     return 0 if agrees else FAILED
 
 
@@ -90,11 +88,9 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
         ValueError: the record or the changes cannot be used; says why.
         RunError: a rank failed, or there is no GPU for each rank.
     """
-    from megatron_grpo.verification.replay.compare import (  # here: torch takes seconds to import
-        choose_tolerances,
-        compare,
-        read_recorded,
-    )
+    import torch  # here, because it takes seconds
+
+    from megatron_grpo.verification.replay.compare import choose_tolerances, compare, read_recorded
     from megatron_grpo.verification.replay.record import open_step
     from megatron_grpo.verification.replay.replayed_step import replay_step
 
@@ -103,23 +99,25 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     if changed is not None:
         _require_loadable(record, changed.config.policy)
     sides = {RECORDED: (read_recorded(record), record.config.policy)}
-    replayed_steps = {CHANGED: changed} if changed is not None else {}
+    replayed_steps = {}
     if request.baseline == "run" or changed is None:
-        replayed_steps = {REPLAYED: record, **replayed_steps}
+        replayed_steps[REPLAYED] = record
     if request.baseline == "run" and changed is None and record.figures is None:
         replayed_steps[AGAIN] = record
-    gpus = _count_gpus(request.device)
+    if changed is not None:
+        replayed_steps[CHANGED] = changed
+    gpus = 0 if request.device == "cpu" else torch.cuda.device_count()
+    if request.device == "gpu" and not gpus:
+        raise ConfigError([Problem("device=gpu", "this machine has no GPU that torch sees")])
     for name, step in replayed_steps.items():
         figures = replay_step(step, hidden_tokens=request.hidden_tokens, timeout_s=request.timeout_s, gpus=gpus)
         sides[name] = (figures, step.config.policy)
     comparisons = []
-    names = list(sides)
-    for index, second in enumerate(names):
-        for first in names[index + 1 :]:
-            limits = choose_tolerances(sides[first][1], sides[second][1])
-            comparison = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
-            if comparison.differences:
-                comparisons.append(comparison)
+    for second, first in itertools.combinations(sides, 2):
+        limits = choose_tolerances(sides[first][1], sides[second][1])
+        comparison = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
+        if comparison.differences:
+            comparisons.append(comparison)
     if not comparisons:
         text = "recorded nothing that a replay could be compared with: leave baseline=record out"
         raise ConfigError([Problem(f"step={request.step}", text)])
@@ -142,23 +140,11 @@ def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
         raise ConfigError(problems)
 
 
-def _count_gpus(device: Literal["auto", "cpu", "gpu"]) -> int:
-    """Number of GPUs to compute on; 0: none."""
-    import torch
-
-    count = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "gpu" and not count:
-        raise ConfigError([Problem("device=gpu", "this machine has no GPU that torch sees")])
-    return count
-
-
 def _to_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     return {
         "run_dir": str(record.run_dir),
         "step": record.step,
         "checkpoint": None if record.checkpoint is None else str(record.checkpoint),
-        "agrees": all(comparison.agrees for comparison in comparisons),
-        "versions": {"recorded": _find_recorded_versions(record), "here": find_library_versions()},
         "comparisons": [
             {
                 "first": comparison.first,
@@ -175,39 +161,27 @@ def _to_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[st
     }
 
 
-def _find_recorded_versions(record: RecordedStep) -> dict[str, str]:
-    return {} if record.figures is None else record.figures.versions
-
-
-def _print_comparisons(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
-    state = record.checkpoint or record.model
+def _print_comparisons(
+    record: RecordedStep, comparisons: Sequence[Comparison], recorded_versions: dict[str, str]
+) -> None:
+    state, policy, installed = record.checkpoint or record.model, record.config.policy, find_library_versions()
     print(f"step {record.step} of {record.run_dir}: {len(record.trajectories)} sequences, from {state}")
-    print(f"layout {_format_layout(record.config.policy)}")
-    installed = find_library_versions()
-    for name, version in _find_recorded_versions(record).items():
-        if installed.get(name) != version:
-            print(
-                f"{name} was {version} when the step was recorded, and is {installed.get(name, 'not installed')} here"
-            )
+    sizes = [f"{name} {size}" for name, size in asdict(policy.parallel).items() if size and size != 1]
+    print(f"layout {', '.join([*(sizes or ['one rank']), policy.precision])}")
+    for name, version in recorded_versions.items():
+        here = installed.get(name, "not installed")
+        if here != version:
+            print(f"{name} was {version} when the step was recorded, and is {here} here")
     for comparison in comparisons:
         print(f"\n{comparison.first} against {comparison.second}")
         for difference in comparison.differences:
             verdict = "ok" if difference.agrees else "DIFFER"
             apart = f"{difference.difference:9.1e}  (at most {difference.tolerance:.0e})"
-            print(f"  {difference.quantity:17} {apart}  {verdict:6}  {_format_position(difference)}")
+            token = "" if difference.token is None else f"token {difference.token} of sequence {difference.sequence}"
+            position = ", ".join(part for part in (difference.tensor, token) if part)
+            print(f"  {difference.quantity:17} {apart}  {verdict:6}  {position}")
         if comparison.place is not None:
             print(f"  first difference: {_format_first_difference(comparison.place)}")
-
-
-def _format_layout(policy: PolicyConfig) -> str:
-    sizes = {name: size for name, size in asdict(policy.parallel).items() if size and size != 1}
-    parts = [f"{name} {size}" for name, size in sizes.items()] or ["one rank"]
-    return ", ".join([*parts, policy.precision])
-
-
-def _format_position(difference: Difference) -> str:
-    token = "" if difference.token is None else f"token {difference.token} of sequence {difference.sequence}"
-    return ", ".join(part for part in (difference.tensor, token) if part)
 
 
 def _format_first_difference(position: dict[str, Any]) -> str:
@@ -223,7 +197,7 @@ def _format_first_difference(position: dict[str, Any]) -> str:
 
 
 def read_request(arguments: Sequence[str]) -> ReplayRequest:
-    """The request of a command line.
+    """Read the request of a command line.
 
     Raises:
         ValueError: an argument is wrong or missing.

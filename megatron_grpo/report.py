@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.config.command_line import parse_arguments, run_command
+from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.section import PathText
 from megatron_grpo.observability.page.write import REPORT_FILE, render_report
 from megatron_grpo.observability.run_files import write_text
@@ -23,12 +23,9 @@ both runs stand side by side, in the page of the first.
 """
 
 
+@as_command("report", USAGE)
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("report", arguments, USAGE, _write)
-
-
-def _write(arguments: Sequence[str]) -> int:
+    """Write the page; return the exit code."""
     parsed = parse_arguments(arguments, {"output": PathText}, most_words=2)
     if not parsed.words:
         raise ValueError("give the folder of one run, or of two; --help shows the arguments")
@@ -36,31 +33,25 @@ def _write(arguments: Sequence[str]) -> int:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the run_dir of a run, such as outputs/quickstart/latest")
-    page = render_report(folders)
+    page, folder = render_report(folders), folders[0]
     if "output" in parsed.options:
         file = Path(parsed.options["output"])
         file = file / REPORT_FILE if file.is_dir() else file
         _write_page(file, page, f"output={file}")
     else:
-        file = _write_beside(folders[0], page)
+        file = folder / REPORT_FILE
+        try:
+            write_text(file, page)
+        except OSError as error:
+            # The folder of a run may be someone else's, or on a disk that is read-only.
+            file = Path(f"{folder.resolve().name}_{REPORT_FILE}").absolute()
+            print(f"{folder} cannot be written ({error.strerror}); output=FILE chooses another file than this one:")
+            _write_page(file, page, f"give output=FILE: neither {folder} nor {file.parent}")
     print(f"wrote {file}")
     return 0
 
 
-def _write_beside(folder: Path, page: str) -> Path:
-    """Write the page into a run's folder, or else the current one."""
-    file = folder / REPORT_FILE
-    try:
-        write_text(file, page)
-    except OSError as error:
-        file = Path(f"{folder.resolve().name}_{REPORT_FILE}").absolute()
-        print(f"{folder} cannot be written ({error.strerror}); output=FILE chooses another file than this one:")
-        _write_page(file, page, f"give output=FILE: neither {folder} nor {file.parent}")
-    return file
-
-
 def _write_page(file: Path, page: str, subject: str) -> None:
-    """Write the page; a failure is a ValueError about `subject`."""
     try:
         write_text(file, page)
     except OSError as error:

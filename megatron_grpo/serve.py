@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import secrets
 import sys
@@ -20,8 +21,8 @@ from megatron_grpo.platform.device import detect_platform
 
 LOOPBACK = "127.0.0.1"
 
+# Arguments of vLLM that the refit, the log-probabilities and the token depend on.
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
-"""Arguments of vLLM that the refit, the log-probabilities and the token depend on."""
 _FOR_RUNS = (
     "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
@@ -29,11 +30,11 @@ _FOR_RUNS = (
     "--middleware=megatron_grpo.generation.http_access.TokenCheck",
 )
 
+# Switches of vLLM that have a value in TRL's server.
 _SWITCHES = ("--enable-prefix-caching", "--enforce-eager", "--trust-remote-code")
-"""Switches of vLLM that have a value in TRL's server."""
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+# vLLM's options for those of TRL's server that have another name.
 _TRL_OPTIONS = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
-"""vLLM's options for those of TRL's server that have another name."""
 
 EPILOG = f"""\
 MODEL is the model that the run starts from: a folder in Hugging Face format or a
@@ -71,10 +72,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
     command += [*vllm_arguments, *_FOR_RUNS]
+    token = read_token()
+    if token is None:
+        token = secrets.token_urlsafe(32)
+        print(f"export {TOKEN_VARIABLE}={token}  # for the run: the token of this server", flush=True)
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
-        TOKEN_VARIABLE: read_token() or _draw_token(),
+        TOKEN_VARIABLE: token,
         NAMES_VARIABLE: " ".join([options.host, *options.name]),
         SERVER_MARKER: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # adds the endpoints that change weights
@@ -103,19 +108,14 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _split_model(named: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the model from the other arguments.
-
-    Args:
-        named: values of --model.
-        arguments: the arguments that are not this command's own.
-
-    Raises:
-        RunError: no model is given, or several.
-    """
-    remaining = list(arguments)
-    index = _find_bare_word(remaining)
-    bare = [] if index is None else [remaining.pop(index)]
-    models = list(dict.fromkeys([*bare, *named]))
+    """Split the model from arguments; `named`: values of --model."""
+    remaining, models = list(arguments), list(named)
+    for number, (before, word) in enumerate(itertools.pairwise(["--first=", *arguments])):
+        # Behind an option with its value after =, and behind nothing, a word is surely no option's value.
+        if not word.startswith("-") and before.startswith("-") and "=" in before:
+            models.insert(0, remaining.pop(number))
+            break
+    models = list(dict.fromkeys(models))
     if not models:
         raise RunError(
             "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"
@@ -123,15 +123,6 @@ def _split_model(named: Sequence[str], arguments: Sequence[str]) -> tuple[str, l
     if len(models) > 1:
         raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; leave one")
     return models[0], remaining
-
-
-def _find_bare_word(words: Sequence[str]) -> int | None:
-    """Find the first word that is surely no option's value."""
-    for number, word in enumerate(words):
-        before = words[number - 1] if number else None
-        if not word.startswith("-") and (before is None or (before.startswith("-") and "=" in before)):
-            return number
-    return None
 
 
 def _to_vllm_arguments(arguments: Sequence[str]) -> list[str]:
@@ -157,15 +148,7 @@ def _to_switch(word: str) -> str:
     return name if _TRUTH[value.lower()] else f"--no-{name.removeprefix('--')}"
 
 
-def _draw_token() -> str:
-    """Draw a token and print it for the user."""
-    drawn = secrets.token_urlsafe(32)
-    print(f"export {TOKEN_VARIABLE}={drawn}  # for the run: the token of this server", flush=True)
-    return drawn
-
-
 def _require_unowned(arguments: Sequence[str]) -> None:
-    """Raise RunError for an argument that this command sets itself."""
     for argument in arguments:
         name = argument.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
         if argument.startswith("--") and name in _OWNED:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
+from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
@@ -24,19 +24,18 @@ from megatron_grpo.preflight.model_file_checks import find_weight_problems
 if TYPE_CHECKING:
     from megatron_grpo.verification.ranks import Row
 
+# Parallel sizes by their abbreviations in the name of a layout; etp before its ending tp.
 SIZES = {
+    "etp": "expert_tensor",
     "tp": "tensor",
     "pp": "pipeline",
     "vp": "virtual_pipeline",
     "cp": "context",
     "ep": "expert",
-    "etp": "expert_tensor",
     "dp": "data",
 }
-"""Parallel sizes by their abbreviations in the name of a layout."""
 DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2,pp2vp2"
-EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"
-"""Additional default layouts for models with experts."""
+EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"  # further default layouts for models with experts
 
 USAGE = f"""\
 python -m megatron_grpo.verify [key=value ...] [--json]
@@ -66,32 +65,24 @@ Layouts = list[tuple[str, ParallelConfig]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRequest:
-    """The checked command line of a verification."""
+    """The checked command line of a verification; USAGE explains the options."""
 
     model: str = "tiny:qwen3"
-    """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
     layouts: Layouts | None = None
     """Layouts to verify; None: the default layouts that fit the model."""
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
-    """Verify a small copy of the model's own configuration, with random weights."""
     sequences: Positive = 12
     longest: Positive = 48
-    """Tokens of the longest sequence."""
     steps: Positive = 3
-    """Optimizer steps after which losses are compared."""
     seed: NonNegative = 0
     timeout_s: Seconds = 600.0
-    """Deadline of one layout."""
     json: bool = False
 
 
+@as_command("verify", USAGE, failures=(RunError,))
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return run_command("verify", arguments, USAGE, _verify, failures=(RunError,))
-
-
-def _verify(arguments: Sequence[str]) -> int:
+    """Verify layouts, and print the results; return the exit code."""
     request = read_request(arguments)
     with silence_packages(), tempfile.TemporaryDirectory() as folder:
         rows = list(verify(request, Path(folder)))
@@ -103,19 +94,14 @@ def _verify(arguments: Sequence[str]) -> int:
 def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     """Yield the results of one rank, then of every layout.
 
-    Args:
-        request: the model, the layouts and the batch to verify.
-        folder: folder for a model with random weights.
+    A model with random weights is written to `folder`.
 
     Raises:
         ValueError: there is no such model, or a layout does not fit it.
         RunError: a rank failed.
     """
-    from megatron_grpo.verification.problem import (  # here: torch takes seconds to import
-        make_batch,
-        prepare_model,
-        solve,
-    )
+    # Imported here, because torch takes seconds to import.
+    from megatron_grpo.verification.problem import make_batch, prepare_model, solve
     from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
@@ -125,10 +111,10 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)
+    # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
-    one_rank_layout = ParallelConfig()
-    further_layouts = [(name, parallel) for name, parallel in layouts if parallel != one_rank_layout]
-    for name, parallel in [("tp1", one_rank_layout), *further_layouts]:
+    alone = ParallelConfig()
+    for name, parallel in [("tp1", alone), *(layout for layout in layouts if layout[1] != alone)]:
         for packed in request.packing:
             task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
             try:
@@ -138,7 +124,9 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
             row = compare_layout(name, packed, result, truth, batch, one_rank)
             one_rank = one_rank or row
             if not request.json:
-                _print_row(row, first=row is one_rank)
+                if row is one_rank:
+                    print(_HEADER)
+                print(_format_row(row), flush=True)
             yield row
 
 
@@ -150,9 +138,7 @@ def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
         # Tensor parallelism cannot train such models without sequence parallelism.
         needs_sequence = requested.tensor > 1 and (shape.experts is not None or shape.latent is not None)
         parallel = replace(requested, sequence=requested.sequence or needs_sequence)
-        broken = [
-            f"{subject} {text}" for is_broken, subject, text in check_split("parallel", parallel, shape) if is_broken
-        ]
+        broken = [f"{key} {text}" for is_broken, key, text in check_split("parallel", parallel, shape) if is_broken]
         if not broken:
             usable.append((name, parallel))
         elif request.layouts is not None:
@@ -163,21 +149,19 @@ def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
     return usable
 
 
-def _print_row(row: Row, *, first: bool) -> None:
-    if first:
-        print(
-            "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst"
-        )
-    print(
+_HEADER = "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst"
+
+
+def _format_row(row: Row) -> str:
+    return (
         f"{row.layout:12} {'yes' if row.packed else 'no':6}  {row.logprob:11.1e}  {row.gradient:12.1e}  "
         f"{row.loss:8.1e}  {'exact' if row.exact else 'DIFFERS':13}  {row.peak_gib:8.2f}  {row.step_s:6.3f}  "
-        f"{'ok' if row.passed else 'FAILED':6}  {row.worst_tensor}",
-        flush=True,
+        f"{'ok' if row.passed else 'FAILED':6}  {row.worst_tensor}"
     )
 
 
 def read_request(arguments: Sequence[str]) -> VerifyRequest:
-    """The request of a command line.
+    """Read the request of a command line.
 
     Raises:
         ValueError: an argument is wrong.
@@ -207,9 +191,9 @@ def _read_layout(subject: str, text: str) -> ParallelConfig:
 
     Without dp, the number of replicas is the smallest with which expert * expert_tensor divides the ranks.
     """
-    match = re.fullmatch(r"((?:etp|tp|pp|vp|cp|ep|dp)[1-9][0-9]*)*(sp)?", text)
-    parts = re.findall(r"(etp|tp|pp|vp|cp|ep|dp)([1-9][0-9]*)", text)
-    if match is None or len({letters for letters, _ in parts}) < len(parts):
+    part = f"({'|'.join(SIZES)})([1-9][0-9]*)"
+    parts = re.findall(part, text)
+    if not re.fullmatch(f"({part})*(sp)?", text) or len({letters for letters, _ in parts}) < len(parts):
         raise ValueError(f"{subject} is not a layout; write tp2, pp2, cp2, dp2 and their products, as in tp2pp2")
     sizes: dict[str, Any] = {SIZES[letters]: int(number) for letters, number in parts}
     parallel = ParallelConfig(**sizes, sequence=text.endswith("sp"))

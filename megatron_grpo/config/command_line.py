@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -19,6 +20,8 @@ from megatron_grpo.config.overrides import OPTION
 
 # Exit codes: a failure, a command line that cannot be run, Ctrl-C, SIGTERM.
 FAILED, MISTAKE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+Command = Callable[[Sequence[str]], int]  # takes the arguments, returns the exit code
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,9 @@ def parse_arguments(
 ) -> CommandLine:
     """Sort the arguments of a command by their form, and convert its options.
 
-    Args:
-        arguments: the command line.
-        options: type of each option by its name as it is written: step=N for "step", --json for "--json" of type bool,
-            and --html FILE or --html=FILE for "--html" of another type.
-        most_words: number of words that the command takes.
-        is_override: True for the name of an argument that belongs to the configuration.
+    `options` has the type of each option by its name as it is written: step=N for "step", --json for "--json" of type
+    bool, and --html FILE or --html=FILE for "--html" of another type. `is_override` is asked about the names of the
+    other arguments.
 
     Raises:
         ValueError: an argument is unknown, or its value is of another type.
@@ -67,15 +67,16 @@ def parse_arguments(
     for argument in remaining:
         name, equals, text = argument.partition("=")
         kind, has_dashes = options.get(name), name.startswith("--")
+        option = name.removeprefix("--").replace("-", "_") if has_dashes else name
         if kind is bool and has_dashes and not equals:
-            parsed.options[_strip_dashes(name)] = True
+            parsed.options[option] = True
         elif kind is not None and kind is not bool and has_dashes:
             text = text or next(remaining, "")
             if not text:
                 raise ValueError(f"{name} needs a value")
-            parsed.options[_strip_dashes(name)] = convert_argument(name, text, kind)
+            parsed.options[option] = convert_argument(name, text, kind)
         elif kind is not None and equals and not has_dashes:
-            parsed.options[name] = convert_argument(name, text, kind)
+            parsed.options[option] = convert_argument(name, text, kind)
         elif is_override(name):
             parsed.overrides.append(f"{name}={next(remaining, '')}" if argument == OPTION else argument)
         elif equals or name.startswith("-") or len(parsed.words) == most_words:
@@ -86,31 +87,27 @@ def parse_arguments(
     return parsed
 
 
-def _strip_dashes(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
+def as_command(name: str, usage: str, failures: tuple[type[Exception], ...] = ()) -> Callable[[Command], Command]:
+    """Make a function a command, with --help, --version and error messages.
 
-
-def run_command(
-    name: str,
-    arguments: Sequence[str],
-    usage: str,
-    body: Callable[[Sequence[str]], int],
-    failures: tuple[type[Exception], ...] = (),
-) -> int:
-    """Run the body of a command, or answer --help and --version.
-
-    An error becomes a message on standard error; the exit code is FAILED for `failures`, else MISTAKE.
+    An error becomes a line on standard error; the exit code is FAILED for `failures`, else MISTAKE.
     """
-    with tolerant_output():
-        if answer_help(arguments, usage):
-            return 0
-        try:
-            return body(arguments)
-        except (ValueError, RunError, OSError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return FAILED if isinstance(error, failures) else MISTAKE
-        except KeyboardInterrupt as error:
-            return report_interruption(error)
+
+    def decorate(body: Command) -> Command:
+        @functools.wraps(body)
+        @tolerant_output()
+        def main(arguments: Sequence[str]) -> int:
+            try:
+                return 0 if answer_help(arguments, usage) else body(arguments)
+            except (ValueError, RunError, OSError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                return FAILED if isinstance(error, failures) else MISTAKE
+            except KeyboardInterrupt as error:
+                return report_interruption(error)
+
+        return main
+
+    return decorate
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> bool:

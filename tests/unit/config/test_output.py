@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_grpo.config.command_line import MISTAKE, run_command
+from megatron_grpo.config.command_line import MISTAKE, as_command
 from megatron_grpo.config.output import TolerantStream, tolerant_output
 from megatron_grpo.observability.progress import ProgressDisplay
 from megatron_grpo.run.lifetime import record_end
@@ -116,12 +116,13 @@ def test_a_closed_stream_and_a_full_disk_end_no_run_but_fail_a_command(monkeypat
     with open("/dev/full", "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
 
-        def body(_: Any) -> int:
+        @as_command("x", "")
+        def main(_: Sequence[str]) -> int:
             print("lost", flush=True)
             return 0
 
         with pytest.raises(OSError, match="No space left"):
-            run_command("x", [], "", body)
+            main([])
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
