@@ -39,7 +39,8 @@ from megatron_grpo.config.suggestions import describe_unknown_key
 def explain_foreign_key(key: str, algorithm: str) -> str:
     """Explain that only the other algorithm reads a key."""
     advice = "; the value model is PPO's baseline" if algorithm == "ppo" else ""
-    advice = f"; give {COUNTERPART[key]}" if key in COUNTERPART else advice
+    if key in COUNTERPART:
+        advice = f"; give {COUNTERPART[key]}"
     return f"is for algorithm={switch_algorithm(algorithm)}, and this run has algorithm={algorithm}{advice}"
 
 
@@ -57,15 +58,8 @@ def unite_shared_keys(
 ) -> tuple[dict[str, str], list[Problem]]:
     """Write one value of each shared key into both loop sections.
 
-    The value is the one that was set, under either name, else the algorithm's default. A key may be set under both
-    names, in different files or on the command line. Then the source that Hydra reads last decides, as for any other
-    key; two values in one source are a contradiction.
-
-    Args:
-        composed: values that Hydra composed over `build_schema_defaults`.
-        algorithm: the algorithm that runs.
-        on_command_line: keys of the command line.
-        files: returns the composed files of conf/ in the order in which Hydra reads them; takes a tenth of a second.
+    The value is the one that was set, under either name, else the algorithm's default. `files` lists the composed files
+    of conf/ in the order in which Hydra reads them; it takes a tenth of a second.
 
     Returns:
         By key, the name under which it was set, if that is the other algorithm's; and the contradictions.
@@ -80,11 +74,14 @@ def unite_shared_keys(
     defaults = _select_keys(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
     united = OmegaConf.merge(defaults, shared[foreign], shared[algorithm])
     from_foreign = set_values[foreign].keys() - set_values[algorithm].keys()
+    # A key may be set under both names, in different files or on the command line. Then the source that Hydra reads
+    # last decides, as for any other key; two values in one source are a contradiction.
     conflicts = [name for name, value in set_values[algorithm].items() if set_values[foreign].get(name, value) != value]
     sources = [on_command_line, *map(read_settings, reversed(files()))] if conflicts else []
     problems = []
     for name in conflicts:
-        deciding = _find_deciding_loops(name, sources)
+        loops_by_source = ([loop for loop in LOOPS if f"{loop}.{name}" in source] for source in sources)
+        deciding = next(filter(None, loops_by_source), [])
         if deciding == [foreign]:
             OmegaConf.update(united, name, set_values[foreign][name])
             from_foreign.add(name)
@@ -94,16 +91,6 @@ def unite_shared_keys(
     for loop in LOOPS:
         OmegaConf.update(composed, loop, OmegaConf.merge(_select_keys(tree[loop], shared=False), united), merge=False)
     return {f"{algorithm}.{name}": f"{foreign}.{name}" for name in from_foreign}, problems
-
-
-def _find_deciding_loops(name: str, sources: Sequence[Collection[str]]) -> list[str]:
-    """Find the loop sections in which the last source sets a shared key.
-
-    Args:
-        sources: keys of each source, the one that Hydra reads last first.
-    """
-    loops_by_source = ([loop for loop in LOOPS if f"{loop}.{name}" in source] for source in sources)
-    return next(filter(None, loops_by_source), [])
 
 
 def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
@@ -184,11 +171,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
 
 
 def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
-    """Compose a command line and its job into `into`, with their problems.
-
-    Returns:
-        The algorithm, and the job's settings that an option on the command line contradicts.
-    """
+    """Compose into `into`; return the algorithm, and settings of the job that options overrule."""
     job, environments = into.job, list_config_groups()["env"]
     accepted = [*job.build_environment_override(environments), *parsed.accepted]
     ConfigStore.instance().store("schema_defaults", build_schema_defaults())
@@ -232,10 +215,8 @@ def _list_composed_files(accepted: Sequence[str]) -> list[str]:
 
 
 def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
-    """Yield the job's settings that an option on the command line contradicts.
-
-    They are refused, because a part of the option alone would be misleading.
-    """
+    """Yield the job's settings that an option on the command line contradicts."""
+    # They are refused, because a part of the option alone would be misleading.
     groups = list_config_groups().keys() - {RECIPES, "env"}
     options = [override for override in accepted if override.partition("=")[0] in groups]
     options.sort(key=lambda option: option.startswith(f"{VARIANTS}="))  # Hydra reads the variant last
@@ -250,7 +231,7 @@ def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig
 
 
 def _describe_hydra_error(accepted: Sequence[str], error: Exception) -> Problem:
-    """Attribute Hydra's error to the override that its message names."""
+    # Hydra's message names the override that is wrong.
     named = (override for override in reversed(accepted) if override in str(error))
     culprit = next(named, " ".join(accepted) or "conf/")
     return Problem(to_text(culprit.lstrip("+")), _select_first_line(error.__cause__ or error))
@@ -271,7 +252,8 @@ def _remove_unresolved(composed: DictConfig) -> list[Problem]:
 def _find_interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, str) and "${" in node:
         yield name, node
-    for part, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    members = node if isinstance(node, dict) else dict(enumerate(node)) if isinstance(node, list) else {}
+    for part, value in members.items():
         yield from _find_interpolations(value, f"{name}.{part}" if name else str(part))
 
 

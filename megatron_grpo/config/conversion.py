@@ -15,25 +15,22 @@ from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_
 
 _ADAPTER = TypeAdapter(Config)
 
-# Advice where a list is set instead of one path.
-_LIST_ADVICE = {
-    "data.train_path": "; several sets are data.train_sets.NAME.path=...",
-    "data.val_path": "; several sets are data.val_sets.NAME.path=...",
-}
-
 
 def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
-    """Convert values to a Config, and report their problems.
+    """Convert values to a Config (None if that fails), and report their problems.
 
-    Args:
-        values: nested values; wrong ones are removed in place, so that their keys take their defaults.
-        algorithm: the algorithm that runs; suggestions for unknown keys use its names.
-
-    Returns:
-        The configuration, None if defaults do not make the values valid; and the problems.
+    Wrong values are removed from `values`, so that their keys take their defaults. Suggestions for unknown keys use the
+    algorithm's names.
     """
-    problems = _remove_booleans(values)
-    for _ in range(2):  # once more without the wrong values
+    problems = []
+    for name, value in list(flatten(values)):
+        # pydantic would read booleans as the numbers 1 and 0, and as texts.
+        key = find_key(name) if isinstance(value, bool) else None
+        if key is not None and "true or false" not in read_keys()[key].type:
+            problems.append(Problem(f"{name}={value}", f"must be {read_keys()[key].type}"))
+            _remove(values, tuple(name.split(".")))
+    # Once more without the wrong values: further checks then have a Config with the defaults in their stead.
+    for _ in range(2):
         try:
             return _ADAPTER.validate_python(values), problems
         except ValidationError as error:
@@ -45,11 +42,7 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
 
 
 def convert_argument(name: str, text: str, kind: Any) -> Any:
-    """Convert an argument NAME=TEXT of a command; a list is written [a,b].
-
-    Raises:
-        ValueError: the text is not a value of this type.
-    """
+    """Convert an argument NAME=TEXT of a command, or raise ValueError; a list is written [a,b]."""
     value = text.removeprefix("[").removesuffix("]").split(",") if typing.get_origin(kind) is list else text
     try:
         return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
@@ -68,27 +61,17 @@ def find_missing_keys(values: dict[str, Any], problem_keys: set[str]) -> list[Pr
     ]
 
 
-def _remove_booleans(values: dict[str, Any]) -> list[Problem]:
-    """Remove and report booleans in place of numbers and texts."""
-    problems = []  # pydantic would read booleans as 1 and 0
-    for name, value in list(flatten(values)):
-        key = find_key(name) if isinstance(value, bool) else None
-        if key is not None and "true or false" not in read_keys()[key].type:
-            problems.append(Problem(f"{name}={value}", f"must be {read_keys()[key].type}"))
-            _remove(values, tuple(name.split(".")))
-    return problems
-
-
 def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
-    """Describe an error of pydantic as problems of settings."""
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return [describe_unknown_key(unknown, algorithm) for unknown in list_unknown_keys(name, detail["input"])]
     subject = f"{name}={to_text(detail['input'])}"
     key = find_key(name)
     if key is not None:
-        advice = _LIST_ADVICE.get(name, "") if isinstance(detail["input"], list) else ""
-        return [Problem(subject, f"must be {read_keys()[key].type}{advice}")]
+        text = f"must be {read_keys()[key].type}"
+        if isinstance(detail["input"], list) and name in ("data.train_path", "data.val_path"):
+            text += f"; several sets are {name.removesuffix('path')}sets.NAME.path=..."
+        return [Problem(subject, text)]
     list_key = find_key(".".join(str(part) for part in detail["loc"][:-1]))
     if list_key is not None:
         return [Problem(subject, f"is an element of what must be {read_keys()[list_key].type}")]

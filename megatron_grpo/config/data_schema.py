@@ -65,8 +65,7 @@ class DatasetConfig(Section):
     """One set of rows."""
 
     path: PathText = MISSING
-    """A file (.jsonl, .parquet, .arrow, .csv), a folder that `datasets` saved, or a name on the Hugging Face hub, such
-    as openai/gsm8k."""
+    """A file (.jsonl, .parquet, .arrow, .csv), a folder that `datasets` saved, or a hub name: openai/gsm8k."""
 
     subset: str | None = None
     """Subset (configuration) of a hub set, such as main; null: its only one."""
@@ -78,8 +77,7 @@ class DatasetConfig(Section):
     """Environment of rows without a task_name column; null: data.task_name."""
 
     weight: PositiveFloat = 1.0
-    """How often training visits each row in an epoch: 2 visits the set twice, 0.5 visits half of it, and the other half
-    in the next epoch. Not used for validation sets."""
+    """Visits of each row in an epoch; with 0.5 half of the rows, and the other half in the next. Not for validation."""
 
     def count_visits(self, rows: int) -> int:
         """Count the visits of one epoch to a set of this size."""
@@ -138,12 +136,10 @@ class DataConfig(PromptConfig):
     """Longest prompt in tokens; long_prompts decides about longer ones."""
 
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"
-    """Rows whose prompt is too long: filter leaves them out and reports how many; cut_left drops tokens at the
-    beginning of the prompt; error stops the run at its start."""
+    """Prompts that are too long: filter leaves them out; cut_left drops their first tokens; error ends the start."""
 
     bad_rows: Literal["fail", "skip"] = "fail"
-    """Rows that cannot be read or used: fail reports them and stops the run at its start; skip reports the first ones,
-    counts all and leaves them out."""
+    """Rows that cannot be read or used: fail stops the run at its start; skip counts and leaves them out."""
 
     rows_rendered_at_start: Positive = 50000
     """Rows of each set that are rendered and tokenized before training, to find prompts that are too long or that the
@@ -203,10 +199,8 @@ class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
     type: str = "math"
-    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer; code:
-    programs that pass tests in the sandbox; format: a regular expression; judge: another model scores; tools: the model
-    calls tools before it answers; countdown: a game of several turns; reward_functions: the functions in
-    reward_funcs; package.module:Class: your own environment."""
+    """math, addition, code, format, judge, tools or countdown (docs/environments.md); reward_functions: the functions
+    in reward_funcs; package.module:Class: your own environment."""
 
     options: EnvironmentOptions = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
@@ -232,17 +226,15 @@ class EnvironmentConfig(Section):
     null: the only function; with several functions correctness is unknown, and there is no accuracy."""
 
     agent_func: str | None = None
-    """With type=reward_functions, the import path of an agent: a function that makes the turns of a rollout. It gets
-    the prompt, the row's columns and the address of an OpenAI-compatible endpoint, through which it asks the model.
-    Needs generation.endpoint.enabled. null: a rollout is one response."""
+    """With type=reward_functions, the import path of an agent, which makes the turns of a rollout through
+    generation.endpoint (docs/generation.md). null: a rollout is one response."""
 
     leave_out_suspects: list[str] = field(default_factory=list)
     """Signs of an undeserved reward, such as touched_harness (docs/environments.md). A response in which one of them is
     above 0 loses its reward, so that baselines and loss leave it out. Empty: they are only reported."""
 
     num_workers: Positive = 1
-    """Processes that score in parallel, at least one for each rollout worker. With an agent, the number of rollouts
-    that run at the same time."""
+    """Processes that score in parallel, at least one for each rollout worker; with an agent, parallel rollouts."""
 
     timeout_s: Seconds = 600.0
     """Deadline of one call of a process, which scores all responses that arrived while it was busy. After the deadline
@@ -302,10 +294,8 @@ class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
     required: Level = "filtered"
-    """Weakest accepted isolation; the run does not start on a machine that allows less. limits: of time, memory and
-    output; programs can read all files of this user and, without libseccomp, use the network. namespaces: also without
-    network, other processes and files other than the system's. filtered: also with libseccomp's filter of system
-    calls."""
+    """Weakest accepted isolation: limits of time, memory and output; namespaces: also no network, other processes and
+    files; filtered: also a filter of system calls (docs/environments.md). Else the run does not start."""
 
     wall_time_s: Seconds = 10.0
     """Time after which a program is killed."""

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_WIDEST_SUBJECT = 60
 _LONGEST_VALUE = 120
 
 
@@ -24,12 +23,14 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """All problems of a configuration, in one message."""
+    """All problems of a configuration: a headline and a line for each, aligned."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a configuration error without a problem"
         self.problems = tuple(problems)
-        super().__init__(format_problems(self.problems))
+        width = min(max(len(problem.subject) for problem in problems), 60)
+        lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
+        super().__init__("\n".join([f"configuration has {format_count('problem', len(problems))}:", *lines]))
 
 
 class RunError(RuntimeError):
@@ -63,31 +64,19 @@ class CanaryError(RuntimeError):
     """An engine with the policy's weights computes different numbers."""
 
 
-def format_problems(problems: Sequence[Problem]) -> str:
-    """Write a headline and one line for each problem, aligned."""
-    count = format_count("problem", len(problems))
-    width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
-    lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
-    return "\n".join([f"configuration has {count}:", *lines])
-
-
 def format_count(word: str, count: int) -> str:
     """Write a number with its noun: "1 row", "2 rows"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
-    """End a message about an unknown name with the most similar one.
+    """End a message about an unknown name: "; did you mean policy?".
 
-    For example "; did you mean policy?".
-
-    Args:
-        form: a candidate as the message writes it, at {}.
-        otherwise: end of the message if no candidate is similar; None: a list of all candidates.
+    `form` has {} where the message writes a candidate. `otherwise` is the end if no candidate is similar; None: a list
+    of all candidates.
     """
     names = list(candidates)
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
+    if close := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {form.format(close[0])}?"
     return f"; there is {', '.join(map(form.format, names))}" if otherwise is None else otherwise
 

@@ -100,8 +100,7 @@ class EngineConfig(Section):
     """Cut long prompts into pieces that share forward passes with responses; null: on GPUs. Not on CPUs."""
 
     max_num_batched_tokens: Positive | None = None
-    """Most tokens of one forward pass, prompts and responses together; null: on CPUs 4096 or the longest sequence, if
-    that is longer; on GPUs vLLM's default."""
+    """Most tokens of one forward pass; null: on CPUs 4096 or the longest sequence; on GPUs vLLM's default."""
 
     batch_invariant: bool = False
     """Use only vLLM kernels whose results for a response do not depend on the rest of its batch; slower, GPUs only."""
@@ -134,8 +133,7 @@ class ServerConfig(Section):
     """
 
     urls: list[str] = field(default_factory=list)
-    """URLs of the servers, as http://HOST:PORT, each started with `python -m megatron_grpo.serve`; empty: the run
-    starts engines of its own."""
+    """URLs (http://HOST:PORT) of servers that `python -m megatron_grpo.serve` started; empty: the run's own engines."""
 
     timeout_s: Seconds = 300.0
     """Deadline of a server's answer, at the start of the run and after it became unreachable."""
@@ -149,8 +147,7 @@ class EndpointConfig(Section):
     """Start the endpoint."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. If other machines reach it, it needs a token in the environment variable
-    MEGATRON_GRPO_TOKEN."""
+    """Address to listen on. If other machines reach it, set a token in MEGATRON_GRPO_TOKEN (environment)."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port to listen on; every further rollout worker takes the next port. 0: any free ports."""
@@ -173,8 +170,7 @@ class GenerationConfig(Section):
     """Longest response in tokens."""
 
     temperature: Temperature = 1.0
-    """Divisor of the logits, in sampling and in training alike. vLLM takes no value above 2, and none between 0 and
-    0.01."""
+    """Divisor of the logits, in sampling and in training; vLLM takes 0.01 to 2, and 0 for greedy sampling."""
 
     top_p: Fraction = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 means no filter. Training renormalises
@@ -184,12 +180,10 @@ class GenerationConfig(Section):
     """Sample from this many likeliest tokens; null means no filter. Training renormalises as with top_p."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from the tokens with at least this share of the likeliest token's probability; 0 means no filter. Training
-    renormalises as with top_p."""
+    """Sample from tokens with at least this share of the likeliest one's probability; 0: no filter. See top_p."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Divide positive logits of tokens that the prompt or the response already has by this, and multiply negative ones
-    by it; 1 means no penalty."""
+    """Divides positive and multiplies negative logits of tokens in prompt and response so far; 1: no penalty."""
 
     presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens that the response already has."""
@@ -209,17 +203,14 @@ class GenerationConfig(Section):
     """Texts that end a response; a text that is one token of the tokenizer ends it as a token, special ones too."""
 
     generation_batch_size: Positive | None = None
-    """Most responses that all engines together decode at a time; further ones wait. null: engine.max_num_seqs in each
-    engine."""
+    """Most responses that all engines together decode at a time; null: engine.max_num_seqs in each engine."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of one generation phase."""
 
     engine_restarts: NonNegative = 2
-    """How often a run replaces an engine, counted for each, when one of its processes dies, or hangs past a deadline,
-    while it samples or receives weights. The new engine gets the current weights, and the lost responses are sampled
-    again. At a further failure, or at the first with `placement: colocated`, the run saves the steps so far and
-    ends."""
+    """How often each engine is replaced when one of its processes dies or hangs, and its responses are sampled again.
+    After that, or at once with `placement: colocated`, the run saves its steps and ends."""
 
     engine_args: VllmArguments = field(default_factory=dict)
     """Further arguments of vLLM's engine, which have no key here."""
@@ -259,22 +250,19 @@ class RefitConfig(Section):
     """How the policy's weights get into the engines after every step."""
 
     mode: RefitMode = "reshard"
-    """reshard: the ranks of the policy send each rank of an engine the slices that it needs. broadcast: each rank of an
-    engine gets the whole model, of which vLLM's loaders keep its share. files: each pipeline stage writes the changed
-    tensors into a folder, and every rank reads them there; for engines that share no network with the policy."""
+    """reshard: each rank of an engine gets the slices that it needs. broadcast: each gets the whole model. files: over
+    a folder, for engines that share no network with the policy (docs/refit.md)."""
 
     directory: PathText | None = None
-    """With mode=files, the folder that policy and engines share, under the same path; several runs may share it too.
-    null: `refit` in run_dir."""
+    """With mode=files, the folder that policy and engines share, under the same path; null: `refit` in run_dir."""
 
     bucket_mib: Annotated[float, Field(gt=0)] = 64.0
     """Size of each of a rank's two buffers, in which weights are packed for sending. At 50 GB/s, 64 MiB take 1.3 ms,
     many times the fixed cost of a message; larger buffers take more memory and overlap less."""
 
     fp8_blocks: bool = False
-    """With reshard, for engines with `generation.engine_args.quantization=fp8_per_block`: the policy's ranks round the
-    layers' matrices to FP8 with a scale for every 128 x 128 numbers, half the bytes of bfloat16. false: matrices are
-    sent unrounded, and each engine rounds them."""
+    """With reshard and `generation.engine_args.quantization=fp8_per_block`, the policy's ranks round the layers'
+    matrices to FP8, half the bytes of bfloat16. false: each engine rounds them."""
 
     shared_memory: bool = True
     """On CPUs, except with mode=files, processes of one machine exchange messages in shared memory where the system
@@ -293,14 +281,11 @@ class RefitConfig(Section):
 
     canary_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest difference of log-probabilities that the canary accepts, in nats: the median over the worst sequence.
-    null: it follows the noise that the first refits measure, and is at most 0.001 in float32 on CPUs, 0.01 in float32
-    on GPUs, 0.5 in bfloat16, 1.5 where either side quantises."""
+    null: from the noise of the first refits, at most 0.001 to 1.5 depending on precision (docs/refit.md)."""
 
     prob_error_limit: Annotated[float, Field(gt=1)] | None = 2.0
-    """Largest token_mult_prob_error of a step, without its worst token, that the run learns from. Above it the run ends
-    before learning, and saves the step's rollouts and a checkpoint of the steps before. The default applies only where
-    both sides should agree: not to tokens of older weights (asynchronous runs), nor with penalties, bad_words or a
-    required form. With debug.rollouts_from there is no limit. null: no limit."""
+    """Largest token_mult_prob_error of a step, without its worst token, past which the run saves and ends before
+    learning. The default does not apply where both sides differ by intent (docs/metrics.md). null: no limit."""
 
     weight_check_period: Positive | None = 100
     """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. The first two
@@ -319,8 +304,7 @@ class RolloutsConfig(Section):
     """Processes that run rollouts; null: one for every 8 engines, at least one."""
 
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of a step's rollouts that may fail (raise or time out, after one retry). Above it the run saves its
-    finished steps and stops with the reason."""
+    """Largest share of a step's rollouts that may fail (after one retry); above it the run saves and ends."""
 
     timeout_s: Seconds = 800.0
     """Deadline of one rollout: all its turns and its scoring."""

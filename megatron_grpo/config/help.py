@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import resources
 
 from megatron_grpo.config.command_line import find_version
-from megatron_grpo.config.keys import SectionKeys, read_keys, read_sections
+from megatron_grpo.config.keys import read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, list_config_groups
 
+# The commands and what each does.
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
     "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
@@ -22,7 +22,6 @@ COMMANDS = {
     "refit_plan": "tell what a refit of a recipe moves, before a GPU is asked for: +exp=qwen3_8b_8gpu",
     "serve": "start a vLLM server that runs can train against: MODEL",
 }
-"""The commands and what each does."""
 
 # Keys that --help lists.
 _COMMON = """
@@ -111,27 +110,22 @@ taken as they are written, and `~` at the beginning of a path is the home folder
 def format_page() -> str:
     """Format the page docs/configuration.md."""
     options = list_config_groups()
-    recipes = [f"- `+exp={name}`: {read_recipe_summary(name)}" for name in options.pop(RECIPES)]
-    groups = [
-        f"- `{name}`: " + ", ".join(f"`{name}={choice}`" for choice in choices) for name, choices in options.items()
-    ]
-    sections = [line for section in read_sections() for line in _format_section(section)]
-    return "\n".join([_INTRODUCTION, "## Recipes\n", *recipes, "", "## Groups\n", *groups, "", *sections])
-
-
-def _format_section(section: SectionKeys) -> Iterator[str]:
-    if not section.keys:
-        return
-    is_own = section.name in LOOPS and not section.is_shared
-    yield f"## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n"
-    if section.name:
-        yield f"{section.doc}\n"
-    yield "| Key | Type | Default | Meaning |"
-    yield "|---|---|---|---|"
-    for key in section.keys:
-        doc = " ".join(key.doc.split()).replace("|", "\\|")
-        yield f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |"
-    yield ""
+    lines = [_INTRODUCTION, "## Recipes\n"]
+    lines += [f"- `+exp={name}`: {read_recipe_summary(name)}" for name in options.pop(RECIPES)]
+    lines += ["", "## Groups\n"]
+    lines += [f"- `{name}`: {', '.join(f'`{name}={choice}`' for choice in options[name])}" for name in options]
+    for section in read_sections():
+        if not section.keys:
+            continue
+        is_own = section.name in LOOPS and not section.is_shared
+        lines.append(f"\n## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n")
+        if section.name:
+            lines.append(f"{section.doc}\n")
+        lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
+        for key in section.keys:
+            doc = " ".join(key.doc.split()).replace("|", "\\|")
+            lines.append(f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |")
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

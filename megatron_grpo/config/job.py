@@ -21,11 +21,7 @@ MOST_BYTES = 2**20  # most bytes of a job file
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
-    """Read the fields of a job file.
-
-    Raises:
-        ValueError: the file cannot be read, or is not a YAML mapping; the text does not name the file.
-    """
+    """Read the fields of a job file; the text of a ValueError does not name the file."""
     file = Path(os.path.expanduser(path))
     try:
         if not file.is_file():
@@ -51,16 +47,16 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
 class _JobLoader(yaml.SafeLoader):
     """Loads plain YAML without aliases, deep nesting or repeated fields."""
 
-    _depth = 0
+    _depth = 0  # of the node that is composed; deep nesting would exceed Python's recursion limit
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event, text = self.peek_event(), None
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.composer.ComposerError(
-                None, None, "has anchors or aliases (&, *); write it out", event.start_mark
-            )
-        if self._depth > DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"is nested more than {DEEPEST} deep", event.start_mark)
+            text = "has anchors or aliases (&, *); write it out"
+        elif self._depth > DEEPEST:
+            text = f"is nested more than {DEEPEST} deep"
+        if text is not None:
+            raise yaml.composer.ComposerError(None, None, text, event.start_mark)
         self._depth += 1
         try:
             return super().compose_node(parent, index)
@@ -78,8 +74,8 @@ class _JobLoader(yaml.SafeLoader):
 # By field of a job, and by field of its environment: the key that it sets. The environment's remaining fields are keys
 # of env.<name>.
 SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
+# The field for data and scoring: the name of an environment, or a mapping with its name and fields.
 ENVIRONMENT = "environment"
-"""The field for data and scoring: the name of an environment, or a mapping with its name and fields."""
 
 
 @dataclass(slots=True)
@@ -108,8 +104,7 @@ class Job:
     def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
         """Write the settings into a composed configuration; return the environment's problems.
 
-        Args:
-            options: the environments in conf/env; any other one replaces those of the recipe.
+        `options` are the environments in conf/env; any other one replaces those of the recipe.
         """
         if self.environment is not None and not self._is_option(options):
             if self.is_environment_name and self.environment not in composed.env:
@@ -118,9 +113,11 @@ class Job:
                 return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
             if not self.is_environment_name:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
-        # The prompts of the recipe's validation belong to another task.
-        skips_validation = self.needs_no_validation and "data.val_path" not in self.overruled
-        for key, value in {**({"data.val_path": None} if skips_validation else {}), **self.settings}.items():
+        settings = self.settings
+        if self.needs_no_validation and "data.val_path" not in self.overruled:
+            # The prompts of the recipe's validation belong to another task.
+            settings = {"data.val_path": None, **settings}
+        for key, value in settings.items():
             for name in {translate_key(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
@@ -130,11 +127,9 @@ class Job:
 
 
 def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
-    """Read the job of a command line; empty if there is none.
+    """Read the job of a command line from its arguments job=FILE; empty if there are none.
 
-    Args:
-        arguments: arguments of the form job=FILE.
-        overrides: values of the other arguments by key, under either algorithm's name; they override the job.
+    `overrides` are the values of the other arguments by key, under either algorithm's name; they override the job.
     """
     job = Job(overruled={translate_key("grpo", key) for key in overrides})
     if not arguments:
@@ -147,7 +142,7 @@ def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
         content = {}
     for name, value in content.items():
         if name == ENVIRONMENT:
-            _read_environment(job, value)
+            _read_environment(job, value)  # adds settings for the data and for env.<name>
         elif name in SETTING_OF_FIELD:
             _add_setting(job, name, SETTING_OF_FIELD[name], value)
         else:
@@ -187,7 +182,7 @@ def _read_environment(job: Job, value: Any) -> None:
 
 
 def _add_setting(job: Job, name: str, key: str, value: Any) -> None:
-    if _is_plain(value):  # YAML also knows sets and bytes
+    if _is_plain(value):
         job.settings[key], job.fields[key] = value, name
         return
     text = f"must be {read_keys()[find_key(key) or ''].type} (it sets {key})"
@@ -195,6 +190,7 @@ def _add_setting(job: Job, name: str, key: str, value: Any) -> None:
 
 
 def _is_plain(value: object) -> bool:
+    # YAML also knows sets, bytes and dates; a text with ${ would be resolved as the value of another key.
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)

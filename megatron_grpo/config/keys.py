@@ -24,8 +24,8 @@ from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, translate
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
 
+# Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
 FREE_TYPE = "true or false, number, text, list or mapping"
-"""Type of pass-through fields, which Megatron-Core, vLLM or an environment checks."""
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -45,22 +45,21 @@ class Key:
         """The default in YAML, with PPO's if it differs; "required" without one."""
         if self.default == MISSING:
             return "required"
-        text = _to_yaml(self.default)
-        if not is_shared(self.name):
-            return text
-        ppo_text = _to_yaml(functools.reduce(getattr, self.name.split(".")[1:], PPOConfig()))
-        return text if ppo_text == text else f"{text}, with ppo {ppo_text}"
+        defaults = [self.default]
+        if is_shared(self.name):
+            defaults.append(attrgetter(self.name.partition(".")[2])(PPOConfig()))
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in defaults]
+        return ", with ppo ".join(dict.fromkeys(texts))
 
 
 @dataclass(frozen=True, slots=True)
 class SectionKeys:
-    """One section of the configuration."""
+    """One section of the configuration, without the sections below it."""
 
     name: str
     """Dotted name, GRPO's if PPO shares the section; empty for the top level."""
     doc: str
     keys: tuple[Key, ...]
-    """Keys of the section itself, without those of the sections below it."""
     is_shared: bool = False
     """True if GRPO and PPO share the section."""
 
@@ -100,7 +99,7 @@ def is_section(name: str) -> bool:
 
 def list_members(name: str) -> list[str]:
     """List the keys and the sections of a section."""
-    members = []
+    members = []  # in the order of the schema
     for section in read_sections():
         if any(is_match(pattern, name) for pattern in section.names):
             members += [key.name.rpartition(".")[2] for key in section.keys]
@@ -120,9 +119,7 @@ def is_match(pattern: str, name: str) -> bool:
 def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
     """List a section and those below it, shared keys before GRPO's own.
 
-    Args:
-        prefix: beginning of the names of its keys, with a dot at the end.
-        doc: replaces the docstring of the class, unless it is empty.
+    `prefix` begins the names of its keys; `doc`, unless it is empty, replaces the docstring of the class.
     """
     docs = _read_field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
@@ -150,8 +147,8 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKe
 
 
 def _read_field_docs(section: type) -> dict[str, str]:
-    """Parse the docstrings below the fields of a class and its bases."""
-    docs: dict[str, str] = {}  # from the source, because Python does not keep them
+    # Python does not keep the docstrings below the fields of a class and its bases, so the source is parsed.
+    docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
         (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(class_def, ast.ClassDef)
@@ -186,10 +183,6 @@ def describe_type(hint: Any) -> str:
     return {bool: "true or false", str: "text", type(None): "null"}.get(hint) or str(getattr(hint, "__name__", hint))
 
 
-def _to_yaml(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def load_tables(name: str) -> dict[str, dict[str, str]]:
     """Load a YAML file of this package: tables of texts, by section."""
     text = resources.files("megatron_grpo.config").joinpath(name).read_text(encoding="utf-8")
@@ -208,15 +201,13 @@ def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
 
 def fill_placeholders(config: Config, text: str) -> str:
     """Replace LOOP and PASSES in a text by the algorithm's keys."""
-    return text.replace("LOOP.", f"{config.algorithm}.").replace("PASSES", config.passes_key)
+    return text.replace("LOOP.", f"{config.algorithm}.").replace(
+        "PASSES", f"{config.algorithm}.{config.training_loop.passes_name}"
+    )
 
 
 def is_met(config: Config, condition: str) -> bool:
-    """True if the configuration meets a condition.
-
-    Args:
-        condition: KEY=VALUE, "KEY above NUMBER", or KEY for a value that is not null or empty.
-    """
+    """True if the configuration meets KEY=VALUE, "KEY above NUMBER", or KEY (neither null nor empty)."""
     key, _, expected = condition.partition("=")
     key, _, bound = key.partition(" above ")
     value = attrgetter(key)(config)

@@ -54,21 +54,24 @@ class AsyncGRPOConfig(Section):
     """Sampling of later steps' prompts while a step trains; docs/async.md."""
 
     enabled: bool = False
-    """Sample while the step trains and while the weights change. The loss has to correct for samples of earlier
-    weights: loss_fn.use_importance_sampling_correction."""
+    """Sample while a step trains and weights change; needs loss_fn.use_importance_sampling_correction."""
 
     max_trajectory_age_steps: NonNegative = 1
     """Most steps between the weights that sampled a token and the weights that train on it. It limits how many steps
     are sampled in advance, so that no sample becomes older. 0: sample only when a step needs the samples."""
 
     oversampling_factor: Annotated[float, Field(gt=1)] | None = None
-    """Prompts in flight while a step waits = num_prompts_per_step * this, rounded down; below max_trajectory_age_steps
-    + 1. The step trains on the prompts that are complete first; the rest continues under the new weights, for later
-    steps. null: a step waits for the next prompts of the data, however long they take."""
+    """Prompts in flight while a step waits = num_prompts_per_step * this, rounded down, below max_trajectory_age_steps
+    + 1; a step takes those that are complete first. null: it waits for the next of the data (docs/async.md)."""
 
     recompute_kv_cache_after_weight_updates: bool = True
     """Compute the KV cache of responses in flight again when the weights change, so that each later token is sampled as
     by the new weights alone. false keeps the old cache, which costs nothing."""
+
+    @property
+    def has_oversampling(self) -> bool:
+        """True if more prompts are in flight than a step trains on."""
+        return self.enabled and self.oversampling_factor is not None
 
     @property
     def can_sample_ahead(self) -> bool:
@@ -87,8 +90,7 @@ class LoopConfig(Section):
     """Prompts of one step."""
 
     num_generations_per_prompt: Positive = 16
-    """Responses to each prompt; samples of a step = prompts * generations. With PPO, whose baseline is the value model,
-    one is enough."""
+    """Responses to each prompt; samples of a step = prompts * generations. PPO, with its value model, needs one."""
 
     max_num_epochs: Positive = 1
     """Passes over the training data after which training ends."""

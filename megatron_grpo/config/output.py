@@ -15,8 +15,7 @@ NOBODY_READS = (errno.EPIPE, errno.EIO)  # errors of a pipe whose reader has end
 class TolerantStream:
     """A text stream that escapes unknown characters (\\u2192) and outlives its reader.
 
-    Args:
-        ignores: errors of the stream after which the text is lost and nothing is raised.
+    After the errors in `ignores` the text is lost, and nothing is raised.
     """
 
     def __init__(self, stream: TextIO, *, ignores: tuple[type[Exception], ...]) -> None:
@@ -47,15 +46,15 @@ class TolerantStream:
             self._discard_rest(error)
 
     def _discard_rest(self, error: Exception) -> None:
-        """Discard all further output if its reader is gone."""
         if getattr(error, "errno", None) not in NOBODY_READS:
             return
-        try:  # the buffered text would fail again when Python ends
+        # The buffered text would fail again when Python ends, which flushes its streams: it goes to the null device.
+        try:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-        except (OSError, ValueError):  # the stream has no file
-            return
+        except (OSError, ValueError):
+            return  # the stream has no file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -65,9 +64,8 @@ class TolerantStream:
 def tolerant_output(*, of_run: bool = False) -> Iterator[None]:
     """Make sys.stdout and sys.stderr `TolerantStream`s while the body runs.
 
-    Args:
-        of_run: true if the output only accompanies a run, which no error of the console may end; false if it is the
-            result of the command, which a full disk then fails.
+    With `of_run` the output only accompanies a run, which no error of the console may end; else it is the result of the
+    command, which a full disk then fails.
     """
     ignores = (OSError, ValueError) if of_run else (BrokenPipeError,)
     before = sys.stdout, sys.stderr
@@ -80,6 +78,7 @@ def tolerant_output(*, of_run: bool = False) -> Iterator[None]:
         for stream in streams:
             if stream is not None:
                 stream.flush()
+        # The body may have put streams of its own in their place, as a test or a notebook does.
         if sys.stdout is streams[0]:
             sys.stdout = before[0]
         if sys.stderr is streams[1]:

@@ -42,11 +42,7 @@ def _list_folders() -> list[Traversable]:
 
 @contextlib.contextmanager
 def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Problem]]]:
-    """Look options up in the folders that a command line adds.
-
-    Yields:
-        The remaining arguments, and problems of the folders.
-    """
+    """Look options up in added folders; yields other arguments, and folders' problems."""
     added: list[Path] = []
     remaining: list[str] = []
     problems: list[Problem] = []
@@ -56,7 +52,11 @@ def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Prob
         if name == OPTION:
             paths = [value or next(arguments_left, "")]
         elif name == SEARCH_KEY:
-            paths = _parse_list(value)
+            try:
+                folders = yaml.safe_load(value)
+            except yaml.YAMLError:
+                folders = value
+            paths = [str(folder) for folder in (folders if isinstance(folders, list) else [folders])]
         else:
             remaining.append(argument)
             continue
@@ -80,14 +80,6 @@ def build_search_override() -> list[str]:
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
 
-def _parse_list(value: str) -> list[str]:
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
-        parsed = value
-    return [str(element) for element in (parsed if isinstance(parsed, list) else [parsed])]
-
-
 def _check_folder(folder: Path) -> str | None:
     if not folder.is_dir():
         return "no such folder"
@@ -97,6 +89,7 @@ def _check_folder(folder: Path) -> str | None:
     if not files:
         return f"has no recipe and no option: files such as exp/NAME.yaml; groups are {', '.join(sorted(groups))}"
     for file in files:
+        # Of two files with one name, Hydra would silently take the first.
         if conf.joinpath(file.parent.name, file.name).is_file():
             return f"has {file.parent.name}/{file.name}, a name that is taken already; rename it"
     return None
@@ -155,15 +148,13 @@ def read_overrides(arguments: Sequence[str]) -> Overrides:
 
 def _check_form(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
     name, equals, value = text.lstrip("+").partition("=")
-    if not equals and (advice := _advise_on_path(name)) is not None:
-        return Problem(text, f"not understood; {advice}")
     if not equals:
+        advice = _advise_on_path(name)
         choices = {option: f"+{group}={option}" for group, names in options.items() for option in names}
-        close = difflib.get_close_matches(name, choices, n=1)
-        if close:
-            return Problem(text, f"not understood; did you mean {choices[close[0]]}?")
-        form = f"{name}=..." if find_key(name) else "key=value"
-        return Problem(text, f"not understood; write {form}")
+        if advice is None and (close := difflib.get_close_matches(name, choices, n=1)):
+            advice = f"did you mean {choices[close[0]]}?"
+        advice = advice or f"write {f'{name}=...' if find_key(name) else 'key=value'}"
+        return Problem(text, f"not understood; {advice}")
     if not name.strip():
         return Problem(text, "has no key before the =; write key=value")
     if find_key(name) is None and measure_nesting(value) > DEEPEST:
@@ -184,10 +175,7 @@ def _advise_on_path(word: str) -> str | None:
 def _accept(
     overrides: Overrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
-    """Sort an argument into accepted or unknown, or return its problem.
-
-    Keys are accepted as `++key=value`, whatever sign the user put before them: Hydra then overrides or adds the key.
-    """
+    """Sort an argument into accepted or unknown, or return its problem."""
     name, _, text_value = text.lstrip("+").partition("=")
     override = _parse(parser, text, find_key(name), text_value)
     if isinstance(override, Problem):
@@ -211,6 +199,7 @@ def _accept(
             return Problem(f"{earlier} {choice}", f"a run takes one {name}; leave out the others")
         overrides.accepted.append(choice)
     elif find_key(name) or (is_section(name) and isinstance(value, dict)):
+        # With ++, Hydra overrides or adds the key, whatever sign the user put before it.
         overrides.accepted.append("++" + text.lstrip("+"))
     elif is_match("env.<name>", name) and name.replace("env.", "env.<name>.", 1) in read_keys():
         key = name.replace("env.", "env.NAME.", 1)
@@ -232,6 +221,7 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
         value = None if override is None else override.value()
     except (HydraException, ValueError, RecursionError):  # ValueError: a number of thousands of digits
         override = value = None
+    subject = f"{name}={to_text(text_value)}"
     if override is None:
         if kind in _TEXT:
             is_half_quoted = any(
@@ -239,16 +229,15 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
             )
             return Problem(text, "has a quote that is not closed") if is_half_quoted else None
         if kind is None:
-            return Problem(
-                to_text(text), "not understood; write key=value, with quotes around a value with other signs"
-            )
+            advice = "not understood; write key=value, with quotes around a value with other signs"
+            return Problem(to_text(text), advice)
         advice = ", written [a,b], with quotes around each text" if "list" in kind else ""
-        return Problem(f"{name}={to_text(text_value)}", f"must be {kind}{advice}")
+        return Problem(subject, f"must be {kind}{advice}")
     if override.is_sweep_override():
         advice = f"a text with commas needs quotes: '{name}=\"...\"'" if kind in _TEXT else "lists are written [a,b]"
         return Problem(text, f"several values at once; a run takes one, and {advice}")
     if kind not in (None, FREE_TYPE) and isinstance(value, dict):
-        return Problem(f"{name}={to_text(text_value)}", f"must be {kind}")
+        return Problem(subject, f"must be {kind}")
     if kind in _TEXT and isinstance(value, bool | int | float):
         return None  # run_dir=2026_01 is a text, although Python reads 2026_01 as a number
     return override
@@ -272,7 +261,7 @@ def _accept_deletion(
 
 
 def measure_nesting(text: str) -> int:
-    """Count the deepest nesting of brackets in a text."""
+    """Count the deepest nesting of brackets."""
     depth = deepest = 0
     for character in text:
         depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(character, 0)

@@ -1,8 +1,4 @@
-"""Checks of the fields that users pass on to libraries.
-
-Names and types are checked against the installed library's own dataclasses (`check_library_fields`). Importing the
-library takes seconds and loads torch, so its callers are in trainer/ and generation/, in a process of their own.
-"""
+"""Checks of the fields that users pass on to libraries, against the installed library's own dataclasses."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ def select_passed_fields(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def check_owned_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """Report fields that the run sets itself; `sections`: result of `select_passed_fields`."""
+    """Report fields, as `select_passed_fields` returns them, that the run sets itself."""
     for section, values in sections.items():
         for name, value in values.items():
             if name in OWNED[section]:
@@ -45,14 +41,12 @@ def check_owned_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Pr
 def check_library_fields(
     section: str, values: Mapping[str, Any], annotations: Mapping[str, Any], kind: str
 ) -> Iterator[Problem]:
-    """Report fields that the library lacks or has with another type.
+    """Report fields of a section that the library lacks or has with another type.
 
-    Args:
-        section: key of the configuration that holds the fields.
-        values: the fields passed on, as YAML has them.
-        annotations: the type of every field of the library's dataclass.
-        kind: name of a field of this class in messages, such as "an argument of the installed vLLM".
+    `annotations` has the type of every field of the library's dataclass, and `kind` is a field's name in messages, such
+    as "an argument of the installed vLLM".
     """
+    # Importing a library takes seconds and loads torch: callers are in trainer/ and generation/, in their own process.
     free = {name for name in annotations if not name.startswith("_")} - OWNED[section].keys()
     for name, value in values.items():
         text = _find_mismatch(annotations[name], value) if name in free else None
@@ -63,7 +57,6 @@ def check_library_fields(
 
 
 def _find_mismatch(annotation: Any, value: Any) -> str | None:
-    """Return why a value is not of a library's type."""
     kind = _simplify(annotation)
     if kind in (_Unwritable, type(None)):
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
@@ -86,11 +79,8 @@ class _Unwritable:
     """Stands for a type without YAML values, such as a function."""
 
 
-_DtypeName = Literal["float32", "bfloat16", "float16"]  # names of torch.dtype in a configuration
-
-
 def _simplify(kind: Any) -> Any:
-    """Turn a library's type into what YAML can write."""
+    """Turn a library's type into the type of its YAML values."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if _is_union(kind):
         members = [member for member in map(_simplify, args) if member is not _Unwritable]
@@ -98,8 +88,8 @@ def _simplify(kind: Any) -> Any:
         return _Unwritable if only_none else typing.Union[tuple(members)]  # noqa: UP007  made from a tuple
     if origin is typing.Annotated:
         return _simplify(args[0])
-    if isinstance(kind, str | typing.ForwardRef):  # names that the library imports for type checkers alone
-        return Any
+    if isinstance(kind, str | typing.ForwardRef):
+        return Any  # a name that the library imports for type checkers alone
     if origin is set:
         return list[_simplify(args[0])]  # type: ignore[misc,unused-ignore]
     if origin in (list, dict, tuple):
@@ -109,7 +99,7 @@ def _simplify(kind: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         return dict[str, Any]
     if getattr(kind, "__module__", "") == "torch" and kind.__name__ == "dtype":
-        return _DtypeName
+        return Literal["float32", "bfloat16", "float16"]
     is_builtin = kind in (Any, object, bool, int, float, str, list, dict, tuple, None, type(None))
     return kind if is_builtin or origin is Literal else _Unwritable
 

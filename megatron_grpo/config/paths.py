@@ -37,11 +37,12 @@ def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -
 def check_writable(key: str, path: str) -> Iterator[Problem]:
     """Report why a folder cannot be written to; it may not exist yet."""
     subject, folder = f"{key}={to_text(path)}", Path(os.path.abspath(path))
+    # Only trying tells: permission bits say nothing of quotas, read-only disks and file systems of other machines.
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(existing):
         yield Problem(subject, f"{to_text(existing)} is not a folder, or is a link that leads nowhere; choose another")
         return
-    try:  # inside a folder that is removed with everything in it
+    try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_") as probe:
             Path(probe, *folder.relative_to(existing).parts).mkdir(parents=True, exist_ok=True)
     except PermissionError:
@@ -51,28 +52,20 @@ def check_writable(key: str, path: str) -> Iterator[Problem]:
 
 
 def import_object(module: str, name: str) -> Any:
-    """Import a module and return its object of this name.
-
-    Raises:
-        ValueError: the import fails, or there is no such name; the text continues a message that begins with the
-            setting.
-    """
+    """Import an object; the text of a ValueError continues a message that begins with the setting."""
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
 
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
 def is_hub_name(path: str) -> bool:
     """True for a name on the Hugging Face hub, such as "Qwen/Qwen3-8B"."""
-    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(Path(path).parent)
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) is not None and not os.path.exists(Path(path).parent)
 
 
+# Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token.
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
-"""Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token."""
 
 
 def read_token() -> str | None:
@@ -82,30 +75,28 @@ def read_token() -> str | None:
 
 def is_loopback(host: str) -> bool:
     """True if only this machine reaches a server on this host."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
 
 def check_url(url: str) -> str | None:
     """Return the problem with the URL of a server, or None."""
-    text = "give http://HOST:PORT or https://HOST:PORT"
+    advice = "give http://HOST:PORT or https://HOST:PORT"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        return f"is not a URL: {error}; {text}"
+        return f"is not a URL: {error}; {advice}"
     if parts.scheme not in ("http", "https"):
-        return f"has the scheme {parts.scheme!r}; {text}" if parts.scheme else f"has no scheme; {text}"
+        return f"has {f'the scheme {parts.scheme!r}' if parts.scheme else 'no scheme'}; {advice}"
     if not parts.hostname or port == 0:
-        return f"names no host or port; {text}"
+        return f"names no host or port; {advice}"
     if parts.username is not None or parts.password is not None:
         return f"holds a password, which would be in the run's files; set {TOKEN_VARIABLE} in the environment"
     if parts.path.strip("/") or parts.query or parts.fragment:
-        return f"has more than a host and a port; {text}"
+        return f"has more than a host and a port; {advice}"
     return None
 
 

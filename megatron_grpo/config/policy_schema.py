@@ -82,8 +82,7 @@ class OptimizerConfig(Section):
 
     precision_aware: bool = False
     """Keep moments and main weights in Transformer Engine's Adam, in the types of policy.megatron_optimizer
-    (exp_avg_dtype, exp_avg_sq_dtype, main_params_dtype, main_grads_dtype; float32 by default). Needs GPUs with
-    Transformer Engine, and distributed=true."""
+    (exp_avg_dtype and others; float32 by default). Needs GPUs with Transformer Engine, and distributed=true."""
 
     @property
     def is_constant(self) -> bool:
@@ -107,8 +106,7 @@ class ParallelConfig(Section):
     """Ranks that split the layers (PP)."""
 
     virtual_pipeline: Positive = 1
-    """Model chunks on each pipeline rank (interleaved pipeline, VPP): more chunks make the pipeline bubble smaller, but
-    ranks send more messages. Needs pipeline > 1."""
+    """Model chunks on each pipeline rank (VPP): a smaller bubble, but more messages. Needs pipeline > 1."""
 
     first_stage_layers: Positive | None = None
     """Layers of the first pipeline rank, which also has the embedding; null: as many as the other ranks have."""
@@ -180,13 +178,11 @@ class MoeConfig(Section):
     sequence, then over sequences; summed over layers."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Change of the router's expert bias per optimizer step, towards experts that were chosen too rarely. Only for
-    models with such a bias (DeepSeek-V3)."""
+    """Change of the router's expert bias (DeepSeek-V3) per optimizer step, towards rarely chosen experts."""
 
     replay_routing: bool = False
     """Send each token through the experts that the engine chose while it sampled (R3, arXiv 2510.11370), in
-    prev_logprobs and in training. The router still weighs them, and learns; the reference policy makes its own
-    choice."""
+    prev_logprobs and training. The router still learns; the reference policy chooses itself."""
 
 
 # Linear layers of Megatron-Core that can have an adapter.
@@ -229,13 +225,11 @@ class Fp8Config(Section):
     """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Which values share a scale. tensorwise: a tensor, scaled by its largest value; delayed: a tensor, scaled by the
-    largest values of earlier steps (both from compute capability 8.9 on); blockwise: 128 values, of weights 128 x 128
-    (from 9.0); mxfp8: 32 values (from 10.0)."""
+    """Values that share a scale: tensorwise and delayed (from earlier steps) a tensor; blockwise 128, of weights 128 x
+    128 (from compute capability 9.0 on); mxfp8 32 (from 10.0 on). Others need 8.9 (docs/fp8.md)."""
 
     parameters: bool = False
-    """Keep the layers' matrices only in FP8; the optimizer has them in float32. Needs optimizer.distributed; not with
-    mxfp8."""
+    """Keep the layers' matrices only in FP8. Needs optimizer.distributed, whose copy is float32; not with mxfp8."""
 
     first_layers_bf16: NonNegative = 0
     """Layers at the beginning of the model that stay in bfloat16; not with delayed."""
@@ -250,9 +244,8 @@ class Fp8Config(Section):
     """With the recipe delayed, the value that sets a scale: the maximum of the kept values, or the most recent one."""
 
     simulate: bool = False
-    """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales, and multiply as usual. This
-    shows FP8's effect on log-probabilities on any machine, without its speed. Gradients are not rounded. Not with
-    delayed."""
+    """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales: FP8's effect on
+    log-probabilities on any machine, without its speed. Gradients are not rounded. Not with delayed."""
 
     @property
     def is_on_device(self) -> bool:
@@ -296,9 +289,8 @@ class PolicyConfig(Section):
     fp8: Fp8Config = field(default_factory=Fp8Config)
 
     quantization: QuantizationFormat | None = None
-    """Quantisation-aware training: modelopt rounds the operands of the layers' products to 8-bit integers (int8) or
-    E4M3 (fp8), with a scale for each row of a weight and for each token; gradients are not rounded. The export command
-    writes such a model for vLLM with format=quantized. null: off."""
+    """Quantisation-aware training: modelopt rounds the operands of the layers' products to int8 or E4M3 (fp8), for the
+    export command's format=quantized (docs/quantization.md). null: off."""
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""
@@ -316,17 +308,14 @@ class PolicyConfig(Section):
     """Samples of one optimizer step; must divide the samples of the step. null: all of them."""
 
     logprob_microbatch_tokens: Positive | None = None
-    """Most tokens of a microbatch, padding included, in passes that only compute log-probabilities; null:
-    microbatch_tokens."""
+    """Most tokens of a microbatch in passes that only compute log-probabilities; null: microbatch_tokens."""
 
     logprob_kernel: Literal["fused", "chunked", "auto"] = "auto"
-    """Kernel that turns hidden states into log-probabilities. fused: in Triton; chunked: by chunks of tokens, in torch;
-    auto: fused on GPUs where Triton is installed. Where sampling filters tokens (generation.top_p and others), the
-    policy uses chunked."""
+    """Kernel that turns hidden states into log-probabilities. fused: in Triton; chunked: in torch, always used where
+    sampling filters tokens (generation.top_p and others); auto: fused on GPUs with Triton."""
 
     logprob_chunk_size: Positive | None = None
-    """Tokens whose logits the chunked kernel holds at a time; fewer need less memory. null: 256 MiB of float32
-    logits."""
+    """Tokens whose logits the chunked kernel holds at a time; null: as many as take 256 MiB in float32."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Scale gradients down to this global norm; 0: no clipping."""
@@ -339,9 +328,8 @@ class PolicyConfig(Section):
     layernorm; in a mixture of experts moe, moe_act, shared_experts; in latent attention mla_up_proj."""
 
     deterministic: bool = False
-    """Use only kernels whose results repeat to the bit; slower on GPUs. On CPUs results repeat anyway. An H100 has no
-    such fused attention for microbatches with sequences * heads * longest**2 of 2**30 or more: a kernel that holds all
-    scores replaces it."""
+    """Use only kernels whose results repeat to the bit; slower on GPUs. An H100 has no such fused attention for
+    microbatches with sequences * heads * longest**2 of 2**30 or more: another kernel holds all scores."""
 
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks during the backward pass; null: on GPUs."""
@@ -361,12 +349,10 @@ class PolicyConfig(Section):
     """Further fields of Megatron-Core's DistributedDataParallelConfig; also for the value model."""
 
     megatron_optimizer: MegatronFields = field(default_factory=dict)
-    """Further fields of Megatron-Core's OptimizerConfig; also for the value model. Types of tensors are written
-    bfloat16, float16, float32."""
+    """Further fields of Megatron-Core's OptimizerConfig, types as float32; also for the value model."""
 
     threads: Positive | None = None
-    """CPU threads of each rank; null: an equal share of the machine's cores, or half of them where engines sample at
-    the same time. Not used on GPUs."""
+    """CPU threads of each rank; null: a share of the cores, or of half of them beside engines. Not used on GPUs."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
@@ -396,8 +382,7 @@ class ValueConfig(Section):
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank; null: as in the policy."""
 
     train_global_batch_samples: Positive | None = None
-    """Samples of one optimizer step; must divide the samples of the step. null: all of them, whatever the policy
-    has."""
+    """Samples of one optimizer step; must divide the samples of the step. null: all, whatever the policy has."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Scale gradients down to this global norm; 0: no clipping."""

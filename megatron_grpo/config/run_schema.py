@@ -50,24 +50,21 @@ class CheckpointingConfig(Section):
     """Steps between checkpoints; the last step is always saved."""
 
     async_save: bool = False
-    """Write in the background: a save waits only for the previous save and for a copy of the models and optimizers in
-    host memory, which takes that memory."""
+    """Write in the background, from a copy in host memory; a save waits only for the copy and the previous save."""
 
     keep_top_k: Positive | None = None
     """Number of checkpoints to keep, best by metric_name first; the newest always stays. null: all."""
 
     metric_name: str | None = "val_accuracy"
-    """Metric that ranks checkpoints; env/NAME is a metric that a reward function or environment reports as NAME.
-    Without validation, reward replaces a metric of validation. Steps without a finite value rank last. null: the newest
-    rank first."""
+    """Metric that ranks checkpoints (env/NAME: reported by an environment as NAME); reward where there is no
+    validation. Steps without a finite value rank last. null: the newest rank first."""
 
     higher_is_better: bool = True
     """true: a higher metric_name makes a better checkpoint; false: a lower one."""
 
     resume: PathText = "auto"
-    """auto: start from the newest intact checkpoint of run_dir, if any; none: start from step 1, in a run_dir without
-    checkpoints; or the path of a checkpoint to start from while run_dir has none. A job that may be queued again needs
-    auto or a path."""
+    """auto: start from the newest intact checkpoint of run_dir, if any; none: from step 1, in a run_dir without
+    checkpoints; a path: from there while run_dir has none. A job that may be queued again needs auto or a path."""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +115,7 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
     log_completions: bool = False
-    """Print some responses of every step and validation, with their prompts and rewards, and send them to the trackers
-    as tables. Needs logger.rollouts=all or sample."""
+    """Print some responses of steps and validations, also into trackers. Needs logger.rollouts=all or sample."""
 
     num_completions_to_print: Positive = 5
     """Responses printed per step with log_completions, each to a different prompt."""
@@ -160,9 +156,8 @@ class PrepareConfig(Section):
     """A model and data made before the run, without a download."""
 
     name: Literal["addition", "addition_moe", "calculator", "two_tasks"] | None = None
-    """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; addition_moe: a tiny
-    Qwen3-MoE, and the same problems; calculator: a tiny Qwen3 that calls a calculator, rarely correctly; two_tasks: a
-    tiny Qwen3 that adds numbers and plays a game of several turns; null: no preparation."""
+    """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE; calculator:
+    calls a calculator, rarely correctly; two_tasks: sums, and a game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Folder of the model and its data; later runs reuse them."""
@@ -175,9 +170,8 @@ class DebugConfig(Section):
     `logger.rollouts=all` records every step, so that a second run can train on it."""
 
     rollouts_from: PathText | None = None
-    """Folder of a run that recorded its rollouts, or the folder `rollouts` in it: train on these, step by step, instead
-    of sampling. The run starts no engine, environment or refit, and reads no prompt; it ends with the recording. null:
-    sample."""
+    """Folder of a run that recorded its rollouts, or `rollouts` in it: train on these, step by step, without engines,
+    environments, refits and prompts, until the recording ends. null: sample."""
 
     train: bool = True
     """false: sample and score with the weights of the model folder, without ranks, training, refits and checkpoints.
@@ -211,8 +205,7 @@ class PlanConfig(Section):
     """Folder of a run that recorded its rollouts; their lengths replace the log-normal ones. null: log-normal."""
 
     expert_skew: Annotated[float, Field(ge=1)] = 1.5
-    """Tokens of the fullest rank's experts relative to the mean; plans compute memory with this and with balanced
-    experts."""
+    """Tokens of the fullest rank's experts relative to the mean; memory is planned with this and without skew."""
 
     hardware: PathText | None = None
     """YAML with values in place of the profile of cluster.gpu, as `plan calibrate` writes it; null: none."""

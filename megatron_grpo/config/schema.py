@@ -77,8 +77,7 @@ class GRPOConfig(LoopConfig):
     """Rewards whose standard deviation normalize_rewards uses: those of the sample's group, or of the whole step."""
 
     use_leave_one_out_baseline: bool = True
-    """Baseline of a sample: the mean reward of the *other* samples of its group (true) or of the whole group
-    (false)."""
+    """Baseline of a sample: mean reward of the *other* samples of its group (true), or of all (false)."""
 
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
 
@@ -93,8 +92,7 @@ class Config(Section):
     """The configuration of one run."""
 
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    """Algorithm that trains the policy: grpo compares the samples of a prompt, ppo uses a value model. Each has a
-    section of its name."""
+    """grpo compares the samples of a prompt, ppo uses a value model; each has a section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -156,13 +154,9 @@ class Config(Section):
         return "float32" if on_cpu else "tf32"
 
     def find_prob_error_limit(self, age: int) -> float | None:
-        """Find the largest token_mult_prob_error of a step that training accepts.
+        """Find the largest token_mult_prob_error of a step that training accepts; None: any.
 
-        Args:
-            age: updates between the weights that drew the oldest token and the weights that train on it.
-
-        Returns:
-            None: there is no limit.
+        `age` counts updates between the weights that drew the oldest token and the weights that train on it.
         """
         limit = self.refit.prob_error_limit
         # The default is for tokens that both sides compute in the same way from the same weights.
@@ -177,10 +171,7 @@ class Config(Section):
 
     @property
     def ranked_checkpointing(self) -> CheckpointingConfig:
-        """Settings of checkpoints, with a metric that the run has.
-
-        Without validation, reward replaces a metric of validation.
-        """
+        """Settings of checkpoints, ranked by reward instead of a validation that the run lacks."""
         settings, loop = self.checkpointing, self.training_loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
         if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
@@ -233,15 +224,15 @@ class Config(Section):
         return int(self.training_loop.num_prompts_per_step * Fraction(str(self.training_loop.batch_multiplier)))
 
     @property
+    def can_lack_rewards(self) -> bool:
+        """True if a reward function may raise without failing its rollout."""
+        return any(task.on_reward_error == "none" for task in self.env.values())
+
+    @property
     def has_correctness(self) -> bool:
         """True if some environment knows which responses are correct."""
         # Of several reward functions none is the one that decides, unless correct_func names it.
         return any(len(task.reward_funcs) < 2 or task.correct_func for task in self.env.values())
-
-    @property
-    def passes_key(self) -> str:
-        """Key of the number of passes over a step's samples."""
-        return f"{self.algorithm}.{self.training_loop.passes_name}"
 
     @property
     def passes_per_step(self) -> int:
@@ -273,9 +264,8 @@ class Config(Section):
     @property
     def value_decay_steps(self) -> int:
         """Optimizer steps of the value model's learning-rate schedule."""
-        return (
-            self.value.optimizer.decay_steps or self.training_loop.max_num_steps * self.value_optimizer_steps_per_step
-        )
+        steps = self.training_loop.max_num_steps * self.value_optimizer_steps_per_step
+        return self.value.optimizer.decay_steps or steps
 
     def _count_optimizer_steps(self, model: PolicyConfig) -> int:
         samples = self.samples_per_step

@@ -12,19 +12,18 @@ from megatron_grpo.config.keys import flatten, load_tables, read_keys
 from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, switch_algorithm, translate_key
 
 NONE = "none"  # section of foreign_names.yaml with names that have no counterpart, each with the reason
+NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
+# Least similarity (difflib's ratio) of a suggested key: among all keys, and among those of the section that the user
+# named. Less similar keys are not suggested, because a far-fetched name misleads.
+_MISSPELT, _ALIKE = 0.9, 0.82
+_MOST_SUGGESTED = 2
+_POLICY, _VALUE = "policy.", "value."
 
 
 @functools.cache
 def load_foreign_names() -> dict[str, Mapping[str, str]]:
     """Load other frameworks' names of settings, with their counterparts here."""
     return {**load_tables("foreign_names.yaml"), "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
-
-
-# Least similarity (difflib's ratio) of a suggested key: among all keys, and among those of the section that the user
-# named. Less similar keys are not suggested, because a far-fetched name misleads.
-_MISSPELT, _ALIKE = 0.9, 0.82
-_MOST_SUGGESTED = 2
-NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
 
 
 def describe_unknown_key(name: str, algorithm: str) -> Problem:
@@ -45,20 +44,15 @@ def list_unknown_keys(name: str, value: Any) -> list[str]:
 
 
 def describe_counterpart(name: str, algorithm: str) -> str | None:
-    """Write a clause with the counterpart of a foreign name.
+    """Write a clause with the counterpart of a name; None if no other framework has it.
 
     For example "TRL's learning_rate is policy.optimizer.lr here".
-
-    A name with dots may lack its first parts (megatron_cfg.optimizer.lr). A name of the value model has the counterpart
-    of the policy's name. Exact names go before those that a pattern (policy.megatron_cfg.*) stands for.
-
-    Returns:
-        None: no other framework has the name.
     """
     row = _find_row(name)
     if row is None and name.startswith(_VALUE):
+        # A name of the value model has the counterpart of the policy's name, where the value model has such a key.
         row = _find_row(_POLICY + name.removeprefix(_VALUE))
-        row = row and (row[0], name, " ".join(_to_value_key(word) for word in row[2].split(" ")))
+        row = row and (row[0], name, " ".join(map(_to_value_key, row[2].split(" "))))
     if row is None:
         return None
     framework, foreign, text = row
@@ -67,27 +61,13 @@ def describe_counterpart(name: str, algorithm: str) -> str | None:
     keys, _, remark = text.partition("; ")
     if not keys:
         return f"{framework}'s {foreign} has no counterpart here; leave it out"
-    return f"{framework}'s {foreign} is {_join_keys(keys.split(), algorithm)} here" + (remark and f": {remark}")
-
-
-_POLICY, _VALUE = "policy.", "value."
-_ANY = ".*"  # end of a foreign name that stands for every name of a section
-
-
-def _find_row(name: str) -> tuple[str, str, str] | None:
-    """Find a name in foreign_names.yaml: framework, whole name, counterpart."""
-    for framework, table in load_foreign_names().items():
-        for foreign, text in table.items():
-            if name == foreign or ("." in name and foreign.endswith(f".{name}")):
-                return framework, foreign, text
-    patterns = (
-        (len(foreign), framework, text)
-        for framework, table in load_foreign_names().items()
-        for foreign, text in table.items()
-        if foreign.endswith(_ANY) and f"{name}.".startswith(foreign.removesuffix("*"))
+    written = " and ".join(
+        COUNTERPART.get(key) or f"{key} (with algorithm={switch_algorithm(algorithm)})"
+        if is_foreign_to(algorithm, key)
+        else translate_key(algorithm, key)
+        for key in keys.split()
     )
-    closest = max(patterns, default=None)
-    return closest and (closest[1], name, closest[2])
+    return f"{framework}'s {foreign} is {written} here" + (remark and f": {remark}")
 
 
 def _to_value_key(word: str) -> str:
@@ -95,18 +75,28 @@ def _to_value_key(word: str) -> str:
     return value_key if word.startswith(_POLICY) and value_key in read_keys() else word
 
 
-def find_similar_keys(name: str, algorithm: str) -> list[str]:
-    """List the keys that a misspelt name may stand for, best first.
+def _find_row(name: str) -> tuple[str, str, str] | None:
+    """Find a name in foreign_names.yaml: framework, whole name, counterpart."""
+    tables = load_foreign_names().items()
+    rows = [(framework, foreign, text) for framework, table in tables for foreign, text in table.items()]
+    # A name with dots may lack its first parts (megatron_cfg.optimizer.lr).
+    for row in rows:
+        if name == row[1] or ("." in name and row[1].endswith(f".{name}")):
+            return row
+    # A pattern (policy.megatron_cfg.*) stands for every other name of a section; the longest is the closest.
+    patterns = [row for row in rows if row[1].endswith(".*") and f"{name}.".startswith(row[1].removesuffix("*"))]
+    closest = max(patterns, key=lambda row: (len(row[1]), row[0]), default=None)
+    return closest and (closest[0], name, closest[2])
 
-    A name without a dot is also compared with keys without their section. Parts of a name alone suggest nothing:
-    another framework's `….enabled` or `….name` is seldom one of ours.
-    """
+
+def find_similar_keys(name: str, algorithm: str) -> list[str]:
+    """List the keys that a misspelt name may stand for, best first."""
     candidates = _list_candidates(algorithm, name)
     misspelt = difflib.get_close_matches(name, candidates, n=1, cutoff=_MISSPELT)
     if misspelt:
         return misspelt
-    section = name.rpartition(".")[0]
-    if section:
+    # Parts of a name alone suggest nothing: another framework's `….enabled` or `….name` is seldom one of ours.
+    if "." in name:
         beside = [key for key in candidates if key.partition(".")[0] == name.partition(".")[0]]
         return difflib.get_close_matches(name, beside, n=_MOST_SUGGESTED, cutoff=_ALIKE)
     without_section = {key: key.partition(".")[2] for key in candidates}
@@ -117,24 +107,15 @@ def find_similar_keys(name: str, algorithm: str) -> list[str]:
 
 
 def _list_candidates(algorithm: str, name: str) -> list[str]:
-    """List keys that may be suggested for a name.
-
-    A key of an environment carries the name of the environment that the user wrote. The value model's keys, whose names
-    are the policy's too, are suggested only for a name that begins with `value`.
-    """
     section, _, rest = name.partition(".")
     environment = rest.partition(".")[0] if section == "env" else ""
-    keys = (key for key in read_keys() if not key.endswith("<field>"))  # libraries check pass-through fields
-    keys = (translate_key(algorithm, key) for key in keys if not is_foreign_to(algorithm, key))
-    keys = (key for key in keys if section == "value" or not key.startswith("value."))
+    # Libraries check pass-through fields. The value model's keys, which are the policy's too, answer only a name in
+    # their section.
+    keys = [
+        translate_key(algorithm, key)
+        for key in read_keys()
+        if not key.endswith("<field>")
+        and not is_foreign_to(algorithm, key)
+        and (section == "value" or not key.startswith(_VALUE))
+    ]
     return [key.replace("<name>", environment or "NAME") for key in keys]
-
-
-def _join_keys(keys: list[str], algorithm: str) -> str:
-    """Join our keys for a foreign setting, with their algorithm if necessary."""
-    return " and ".join(
-        COUNTERPART.get(key) or f"{key} (with algorithm={switch_algorithm(algorithm)})"
-        if is_foreign_to(algorithm, key)
-        else translate_key(algorithm, key)
-        for key in keys
-    )

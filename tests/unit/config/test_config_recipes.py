@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.errors import ConfigError, Problem, format_problems
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.help import format_page
 from megatron_grpo.config.keys import read_keys, read_sections
 from megatron_grpo.config.overrides import RECIPES, list_config_groups
@@ -47,7 +47,7 @@ def test_without_gpus_one_line_says_so(recipe: str, monkeypatch: pytest.MonkeyPa
 
 def test_the_message_is_aligned() -> None:
     problems = [Problem("a=1", "is wrong"), Problem("longer.key=2", "as well")]
-    assert format_problems(problems).splitlines() == [
+    assert str(ConfigError(problems)).splitlines() == [
         "configuration has 2 problems:",
         "  a=1           is wrong",
         "  longer.key=2  as well",
