@@ -70,7 +70,7 @@ lock: $(VENV)/.dev
 	$(BIN)/python requirements/lock.py
 
 docs: $(VENV)/.runtime
-	$(BIN)/python -m megatron_grpo.config.help > docs/configuration.md
+	$(BIN)/python docs/configuration_page.py > docs/configuration.md
 
 # --no-deps: two packages ask for companions of torch that break its CPU build (requirements/lock.py says which). The
 # public package index serves torch's CUDA build only, so unless a configured index has the CPU one it comes from PyTorch.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.config.schema import GenerationParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape

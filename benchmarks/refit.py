@@ -26,15 +26,8 @@ import torch
 from header import header
 from raw_transfer import HOST, packing, raw_broadcasts, raw_links
 
-from megatron_grpo.config.schema import (
-    EngineConfig,
-    GenerationConfig,
-    GenerationParallelConfig,
-    ModelConfig,
-    ParallelConfig,
-    PolicyConfig,
-    RefitConfig,
-)
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig
+from megatron_grpo.config.schema import GenerationConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import read_model_shape

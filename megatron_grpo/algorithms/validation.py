@@ -8,8 +8,7 @@ from dataclasses import replace
 from megatron_grpo.algorithms.context import EarlyStopState, SamplingRun
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup
-from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
-from megatron_grpo.config.schema import EarlyStopConfig
+from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX, EarlyStopConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.run_logger import format_prompt, make_sample_row
 from megatron_grpo.observability.timing import StepTimer

@@ -24,7 +24,8 @@ from megatron_grpo.cluster.machines import (
 )
 from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import ClusterConfig, ParallelConfig
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet

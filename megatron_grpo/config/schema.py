@@ -1,6 +1,6 @@
-"""The schema of a run; all sections can be imported from here.
+"""The schema of a run: its top level, and GRPO's section; the other sections are in the `*_schema.py` files.
 
-conf/ only chooses values for the keys that are declared here and in the `*_schema.py` files.
+conf/ only chooses values for the keys that are declared in them.
 """
 
 # ruff: noqa: F401
@@ -11,35 +11,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatron_grpo.config.data_schema import (
-    DataConfig,
-    DatasetConfig,
-    EnvironmentConfig,
-    RewardModelConfig,
-    SandboxConfig,
-    TaskConfig,
-)
-from megatron_grpo.config.generation_schema import (
-    EngineConfig,
-    GenerationConfig,
-    GenerationParallelConfig,
-    RefitConfig,
-    RolloutsConfig,
-)
-from megatron_grpo.config.loop_schema import (
-    VALIDATION_PREFIX,
-    AsyncGRPOConfig,
-    EarlyStopConfig,
-    LoopConfig,
-    MseValueLossConfig,
-    PPOConfig,
-)
-from megatron_grpo.config.loss_schema import (
-    AdvantageEstimatorConfig,
-    LossConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
-)
+from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig, SandboxConfig
+from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, LoopConfig, MseValueLossConfig, PPOConfig
+from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
@@ -51,17 +26,14 @@ from megatron_grpo.config.policy_schema import (
     QuantizationFormat,
     ReferenceConfig,
     ValueConfig,
-    ValueModelConfig,
 )
 from megatron_grpo.config.run_schema import (
     CheckpointingConfig,
     ClusterConfig,
     DebugConfig,
     LoggerConfig,
-    MlflowConfig,
     PlanConfig,
     PrepareConfig,
-    WandbConfig,
 )
 from megatron_grpo.config.section import MISSING, PathText, Positive, Section
 

@@ -9,8 +9,9 @@ from typing import Any, get_args
 
 from megatron_grpo.config import paths
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
-from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
+from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.models.families import is_untied_by_weights
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import detect_platform

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, generate, size_engine
 from megatron_grpo.planning.hardware import Hardware

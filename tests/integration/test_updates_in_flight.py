@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, Q
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
+from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import read_model_shape

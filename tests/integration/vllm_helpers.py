@@ -25,7 +25,9 @@ from transformers import (
 )
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.config.schema import AsyncGRPOConfig, EngineConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
+from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
-from megatron_grpo.config.schema import AsyncGRPOConfig, LoopConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
+from megatron_grpo.config.schema import LoopConfig
 from megatron_grpo.data.loader import PromptLoader, PromptSampler, iterate_batches
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts

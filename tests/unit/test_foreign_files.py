@@ -25,8 +25,8 @@ from megatron_grpo.batch.rollout_files import (
     read_rows,
     write_rollouts,
 )
+from megatron_grpo.config.data_schema import DatasetConfig, RewardModelConfig
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import DatasetConfig, RewardModelConfig
 from megatron_grpo.data.sources import SourceError, open_source
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.reward_model import RewardModel, find_model_problem

@@ -15,7 +15,8 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import FAMILIES, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.algorithms.context import make_save_state
 from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop
-from megatron_grpo.config.schema import EarlyStopConfig
+from megatron_grpo.config.loop_schema import EarlyStopConfig
 
 
 def stops_at(values: list[float], config: EarlyStopConfig) -> int | None:

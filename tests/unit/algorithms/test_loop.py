@@ -12,7 +12,8 @@ import pytest
 from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
-from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
+from megatron_grpo.config.loop_schema import EarlyStopConfig
+from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.weight_sync.refit_calls import PolicyLostError, RefitError
 from tests.support.damage import flip
 from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.sample_buffer import Oversampling
 from megatron_grpo.batch.trajectory import SampledGroup
-from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from tests.support import sample_buffers
 from tests.support.sample_buffers import Prompts, course
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer
-from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.sample_buffers import Process, Prompts, course
 

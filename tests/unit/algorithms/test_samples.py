@@ -19,7 +19,9 @@ from megatron_grpo.algorithms.samples import StepSamples, sample
 from megatron_grpo.algorithms.step_advantages import score
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
+from megatron_grpo.config.loss_schema import RewardShapingConfig
+from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts

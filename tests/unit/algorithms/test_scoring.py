@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.step_advantages import Scores, score
 from megatron_grpo.batch.trajectory import Outcome
+from megatron_grpo.config.loss_schema import RewardShapingConfig
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,
@@ -20,7 +21,6 @@ from megatron_grpo.config.schema import (
     GenerationConfig,
     GRPOConfig,
     RewardScalingConfig,
-    RewardShapingConfig,
 )
 from tests.support.trajectories import failed_trajectory, make_outcome
 

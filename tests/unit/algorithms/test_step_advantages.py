@@ -14,14 +14,8 @@ from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.algorithms.step_report import compute_sampling_metrics
 from megatron_grpo.batch.trajectory import Span, Trajectory
-from megatron_grpo.config.schema import (
-    AdvantageEstimatorConfig,
-    Config,
-    EnvironmentConfig,
-    GRPOConfig,
-    LossConfig,
-    RewardShapingConfig,
-)
+from megatron_grpo.config.loss_schema import RewardShapingConfig
+from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, EnvironmentConfig, GRPOConfig, LossConfig
 from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
 from tests.support.step_advantages import advantages_of, laid_out

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from docs.configuration_page import format_page
 from megatron_grpo.config.errors import ConfigError, Problem
-from megatron_grpo.config.help import format_page
 from megatron_grpo.config.keys import read_keys, read_sections
 from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.config.schema import DataConfig, DatasetConfig
+from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.rows import examine_set
 
 KINDS = {"math": "math"}

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.schema import DataConfig, DatasetConfig
+from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.rows import SetReport, examine_set
 from tests.support.ordinary_user import as_ordinary_user
 

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
+from megatron_grpo.config.data_schema import DatasetConfig, TaskConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import DataConfig, DatasetConfig, TaskConfig
+from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import open_source
 from megatron_grpo.environments.retriever import Retriever, read_documents

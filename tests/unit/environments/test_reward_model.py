@@ -22,8 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from megatron_grpo.config.data_schema import RewardModelConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import RewardModelConfig
 from megatron_grpo.environments import reward_model
 from megatron_grpo.environments.reward_model import RewardModel, find_model_problem
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.config.schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.loss_schema import RewardShapingConfig
+from megatron_grpo.config.schema import RewardScalingConfig
 from megatron_grpo.losses.advantages import scale_rewards, shape_rewards
 
 

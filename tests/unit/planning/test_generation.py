@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.schema import Config, GenerationParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.planning.generation_cost import (
     BLOCK_TOKENS,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.hardware import load_hardware

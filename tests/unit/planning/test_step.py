@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.generation_cost import Lengths, draw_log_normal_lengths
 from megatron_grpo.planning.hardware import load_hardware

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.schema import GenerationParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.layout_checks import find_layout_problems

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.schema import Config, DataConfig, DatasetConfig, EnvironmentConfig
+from megatron_grpo.config.schema import Config, DataConfig, EnvironmentConfig
 from megatron_grpo.data.rows import examine_set
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
+from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy

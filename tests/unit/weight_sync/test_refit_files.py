@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, RefitConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import GenerationConfig, RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.weight_sync.file_receiver import FileReceiver
