@@ -89,8 +89,7 @@ class DataConfig(PromptConfig):
     """Data sets, and how their rows become prompts."""
 
     train_path: PathText = MISSING
-    """JSONL file of training rows; or a .parquet, .arrow or .csv file, a folder that `datasets` saved, or a hub name.
-    Not needed beside train_sets."""
+    """JSONL file of training rows; or .parquet, .arrow, .csv, a `datasets` folder or a hub name. Or train_sets."""
 
     val_path: PathText | None = None
     """Validation rows: a file, folder or hub name, as for train_path; null: no validation, unless val_sets has sets."""
@@ -111,8 +110,7 @@ class DataConfig(PromptConfig):
     """Validation sets by name, besides val_path; each has its own metrics, such as val_set_accuracy/NAME."""
 
     streaming: bool = False
-    """Read the rows of train_path, which is a hub name, from the hub on demand without storing them. Rows are shuffled
-    within shuffle_buffer. max_num_epochs or max_num_steps ends the run."""
+    """Read rows of train_path, a hub name, on demand without storing them; shuffle_buffer shuffles them."""
 
     shuffle_buffer: Positive = 10000
     """While streaming, the number of buffered rows from which the next row is drawn."""
@@ -210,8 +208,7 @@ class EnvironmentConfig(Section):
     and the data's columns; and reward models by their folder or hub name, which has a / in it (docs/rewards.md)."""
 
     on_reward_error: Literal["fail", "none"] = "fail"
-    """What an exception or a missed deadline of a reward function does: fail makes the response a failed rollout; none
-    leaves the reward missing and counts it in reward_errors."""
+    """Exception or timeout of a reward function: fail fails the rollout; none leaves the reward out (reward_errors)."""
 
     reward_timeout_s: Seconds | None = None
     """Deadline of one call of a reward function; null: only timeout_s, after which the process is replaced."""
@@ -222,8 +219,7 @@ class EnvironmentConfig(Section):
     """Weight of each function's reward in the sum; null: 1 each."""
 
     correct_func: str | None = None
-    """Name of the function in reward_funcs whose reward above 0 makes a response correct (for accuracy and imitation).
-    null: the only function; with several functions correctness is unknown, and there is no accuracy."""
+    """Function in reward_funcs whose reward above 0 makes a response correct; null: the only one, else unknown."""
 
     agent_func: str | None = None
     """With type=reward_functions, the import path of an agent, which makes the turns of a rollout through
@@ -237,8 +233,7 @@ class EnvironmentConfig(Section):
     """Processes that score in parallel, at least one for each rollout worker; with an agent, parallel rollouts."""
 
     timeout_s: Seconds = 600.0
-    """Deadline of one call of a process, which scores all responses that arrived while it was busy. After the deadline
-    the process is replaced, and the responses are scored once more, one by one."""
+    """Deadline of one call of a process; then it is replaced, and its responses are scored once more, one by one."""
 
     @property
     def reward_model_folders(self) -> list[str]:

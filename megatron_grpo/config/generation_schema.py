@@ -163,8 +163,8 @@ class GenerationConfig(Section):
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     placement: Placement = "separate"
-    """separate: engines have their own GPUs. colocated: engines and policy use the same GPUs in turn. Engines sleep
-    while models train, and the models are in host memory while engines sample; one GPU is enough for a run."""
+    """separate: engines have their own GPUs. colocated: engines and policy use the same GPUs in turn, the engines
+    asleep or the models in host memory; one GPU is enough for a run."""
 
     max_new_tokens: Positive = 1024
     """Longest response in tokens."""
@@ -257,23 +257,20 @@ class RefitConfig(Section):
     """With mode=files, the folder that policy and engines share, under the same path; null: `refit` in run_dir."""
 
     bucket_mib: Annotated[float, Field(gt=0)] = 64.0
-    """Size of each of a rank's two buffers, in which weights are packed for sending. At 50 GB/s, 64 MiB take 1.3 ms,
-    many times the fixed cost of a message; larger buffers take more memory and overlap less."""
+    """Size of a rank's two send buffers; 64 MiB take 1.3 ms at 50 GB/s. Larger ones take memory and overlap less."""
 
     fp8_blocks: bool = False
     """With reshard and `generation.engine_args.quantization=fp8_per_block`, the policy's ranks round the layers'
     matrices to FP8, half the bytes of bfloat16. false: each engine rounds them."""
 
     shared_memory: bool = True
-    """On CPUs, except with mode=files, processes of one machine exchange messages in shared memory where the system
-    allows it; false: they send messages as between machines."""
+    """On CPUs, messages between processes of a machine go through shared memory where the system allows it."""
 
     timeout_s: Seconds = 600.0
     """Deadline of one attempt of a refit; the error then names the ranks that are missing."""
 
     canary: bool = True
-    """After a refit, each engine and the policy compute the log-probabilities of a few fixed sequences in one batch. An
-    engine serves the new weights only if they agree; else the run ends."""
+    """Engines serve new weights only if a few fixed sequences get the policy's log-probabilities; else the run ends."""
 
     canary_share: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Largest share of the run's time for the canary. After the first four, a canary of s seconds is followed by at
@@ -292,8 +289,7 @@ class RefitConfig(Section):
     refits and each replaced engine are also compared. A tensor that differs ends the run. null: never."""
 
     retries: Annotated[int, Field(ge=0)] = 1
-    """How often a failed refit is tried again, over new connections. Meanwhile the engines serve nothing; when the last
-    attempt fails too, the step is saved and the run ends."""
+    """How often a failed refit is tried again, over new connections; then the step is saved and the run ends."""
 
 
 @dataclass(kw_only=True)

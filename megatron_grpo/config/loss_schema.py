@@ -60,8 +60,8 @@ class LossConfig(Section):
     """Weight the KL estimate by the importance ratio, so that it is an expectation under the current policy."""
 
     kl_score_function_gradient: bool = False
-    """Give the KL penalty of the loss the gradient of the divergence itself, including its effect through later tokens
-    (arXiv 2506.09477). Not with use_on_policy_kl_approximation, nor with context parallelism."""
+    """Give the KL penalty of the loss the gradient of the divergence itself, through later tokens too (arXiv
+    2506.09477). Not with use_on_policy_kl_approximation, nor with context parallelism."""
 
     use_kl_in_reward: bool = False
     """Subtract the KL penalty from the reward instead of adding it to the loss."""

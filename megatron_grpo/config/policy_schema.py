@@ -133,8 +133,7 @@ class ParallelConfig(Section):
     """Replicas of the model, each of which trains on its share of the samples (DP)."""
 
     sequence: bool = False
-    """Sequence parallelism: also split the activations between tensor-parallel regions, along the sequence. Needs
-    tensor > 1; a mixture of experts with tensor > 1 needs it."""
+    """Also split the activations between tensor-parallel regions. Needs tensor > 1; experts with tensor > 1 need it."""
 
     @property
     def world_size(self) -> int:
@@ -335,12 +334,11 @@ class PolicyConfig(Section):
     """Reduce gradients over data-parallel ranks during the backward pass; null: on GPUs."""
 
     overlap_param_gather: bool | None = None
-    """Gather the weights that data-parallel ranks have updated only in the next forward pass of training, while it
-    runs. Needs overlap_grad_reduce and optimizer.distributed; null: on if both are."""
+    """Gather updated weights only in the next forward pass of training, while it runs. Needs overlap_grad_reduce and
+    optimizer.distributed; null: on if both are."""
 
     gradient_accumulation_fusion: bool | None = None
-    """Accumulate the gradient of a matrix within the multiplication that computes it. Needs GPUs and apex's extension
-    fused_weight_gradient_mlp_cuda; null: on if both are available."""
+    """Accumulate weight gradients within their multiplication; needs GPUs and apex's extension; null: on with both."""
 
     megatron: MegatronFields = field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, which have no key here; also for the value model."""

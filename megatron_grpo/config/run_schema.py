@@ -24,8 +24,7 @@ class ClusterConfig(Section):
     """GPUs of each machine; 0: run on CPU; null: as many as the machine that starts the run has."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster, HOST:PORT or auto; null: the address in the environment variable RAY_ADDRESS;
-    without it the run starts Ray on this machine, and ends it."""
+    """Ray cluster to join: HOST:PORT or auto; null: RAY_ADDRESS of the environment, else Ray on this machine."""
 
     startup_timeout_s: Seconds = 900.0
     """Deadline for the start of all processes."""
@@ -174,8 +173,7 @@ class DebugConfig(Section):
     environments, refits and prompts, until the recording ends. null: sample."""
 
     train: bool = True
-    """false: sample and score with the weights of the model folder, without ranks, training, refits and checkpoints.
-    Rollouts, rewards, metrics and validations are written as usual."""
+    """false: sample and score with the model folder's weights, without ranks, training, refits and checkpoints."""
 
 
 @dataclass(kw_only=True)
@@ -183,8 +181,7 @@ class PlanConfig(Section):
     """Assumptions of a plan (docs/plan.md); runs do not read these keys."""
 
     workload: Literal["rl", "pretrain"] = "rl"
-    """rl: a step of the recipe's algorithm; pretrain: an optimizer step on plan.global_batch_samples sequences of
-    plan.sequence_length tokens, without engines and reference policy."""
+    """rl: a step of the recipe's algorithm; pretrain: an optimizer step on plan.global_batch_samples sequences."""
 
     global_batch_samples: Positive | None = None
     """Sequences of an optimizer step with workload=pretrain; null: the samples of the recipe's step."""
@@ -217,5 +214,4 @@ class PlanConfig(Section):
     """Deadline of all dry runs of a plan."""
 
     search_s: Seconds = 240.0
-    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates, and for dry runs of
-    the advice on a run that does not fit."""
+    """Seconds for the dry runs of --search, best estimates first, and of the advice on a run that does not fit."""
