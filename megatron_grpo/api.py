@@ -181,7 +181,8 @@ def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[Path, set[st
         text = f"is {type(dataset).__name__}; give {kinds} (of a large hub set with data.streaming=true)"
         raise ConfigError([Problem(subject, text)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    if hasattr(dataset, "num_rows") and hasattr(dataset, "to_parquet"):  # a Dataset of `datasets`
+    # A Dataset of `datasets`; a stream of it has no number of rows.
+    if hasattr(dataset, "column_names") and hasattr(dataset, "num_rows") and hasattr(dataset, "to_parquet"):
         file = path.with_suffix(".parquet")
         dataset.to_parquet(str(file))
         return file, set(dataset.column_names)
