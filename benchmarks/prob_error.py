@@ -2,11 +2,11 @@
 
     python benchmarks/prob_error.py [--steps 40] [override ...]
 
-Two parts are timed by themselves, since both are far below the scatter of steps: the judgement on the driver in each
-step (`assess_agreement`), and the decision of the ranks (`is_beyond_limit`), which is repeated on all ranks of the
-run while nothing else is computed. `ratio` is (step + both) / step. Pairs of neighbouring steps, with and without both
-and alternately first, show that nothing else is added. The canary keeps to its share of the time; a pack of sequences
-is timed beside its first sequence alone.
+Two parts are timed by themselves, since both are far below the scatter of steps: the judgement on the driver in
+each step (`assess_agreement`), and the decision of the ranks (`ModelRank.is_beyond_limit`), which is repeated on
+all ranks of the run while nothing else is computed. `ratio` is (step + both) / step. Pairs of neighbouring steps,
+with and without both and alternately first, show that nothing else is added. The canary keeps to its share of the
+time; a pack of sequences is timed beside its first sequence alone.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ def time_decisions(rank: Any, repeats: int) -> float:
     """Seconds of one decision of the ranks, with a microbatch's metrics on those that have the loss."""
     import torch
 
-    from megatron_grpo.trainer.disagreement import is_beyond_limit
-
     metrics = {"token_mult_prob_error": torch.tensor(1.0), "token_mult_prob_error_max": torch.tensor(1.0)}
     began = time.perf_counter()
     for _ in range(repeats):
-        assert not is_beyond_limit([metrics] if rank._has_loss else [], 2.0, 1000.0, rank.platform.device)
+        assert not rank.is_beyond_limit([metrics], 2.0, 1000.0)
     return (time.perf_counter() - began) / repeats
 
 

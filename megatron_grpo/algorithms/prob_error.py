@@ -235,7 +235,7 @@ def require_agreement(
 ) -> None:
     """Refuse to learn from prev_logprobs that are beyond the hard limit.
 
-    Without prev_logprobs the ranks check their own, before the only optimizer step (`trainer/disagreement.py`).
+    Without prev_logprobs the ranks check their own, before the only optimizer step (`ModelRank.is_beyond_limit`).
 
     Raises:
         DisagreementError: the error is beyond the limit.

@@ -277,8 +277,10 @@ def _build_rank(settings: RankSettings, platform: Platform) -> PolicyRank | Valu
     maker = MicrobatchMaker(config, shape, platform, scope=_disable_current_modes)
     if shape.value_head is not None:
         return ValueRank(settings, platform, _load_nothing, maker)
-    kernel = None if config.logprob_kernel == "chunked" else ShapedLogprobs()
-    return PolicyRank(settings, platform, _load_nothing, maker, kernel)
+    rank = PolicyRank(settings, platform, _load_nothing, maker)
+    if config.logprob_kernel != "chunked":
+        rank.head_kernel = ShapedLogprobs()
+    return rank
 
 
 def _load_nothing(*_: Any) -> None:

@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +35,11 @@ ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
 MEMORY_EVENTS = 200_000
 
 
-class RankActor(ABC):
+class RankActor:
     """Ray actor around one rank's model.
 
     Methods without a docstring hand on to the model (`ModelRank`) and its parts (`RankCheckpoint`, `DeviceMemory`,
-    `StepRecorder`).
+    `StepRecorder`). Heavy packages are imported in methods, because the driver imports this module.
     """
 
     model: ModelRank
@@ -96,30 +95,25 @@ class RankActor(ABC):
         from megatron_grpo.models.source import require_folder
         from megatron_grpo.platform.device import connect_store, detect_platform
         from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
+        from megatron_grpo.trainer.rank import PolicyRank, ValueRank
 
         require_folder(settings.folder)
         if detect_platform().name == "cpu":
             torch.set_num_threads(self.threads)
         elif settings.config.deterministic:
             make_deterministic()
+        timeout_s = settings.config.timeout_s
+        store = connect_store(*store_address, timeout_s)
         initialize_parallel(
-            settings.config.parallel,
-            rank=self.rank,
-            store=connect_store(*store_address, settings.config.timeout_s),
-            seed=settings.seed,
-            timeout_s=settings.config.timeout_s,
+            settings.config.parallel, rank=self.rank, store=store, seed=settings.seed, timeout_s=timeout_s
         )
-        self.model = self._build_model(settings)
+        self.model = PolicyRank(settings) if settings.shape.value_head is None else ValueRank(settings)
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankReport(
             data_rank=parallel_state.get_data_parallel_rank(),
             device_name=torch.cuda.get_device_name() if detect_platform().name == "cuda" else "cpu",
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
-
-    @abstractmethod
-    def _build_model(self, settings: RankSettings) -> ModelRank:
-        """Build the model and load this rank's weights."""
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return function(this rank's model, ...); `ModelRanks.submit` types the arguments."""
@@ -177,10 +171,7 @@ class RankActor(ABC):
     def _forward(
         self, work: ReplicaWork, compute: Callable[[TokenBatch, Microbatches], Tensor | None], *, filtered: bool = False
     ) -> ForwardResult | None:
-        """Store the model's outputs for every token of the replica.
-
-        None except on the output rank. `filtered`: log-probabilities of -inf are allowed.
-        """
+        # Stores the model's outputs for every token of the replica; None except on the output rank.
         import numpy as np
         import ray
 
@@ -194,17 +185,16 @@ class RankActor(ABC):
         usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
         if filtered:  # the filter of sampling removes these tokens, and the loss leaves them out
             usable |= values.isneginf()
-        by_sequence = usable.split(tokens.lengths)
         ends = np.cumsum([int(batch.lengths[partition].sum()) for partition in batch.partitions])
         references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
-        return references, np.array([bool(flags.all()) for flags in by_sequence])
+        return references, np.array([bool(flags.all()) for flags in usable.split(tokens.lengths)])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
-        """Fetch only the fields that this rank's stage reads."""
         import ray
 
         from megatron_grpo.batch.token_batch import TokenBatch
 
+        # Only the fields that this rank's stage reads travel to its node.
         names = [name for name in self.model.list_needed_fields(loss_fn) if name in batch.fields]
         with phase("fetch tokens"):  # waits for partitions that are still in transfer
             arrays = iter(ray.get([reference for name in names for reference in batch.fields[name]]))
@@ -225,10 +215,7 @@ class RankActor(ABC):
 
     @phase("end_profile")
     def end_profile(self, folder: str) -> None:
-        """Stop recording and write the profile into an existing folder.
-
-        Every rank writes RANK.json (a trace for chrome://tracing or Perfetto) and on a GPU RANK.memory.pickle.
-        """
+        """Write RANK.json, a trace for chrome://tracing or Perfetto, and on a GPU RANK.memory.pickle."""
         import torch
 
         file = Path(folder) / self.name.replace(" ", "_")
@@ -244,11 +231,6 @@ class PolicyActor(RankActor):
     """Ray actor around one rank of the policy."""
 
     model: PolicyRank
-
-    def _build_model(self, settings: RankSettings) -> PolicyRank:
-        from megatron_grpo.trainer.rank import PolicyRank
-
-        return PolicyRank(settings)
 
     @phase("logprobs")
     def compute_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
@@ -272,11 +254,6 @@ class ValueActor(RankActor):
     """Ray actor around one rank of the value model."""
 
     model: ValueRank
-
-    def _build_model(self, settings: RankSettings) -> ValueRank:
-        from megatron_grpo.trainer.rank import ValueRank
-
-        return ValueRank(settings)
 
     @phase("values")
     def compute_values(self, work: ReplicaWork) -> ForwardResult | None:

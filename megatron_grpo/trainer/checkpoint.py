@@ -45,11 +45,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def errors_in_one_line(failure: str) -> Iterator[None]:
-    """Turn a checkpoint's error into a RunError of one line.
-
-    The line begins with `failure`, which names the folder that cannot be loaded or written. The error becomes its
-    cause.
-    """
+    """Turn a checkpoint's error into a RunError of one line, which begins with `failure`."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -83,11 +79,7 @@ class ResultsFile:
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """Take the result.
-
-        Raises:
-            queue.Empty: no result was put, or the process was killed before all of it was written.
-        """
+        """Take the result; raises queue.Empty if it is incomplete."""
         with self._file as file:
             file.seek(0)
             try:
@@ -116,10 +108,7 @@ class RankCheckpoint:
     def save(self, folder: str, background: bool = False) -> None:
         """Write this rank's part to an existing, empty folder.
 
-        Replicas divide the writing of equal weights. Of the optimizer's state each rank writes its own.
-
-        Args:
-            background: return as soon as the rank may train on; `finish` has to follow.
+        In the background it returns as soon as the rank may train on, and `finish` has to follow.
         """
         assert self._finishing is None, "one checkpoint is written at a time"
         rank = self._rank
@@ -129,6 +118,7 @@ class RankCheckpoint:
             state["random"] = _build_random_state(rank)
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _build_reference_weights(rank.reference)
+            # Replicas divide the writing of equal weights. Of the optimizer's state each rank writes its own.
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _find_replicas())
             request = dist_checkpointing.save(
                 state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
@@ -174,9 +164,6 @@ class RankCheckpoint:
     def load(self, folder: str) -> None:
         """Load a folder that `save` wrote, also in another layout.
 
-        Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
-        draws from it as long as the model has no dropout.
-
         Raises:
             RunError: the checkpoint's optimizer state is of the other kind (policy.optimizer.distributed), or its
                 adapters differ (policy.lora).
@@ -190,11 +177,17 @@ class RankCheckpoint:
             state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)
             _require_same_kind(common, state)
+            # Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model
+            # computes draws from it as long as the model has no dropout.
             if common["layout"] == state["layout"]:
                 state["random"] = _build_random_state(rank)
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _build_reference_weights(rank.reference)
-            loaded = _load(state, folder)
+            # Of the weights, each replica reads a part and sends it to the others. Optimizer state is different on
+            # every replica.
+            shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _find_replicas())
+            weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
+            loaded = dist_checkpointing.load(weights, folder, shared) | dist_checkpointing.load(state, folder)
             load_weights(rank.chunks, loaded["model"])
             if "reference" in loaded:
                 assert rank.reference is not None
@@ -214,15 +207,6 @@ def _require_same_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(entries["distributed_optimizer"]).lower() for entries in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
-
-
-def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
-    # Of the weights, each replica reads a part and sends it to the others.
-    shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _find_replicas())
-    weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
-    loaded: dict[str, Any] = dist_checkpointing.load(weights, folder, shared)
-    # Optimizer state is different on every replica.
-    return loaded | dist_checkpointing.load(state, folder)
 
 
 def _find_replicas() -> dist.ProcessGroup:
@@ -249,8 +233,7 @@ def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
     """Build a rank's weight entries by chunk; with adapters, theirs only.
 
-    Names in the checkpoint are those of the whole model, so that another layout can load it. Megatron-Core adds process
-    groups to the checkpoint's `metadata`.
+    Megatron-Core adds process groups to the checkpoint's `metadata`.
     """
     by_chunk = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     if not any(_is_adapter(name) for weights in by_chunk.values() for name in weights):

@@ -76,7 +76,6 @@ def export_checkpoint(
 def _load_model(
     config: PolicyConfig, shape: ModelShape, weights: Path, source: Path, *, merges_adapters: bool
 ) -> list[DecoderModel]:
-    """Load the checkpoint, and base weights to merge adapters into."""
     from megatron.core import dist_checkpointing
 
     from megatron_grpo.trainer.checkpoint import build_sharded_weights, errors_in_one_line, load_weights
@@ -116,19 +115,13 @@ _PREFIX = "base_model.model."
 def write_peft_folder(
     chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
 ) -> None:
-    """Write a model's adapters as a folder that peft loads.
-
-    The folder has a temporary name until it is complete. Hugging Face matrices of one Megatron parameter share its A:
-    each is written with a copy of A and its own rows of B.
-
-    Args:
-        chunks: the whole model, on one rank.
-        base_model: path or hub name of the model that the adapters belong to.
-        output: folder to make; must not exist, or be empty.
+    """Write a whole model's adapters as a folder that peft loads.
 
     Raises:
         ValueError: `output` is not empty.
     """
+    # Hugging Face matrices of one Megatron parameter share its A: each is written with a copy of A and its own rows of
+    # B. Copies: matrices with one A share its memory, which safetensors refuses to write.
     tensors = {}
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
@@ -137,7 +130,6 @@ def write_peft_folder(
         rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
         for matrix, lora_b in zip(slices, rows_of_b, strict=True):
             name = _PREFIX + matrix.name.removesuffix(".weight")
-            # Copies: matrices with one A share its memory, which safetensors refuses to write.
             tensors[f"{name}.lora_A.weight"] = bound.adapted.lora_a.detach().to("cpu", copy=True).contiguous()
             tensors[f"{name}.lora_B.weight"] = lora_b.to("cpu", copy=True).contiguous()
     config = {
@@ -168,15 +160,8 @@ _NAMES_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized",
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
     """Round a matrix to 8 bits with one scale a row.
 
-    A row's scale is max |x| / 127 (int8) or / 448 (fp8); ties go to even.
-
-    Args:
-        weight: [rows, columns], any float type.
-        quantization: the 8-bit format.
-
-    Returns:
-        The quantised matrix, [rows, columns], int8 or float8_e4m3fn; and the scales that restore it by multiplication,
-        [rows, 1], float32.
+    A scale is max |x| / 127 (int8) or / 448 (fp8); ties go to even. Returns the matrix, [rows, columns], int8 or
+    float8_e4m3fn, and the scales that restore it by multiplication, [rows, 1], float32.
     """
     values, bound = weight.float(), LARGEST[quantization]
     largest = values.abs().amax(dim=1, keepdim=True)
@@ -191,8 +176,7 @@ def quantize_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Quantise the matrices of a Hugging Face model's layers (no experts).
 
-    Yields (name, tensor): embedding, head, norms and biases unchanged; each matrix of a layer quantised, then its
-    scales under the same name + `_scale`.
+    Each is followed by its scales under the same name + `_scale`; embedding, head, norms and biases stay unchanged.
     """
     for name, tensor in tensors:
         if ".layers." in name and tensor.dim() == 2:
@@ -204,10 +188,7 @@ def quantize_tensors(
 
 
 def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any]:
-    """Build `quantization_config` of config.json.
-
-    8-bit weights are scaled by row, 8-bit inputs dynamically by token.
-    """
+    """Build `quantization_config` of config.json: weights scaled by row, inputs dynamically by token."""
     layout, kind = _NAMES_IN_CONFIG[quantization]
     number = {"num_bits": 8, "type": kind, "symmetric": True}
     scheme = {

@@ -87,15 +87,20 @@ def capture_states(
     out. Where tensor parallelism splits the heads, each rank keeps its columns.
 
     Args:
-        rank: the model's rank.
-        batch: this replica's sequences.
-        microbatches: indices of the sequences in each microbatch of the pass.
         tokens: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not kept.
         keep: called with every piece, whose values are on the device.
     """
-    sources = [_find_source(rank, batch, indices, tokens) for indices in microbatches]
+    parallel = rank.config.parallel
+    part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
+    sources: list[_Source] = []
+    for indices in microbatches:
+        layout = rank.maker.lay_out([batch.lengths[index] for index in indices])
+        flat = tokens[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
+        context_source, part_source = layout.source, select_source(layout, part=part, parts=parts)
+        in_batch = [np.where(source < 0, -1, flat[source]) for source in (context_source, part_source)]
+        sources.append((in_batch[0], in_batch[1]))
     handles = [
-        module.register_forward_hook(_Hook(point, sources, keep, rank.config.parallel.sequence))
+        module.register_forward_hook(_Hook(point, sources, keep, parallel.sequence))
         for chunk in rank.gather_chunks()
         for point, module in _iter_points(chunk)
     ]
@@ -109,12 +114,7 @@ def capture_states(
 def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
     """Assemble the pieces of all ranks, point by point.
 
-    Args:
-        pieces: pieces of every rank of one layout.
-        tokens: tokens of the whole batch.
-
-    Returns:
-        [tokens, width] for each point, in the type of the computation; NaN at tokens that no rank captured.
+    Returns [tokens of the whole batch, width] for each point; NaN at tokens that no rank captured.
     """
     by_point: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -142,31 +142,13 @@ def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         yield NORM, chunk.decoder.final_layernorm
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A microbatch's tokens on this rank; -1 on padding."""
-
-    context_tokens: NDArray[np.int64]
-    """[tokens of this context-parallel rank], int64."""
-    part_tokens: NDArray[np.int64]
-    """[tokens of this rank's part under sequence parallelism], int64."""
-
-
-def _find_source(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], tokens: NDArray[np.int64]) -> _Source:
-    layout = rank.maker.lay_out([batch.lengths[index] for index in indices])
-    flat = tokens[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
-    parallel = rank.config.parallel
-    part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
-    part_source = select_source(layout, part=part, parts=parts)
-    return _Source(*(np.where(source < 0, -1, flat[source]) for source in (layout.source, part_source)))
+# A microbatch's tokens on this rank, by index in the whole batch and -1 on padding: [tokens of this context-parallel
+# rank], and [tokens of this rank's part under sequence parallelism].
+_Source = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 class _Hook:
-    """A forward hook that keeps a module's outputs, microbatch by microbatch.
-
-    Each chunk of a pipeline stage runs its microbatches in their order. Microbatches without sequences, which ranks
-    append where experts are shared, come last and are not kept.
-    """
+    """A forward hook that keeps a module's outputs, microbatch by microbatch in their order."""
 
     def __init__(self, point: str, sources: Sequence[_Source], keep: Callable[[Piece], None], sequence: bool) -> None:
         self._point, self._sources, self._keep, self._sequence = point, sources, keep, sequence
@@ -174,14 +156,15 @@ class _Hook:
 
     def __call__(self, _module: Any, _inputs: Any, output: Any) -> None:
         number, self._calls = self._calls, self._calls + 1
-        if number >= len(self._sources):
+        if number >= len(self._sources):  # microbatches without sequences, which ranks append where experts are shared
             return
         first: Tensor = output[0] if isinstance(output, tuple) else output
         values = first.detach().flatten(1)  # [tokens, 1, width], or [tokens, heads, size of a head] of packed sequences
         heads, part = self._point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
         if part and not heads and not self._sequence:
             return  # equal on all tensor-parallel ranks
-        source = self._sources[number].context_tokens if heads else self._sources[number].part_tokens
+        context_source, part_source = self._sources[number]
+        source = context_source if heads else part_source
         assert len(values) == len(source), f"{self._point}: {len(values)} rows for {len(source)} tokens"
         rows = torch.from_numpy(np.flatnonzero(source >= 0))
         if len(rows):

@@ -35,7 +35,6 @@ class RankSettings:
     decay_steps: int
     """Optimizer steps of the learning-rate schedule."""
     reference: ReferenceConfig | None = None
-    """Settings of the policy's frozen reference; None: no reference."""
     temperature: float = 1.0
     """Sampling temperature, at which the policy's log-probabilities are taken."""
     token_filter: TokenFilter | None = None
@@ -58,8 +57,7 @@ class RankReport:
 
     data_rank: int
     """Data-parallel rank: which replica the rank belongs to."""
-    device_name: str
-    """Name that the vendor gives the rank's GPU; "cpu" without one."""
+    device_name: str  # the vendor's name of the GPU; "cpu" without one
     startup_s: dict[str, float]
     """Seconds of the rank's start by part: "imports"; "model" (process groups, the model and its weights)."""
 

@@ -37,12 +37,10 @@ MaskField = Literal["loss_mask", "sampled"]
 class Microbatch:
     """Sequences laid end to end on the device.
 
-    All indices were computed on the host, so that nothing here makes the host wait for the device. Packed microbatches
-    differ in length, and so do the tensors between pipeline stages (`ModelRank._run_schedule`). All stages build the
-    same microbatches; the first one reads token_ids, the last one the rest.
-    The head computes only some tokens, here called rows: log-probabilities of a prompt's tokens are not needed, and the
-    logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
-    goes through the same collectives, also a context-parallel rank without a sampled token.
+    All stages build the same microbatches; the first one reads token_ids, the last one the rest. The head computes only
+    some tokens, here called rows: log-probabilities of a prompt's tokens are not needed, and the logits of all tokens
+    would be the largest tensor of the step. A microbatch has one row at least, so that every rank goes through the same
+    collectives, also a context-parallel rank without a sampled token.
     """
 
     token_ids: Tensor
@@ -59,17 +57,7 @@ class Microbatch:
 
 
 class MicrobatchMaker:
-    """Makes microbatches from a rank's batches.
-
-    With `packing` sequences are padded only as the layout needs, else to the longest of the microbatch. The number of
-    tokens of a rank, after sequence parallelism, is a multiple of what FP8 products require.
-
-    Args:
-        config: the model's section of the configuration.
-        shape: sizes of the model.
-        platform: device of the microbatches.
-        scope: context in which `make` runs; a dry run leaves its tensor modes there.
-    """
+    """Makes microbatches from a rank's batches."""
 
     def __init__(
         self,
@@ -79,34 +67,41 @@ class MicrobatchMaker:
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._config, self._parallel, self._shape = config, config.parallel, shape
-        self._move, self._scope = platform.move, scope
+        self._move = platform.move
+        self._scope = scope  # in which `make` runs; a dry run leaves its tensor modes there
         self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
     def lay_out(self, lengths: Sequence[int]) -> PackedLayout:
-        """Lay sequences of these lengths out on this rank."""
+        """Lay sequences of these lengths out on this rank.
+
+        With `packing` they are padded only as the layout needs, else to the longest of the microbatch.
+        """
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
         return lay_out(
             lengths,
             rank=parallel_state.get_context_parallel_rank(),
             size=parallel.context,
+            # A rank's tokens, after sequence parallelism, are a multiple of what FP8 products require.
             tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self._config.fp8.token_multiple,
             width=None if self._config.packing else -(-max(lengths) // multiple) * multiple,
         )
 
     def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
-        """Make a microbatch of some sequences of a batch.
+        """Make a microbatch of some sequences of a batch, on the host.
 
-        Args:
-            batch: the rank's sequences, on the host.
-            indices: indices of the chosen sequences; empty: a microbatch of one token that nothing predicts.
-            mask_field: which field selects the tokens to compute. Without it: every token but the first of each
-                sequence.
+        Without `indices` it is one token that nothing predicts; without `mask_field` in the batch every token is
+        computed but the first of each sequence.
         """
         with self._scope():
             return self._make(batch, indices, mask_field)
 
     def _make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
-        selected = batch.select(indices) if indices else _make_dummy_batch(batch)
+        # All indices are computed on the host, so that nothing here makes the host wait for the device.
+        if indices:
+            selected = batch.select(indices)
+        else:
+            zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.as_dict().items()}
+            selected = TokenBatch([1], TokenFields(**zeros))
         layout = self.lay_out(selected.lengths)
         mask = getattr(selected.fields, mask_field)
         is_computed = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
@@ -144,10 +139,7 @@ class MicrobatchMaker:
         )
 
     def _pack(self, layout: PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> PackedSequences:
-        """Describe the tokens' layout to the layers.
-
-        `routed` are the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
-        """
+        # `routed`: the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
         members = routed_here = None
         move = self._move
         if self._shape.experts is not None:
@@ -159,11 +151,6 @@ class MicrobatchMaker:
             if routed is not None:
                 routed_here = select_routing(routed.numpy(), source, move)
         return build_packed_sequences(layout, self._transformer_engine, self._shape.window, members, routed_here, move)
-
-
-def _make_dummy_batch(batch: TokenBatch) -> TokenBatch:
-    zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.as_dict().items()}
-    return TokenBatch([1], TokenFields(**zeros))
 
 
 def sum_over_context(values: Tensor) -> Tensor:

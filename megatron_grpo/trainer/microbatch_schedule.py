@@ -16,14 +16,12 @@ StepMicrobatches = list[NDArray[np.int64]]
 
 
 def derive_cost(shape: ModelShape) -> Cost:
-    """Derive the floating-point operations of a sequence's forward pass.
-
-    `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers.
-    """
+    """Derive the floating-point operations of a sequence's forward pass."""
 
     def count(length: int) -> float:
         return count_forward_flops(shape, [length])
 
+    # `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers.
     every_pair = count(2) - 2 * count(1)  # two tokens of one sequence see three pairs, those of two sequences see two
     window = shape.window
     if window is None:
@@ -45,9 +43,7 @@ def assign_microbatches(
 ) -> list[StepMicrobatches]:
     """Assign sequences to the microbatches of the replicas that have them.
 
-    Args:
-        sequences: [chosen], int64: indices of the sequences to compute; the others are left out.
-        microbatch_tokens: most tokens of a microbatch, padding included.
+    Only `sequences`, [chosen], int64, are computed. A microbatch has at most `microbatch_tokens`, padding included.
     """
     is_chosen = np.zeros(len(batch), dtype=np.bool_)
     is_chosen[sequences] = True

@@ -52,7 +52,6 @@ class TrainResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """The loss function's metrics, reduced over all tokens of the step."""
     optimizer_steps: int = 1
-    """Number of optimizer steps that the result covers."""
     gpu_memory_gib: float = 0.0
     """Peak GPU memory of a rank's tensors, the largest of all ranks, GiB; 0 on a CPU."""
 
@@ -78,18 +77,11 @@ class RefusedStepError(RunError):
 
 
 class ModelRanks(ABC):
-    """A model over Ray actors, one per rank.
-
-    Args:
-        settings: settings that every rank is built from.
-        actor_options: Ray options by rank.
-        startup_timeout_s: deadline for all ranks to be up.
-    """
+    """A model over Ray actors, one per rank; `actor_options` are Ray's, by rank."""
 
     label: ClassVar[str]
     """Name of the model in messages."""
     actor_class: ClassVar[type[RankActor]]
-    """Class of the Ray actor around a rank."""
 
     def __init__(
         self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
@@ -115,11 +107,7 @@ class ModelRanks(ABC):
         self._starting = self._call(RankActor.start, self.settings, address)
 
     def wait_ready(self) -> None:
-        """Wait until every rank holds its weights.
-
-        Raises:
-            RunError: a rank failed, or the start-up deadline passed.
-        """
+        """Wait until every rank holds its weights, else raise a RunError."""
         self._reports = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, function: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
@@ -132,9 +120,8 @@ class ModelRanks(ABC):
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
         """Make one optimizer step, split over data-parallel ranks and microbatches.
 
-        Args:
-            sequences: [chosen], int64, ascending: the sequences to train on, at least one with a token in the loss.
-            loss_fn: loss function whose sum over all microbatches is the loss.
+        `sequences`, [chosen], int64, ascending, are those to train on, at least one with a token in the loss. The loss
+        is the sum of `loss_fn` over all microbatches.
 
         Raises:
             NonFiniteGradientError: the gradient is not finite; the weights are unchanged.
@@ -164,7 +151,6 @@ class ModelRanks(ABC):
         )
 
     def _find_prob_error_limit(self, batch: StepBatch) -> float | None:
-        """Find the largest probability error to learn from, if ranks check it."""
         return None
 
     @property
@@ -174,7 +160,6 @@ class ModelRanks(ABC):
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model."""
         return self.settings.shape
 
     @property
@@ -184,7 +169,6 @@ class ModelRanks(ABC):
 
     @property
     def device_name(self) -> str:
-        """The vendor's name of a rank's device; "cpu" without a GPU."""
         return self._reports[0].device_name
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
@@ -199,11 +183,7 @@ class ModelRanks(ABC):
         return all(self._gather(self._call(RankActor.is_checkpoint_written), "checking the checkpoint"))
 
     def finish_checkpoint(self) -> None:
-        """Complete a checkpoint that is written in the background.
-
-        Raises:
-            RunError: a rank could not write its part.
-        """
+        """Complete a checkpoint in the background, else raise a RunError."""
         self._gather(self._call(RankActor.finish_checkpoint), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
@@ -211,10 +191,7 @@ class ModelRanks(ABC):
         self._gather(self._call(RankActor.load_checkpoint, folder), "loading the checkpoint")
 
     def list_devices(self) -> list[str]:
-        """List Ray's ids of the ranks' GPUs; empty on a CPU.
-
-        Ranks need not have started.
-        """
+        """List Ray's ids of the ranks' GPUs, started or not."""
         by_rank = self._gather(self._call(RankActor.list_gpus), "listing GPUs")
         return [gpu for gpus in by_rank for gpu in gpus]
 
@@ -231,18 +208,12 @@ class ModelRanks(ABC):
         self._gather(self._call(RankActor.begin_record), "recording the weights")
 
     def end_record(self) -> list[TensorFigure]:
-        """Collect figures of weights, gradients since `begin_record`, and weight changes.
-
-        With expert parallelism and pipelines each stage has figures of its tensors; a tensor comes once.
-        """
+        """Collect figures of weights, gradients since `begin_record`, and weight changes."""
         by_rank = self._gather(self._call(RankActor.end_record), "recording the update")
         return [figure for figures in by_rank for figure in figures]
 
     def watch_states(self, batch: StepBatch) -> None:
-        """Sketch watched tokens in the next pass for log-probabilities.
-
-        `end_states` returns them.
-        """
+        """Sketch watched tokens in the next pass for log-probabilities (`end_states`)."""
         watched = choose_watched_tokens(int(batch.lengths.sum()))
         watches = []
         for partitions in split_among_replicas(batch, self._config.parallel.data):
@@ -287,11 +258,8 @@ class ModelRanks(ABC):
     def _find_suspects(
         self, batch: StepBatch, schedules: Sequence[StepMicrobatches], results: Sequence[RankTrainResult]
     ) -> list[int]:
-        """Find sequences that may have caused a non-finite gradient.
-
-        Candidates are the sequences of microbatches whose loss is not finite, or all if every loss is finite. Returned
-        are the candidates with a sampled token whose output is not finite, or all candidates if there are none.
-        """
+        # Candidates are the sequences of microbatches whose loss is not finite, or all if each is finite. Suspects
+        # are candidates with a sampled token whose output is not finite, or all candidates if there are none.
         suspects: set[int] = set()
         for report, result in zip(self._reports, results, strict=True):
             microbatches = schedules[report.data_rank]
@@ -331,7 +299,7 @@ class ModelRanks(ABC):
         return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
 
     def _put_works(self, batch: StepBatch, schedules: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
-        """Store each replica's work once; returns (actor, reference) of every rank."""
+        # Each replica's work is stored once; a rank's actor comes with the reference to it.
         works = []
         index_in_replica = np.zeros(len(batch), dtype=np.int64)
         for partitions, schedule in zip(split_among_replicas(batch, len(schedules)), schedules, strict=True):
@@ -358,8 +326,7 @@ class MegatronPolicy(ModelRanks):
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add prev_logprobs to the batch: log-probabilities under the current weights.
 
-        Returns:
-            [sequences], bool: whether the numbers at all sampled tokens are finite.
+        This and its like return [sequences]: True where the numbers at all sampled tokens are finite.
         """
         return self._add_field(batch, "prev_logprobs", PolicyActor.compute_logprobs, "log-probabilities")
 
@@ -387,9 +354,5 @@ class MegatronValue(ModelRanks):
         return self._forward(batch, ValueActor.compute_values, "outputs of a failed training step")[1]
 
     def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add values: the expected return before every token.
-
-        Returns:
-            [sequences], bool: whether the numbers at all sampled tokens are finite.
-        """
+        """Add values: the expected return before every token, as `MegatronPolicy.add_logprobs`."""
         return self._add_field(batch, "values", ValueActor.compute_values, "values")

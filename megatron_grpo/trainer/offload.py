@@ -32,8 +32,6 @@ class DeviceMemory:
     - the optimizer's float32 weights and moments are copied to pinned host memory and back;
     - gradients are dropped, and come back as zeros;
     - weights are copied only if asked (`weights=True`), since a refit reads them while engines already run.
-
-    A storage can be of two kinds: without bfloat16 the optimizer's float32 weights are the weights themselves.
     """
 
     def __init__(self, rank: ModelRank) -> None:
@@ -45,7 +43,6 @@ class DeviceMemory:
         self._without_weights = False
 
     def require_weights(self) -> None:
-        """Raise a RuntimeError if the weights are in host memory."""
         if self._without_weights:
             raise RuntimeError("the weights are in host memory while engines use the device")
 
@@ -53,10 +50,8 @@ class DeviceMemory:
     def offload(self, weights: bool) -> None:
         """Move the optimizer's state to host memory and drop gradients.
 
-        Collective over data-parallel ranks. Storages that are already empty stay empty.
-
-        Args:
-            weights: move the weights too, including those of a reference policy on the device.
+        Collective over data-parallel ranks. With `weights` they move too, including those of a reference policy on the
+        device. Storages that are already empty stay empty.
         """
         if self._without_weights:
             return
@@ -68,15 +63,19 @@ class DeviceMemory:
         moved = {key: storage for key, storage in state.items() if key not in parameters}
         moved |= parameters if weights else {}
         dropped = {key: storage for key, storage in gradients.items() if key not in state and key not in parameters}
+        is_cuda, device = self._platform.name == "cuda", self._platform.host
         for key, storage in moved.items():
-            self._find_host_copy(key, storage).copy_(_view_bytes(storage), non_blocking=True)
+            if key not in self._hosts or self._hosts[key][1].numel() != storage.nbytes():
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device, pin_memory=is_cuda)
+                self._hosts[key] = storage, host
+            self._hosts[key][1].copy_(_view_bytes(storage), non_blocking=True)
         self._finish_copies()
         for key, storage in (moved | dropped).items():
             self._emptied[key] = storage, storage.nbytes()
             storage.resize_(0)
         self._without_weights = weights
         _drop_copies(self._rank)
-        if self._platform.name == "cuda":
+        if is_cuda:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         logger.info("%.1f MiB released so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
@@ -94,13 +93,6 @@ class DeviceMemory:
         self._hosts = {key: host for key, host in self._hosts.items() if key in self._emptied}
         self._emptied, self._without_weights = {}, False
 
-    def _find_host_copy(self, key: int, storage: torch.UntypedStorage) -> Tensor:
-        if key not in self._hosts or self._hosts[key][1].numel() != storage.nbytes():
-            pinned, device = self._platform.name == "cuda", self._platform.host
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device, pin_memory=pinned)
-            self._hosts[key] = storage, host
-        return self._hosts[key][1]
-
     def _find_storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         device = self._platform.device.type
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
@@ -113,11 +105,9 @@ class DeviceMemory:
 
 
 def _drop_copies(rank: ModelRank) -> None:
-    """Drop Transformer Engine's caches, which the next pass fills again.
-
-    They hold FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a placeholder
-    for the gradients of each shape that are accumulated outside autograd, and cuBLAS's workspaces.
-    """
+    # Transformer Engine's caches, which the next pass fills again: FP8 copies of bfloat16 weights and transposes of FP8
+    # weights (one or two bytes a parameter), a placeholder for the gradients of each shape that are accumulated outside
+    # autograd, and cuBLAS's workspaces.
     for chunk in (*rank.chunks, *(rank.reference or ())):
         for module in chunk.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
@@ -135,17 +125,14 @@ def _drop_copies(rank: ModelRank) -> None:
 def iter_weights(rank: ModelRank) -> Iterator[Tensor]:
     """Iterate over parameters and buffers of model and reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
-        yield from map(_unwrap_parameter, chunk.parameters())
+        for parameter in chunk.parameters():
+            # An FP8 parameter of Transformer Engine is a shell around the tensor that has its memory.
+            get_data_tensors = getattr(parameter, "get_data_tensors", None)
+            yield parameter if get_data_tensors is None else get_data_tensors(columnwise_data=False)
         yield from chunk.buffers()
     for buffer in _iter_flat_buffers(rank):
         if buffer.param_data is not None:
             yield buffer.param_data
-
-
-def _unwrap_parameter(parameter: Tensor) -> Tensor:
-    # An FP8 parameter of Transformer Engine is a shell around the tensor that has its memory.
-    get_data_tensors = getattr(parameter, "get_data_tensors", None)
-    return parameter if get_data_tensors is None else get_data_tensors(columnwise_data=False)
 
 
 def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
@@ -186,10 +173,8 @@ def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
 
 @contextmanager
 def on_device(chunks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Have a model's hosted parameters on a device in the body.
-
-    Afterwards the parameters are the host copies again, and may be changed there; nothing is copied back.
-    """
+    """Have a model's hosted parameters on a device in the body."""
+    # Afterwards they are the host copies again, and may be changed there; nothing is copied back.
     hosted = [(parameter, parameter.data) for chunk in chunks for parameter in chunk.parameters()]
     try:
         for parameter, host in hosted:

@@ -26,13 +26,7 @@ from megatron_grpo.trainer.optimizer_checkpoint import iter_updated_ranges, save
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron-Core's learning-rate schedule with transformers' polynomial and restarts.
-
-    Args:
-        optimizer: the optimizer whose learning rates are set.
-        settings: rates and shape of the schedule.
-        steps: optimizer steps of the schedule, warm-up included.
-    """
+    """Megatron-Core's learning-rate schedule with transformers' polynomial and restarts; `steps` include warm-up."""
 
     def __init__(self, optimizer: Any, settings: AdamConfig, steps: int) -> None:
         warmup = settings.count_warmup_steps(steps)
@@ -55,7 +49,6 @@ class Schedule(OptimizerParamScheduler):
         )
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the learning rate of a parameter group at this step."""
         style, warmup = self.lr_decay_style, self.lr_warmup_steps
         warms_up = 0 < warmup >= self.num_steps
         if style not in ("polynomial", "cosine_with_restarts") or warms_up or self.num_steps > self.lr_decay_steps:
@@ -108,7 +101,11 @@ class ModelOptimizer:
             )
             for number, chunk in enumerate(chunks)
         ]
-        shared.finalize_model_grads_func = _sum_model_grads
+
+        def sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
+            finalize_model_grads(list(model), None, **keywords)  # without Megatron's division by the number of tokens
+
+        shared.finalize_model_grads_func = sum_model_grads
         if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
             without = [chunk.no_sync for chunk in self.chunks]
             shared.no_sync_func = without if len(without) > 1 else without[0]
@@ -132,32 +129,20 @@ class ModelOptimizer:
         self.optimizer.zero_grad()
 
     def finish_gathering(self) -> None:
-        """Complete the all-gathers of weights that the last step deferred.
-
-        Collective over data-parallel ranks, idempotent.
-        """
-        if not self._gathers_late:
-            return
-        for chunk in self.chunks:
+        """Complete the all-gathers of weights that the last step deferred; collective, idempotent."""
+        for chunk in self.chunks if self._gathers_late else ():
             for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     @torch.no_grad()
     def compute_grad_norm(self) -> float:
-        """Compute the global L2 norm of the gradient.
-
-        Call it once, after backward and before `step`.
-        """
+        """Compute the global L2 norm of the gradient, once, after backward and before `step`."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> float:
-        """Clip to the configured norm and update the weights.
-
-        Returns:
-            The learning rate that was used. The schedule counts this step first, so warm-up does not start at zero.
-        """
+        """Clip to the configured norm, update the weights, and return the learning rate."""
         # Clipped by the norm over all ranks and chained optimizers, so that all gradients are scaled by one factor.
         if self.max_grad_norm > 0:
             for optimizer in self.optimizer.chained_optimizers:
@@ -169,16 +154,15 @@ class ModelOptimizer:
                         total_norm=grad_norm,
                         use_decoupled_grad=self._decoupled,
                     )
-        self.scheduler.step(1)
+        self.scheduler.step(1)  # the schedule counts this step first, so warm-up does not start at zero
         self.optimizer.step_with_ready_grads()
         return float(self.optimizer.param_groups[0]["lr"])
 
     def iter_updated_weights(self) -> Iterator[tuple[Any, int, Tensor]]:
         """Iterate over the weights that this rank updates.
 
-        Yields:
-            (parameter, first element of the part in the flat parameter, the part, [elements]): with a distributed
-            optimizer parts of some parameters, else all of them.
+        Yields (parameter, first element of the part in the flat parameter, the part, [elements]): with a distributed
+        optimizer parts of some parameters, else all of them.
         """
         chained = self.optimizer.chained_optimizers
         distributed = [optimizer for optimizer in chained if isinstance(optimizer, DistributedOptimizer)]
@@ -193,10 +177,8 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Fill the gradient buffers with the other ranks' parts; collective.
-
-        A distributed optimizer leaves each rank one part of each bucket. Call between `compute_grad_norm` and `step`.
-        """
+        """Fill the gradient buffers, between `compute_grad_norm` and `step`; collective."""
+        # A distributed optimizer leaves each rank one part of each bucket.
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 process_group = buffer.data_parallel_group
@@ -207,15 +189,13 @@ class ModelOptimizer:
                     dist.all_gather(list(parts), parts[process_group.rank()].clone(), group=process_group)
 
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
-        """Load a checkpoint's moments and schedule, but not its settings.
-
-        Parameter groups also contain settings of the run that saved, which loading would otherwise restore.
-        """
+        """Load a checkpoint's moments and schedule, but not its settings."""
         # Empty expert optimizers save step 0; restore the real step.
         for param_group in _iter_parameter_groups(state):
             if "step" in param_group:
                 param_group["step"] = schedule_steps
         self.optimizer.load_state_dict(state)
+        # Parameter groups also contain settings of the run that saved, which loading has restored.
         for param_group in self.optimizer.param_groups:
             param_group.update(
                 max_lr=self.settings.lr,
@@ -234,16 +214,9 @@ def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from _iter_parameter_groups(part)
 
 
-def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
-    """Reduce gradients without Megatron's division by the number of tokens."""
-    finalize_model_grads(list(model), None, **keywords)
-
-
 def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
-    """Choose whether to overlap (gradient reduction, weight gathering) with computation.
-
-    By default on GPUs only, and never without data-parallel neighbours.
-    """
+    # Whether to overlap (gradient reduction, weight gathering) with computation: by default on GPUs only, and never
+    # without data-parallel neighbours.
     if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
         return False, False
     reduce = is_like_cuda if config.overlap_grad_reduce is None else config.overlap_grad_reduce

@@ -35,10 +35,7 @@ def save_by_boxes(optimizer: Any) -> None:
 
 
 def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split a range of a tensor's elements into boxes (offset, size).
-
-    Boxes come in the order of the range, in which the elements of each box are consecutive.
-    """
+    """Split a range of a tensor's elements into consecutive boxes (offset, size)."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < stop:
         # The outermost dimension with a slice that begins here and fits; as many such slices as fit in the dimension.
@@ -61,7 +58,7 @@ def iter_updated_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _build_sharded_state(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Build the boxes by parameter index and name of the state."""
+    # Boxes by parameter index and name of the state.
     build_sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     weight_of = {weight.data: weight for weight in nested_values(build_sharded_weights)}
     return {
@@ -76,7 +73,6 @@ def _build_sharded_state(
 
 @torch.no_grad()
 def _load_sharded_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Set weights and moments from the form of `_build_sharded_state`."""
     for index, (parameter, _, _) in enumerate(iter_updated_ranges(self)):
         state = {name: torch.cat([box.reshape(-1) for box in boxes]) for name, boxes in loaded[index].items()}
         self._set_main_param_and_optimizer_states(parameter, state)
@@ -87,13 +83,9 @@ def _load_sharded_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -
 def _build_boxes(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Build checkpoint entries for one state of a parameter's range.
-
-    The entries share the state's memory. The parameter's entry `weight` is a factory if it is stored as several tensors
-    (gate and up projections).
-    """
+    # Entries of one state of a parameter's range, which share the state's memory.
     parts: list[tuple[int, ShardedTensor]]
-    if isinstance(weight, ShardedTensorFactory):
+    if isinstance(weight, ShardedTensorFactory):  # stored as several tensors (gate and up projections)
         # Built from a tensor on the meta device: storage offsets of the views say which elements they hold.
         meta = torch.empty(weight.data.shape, dtype=state.dtype, device="meta")
         built = list(nested_values({"": weight.build_fn(weight.key, meta, weight.replica_id, None)}))

@@ -24,7 +24,7 @@ _EXCHANGES_IN_FLIGHT = 16
 
 @cache
 def exchange_shapes_in_order() -> None:
-    """Make interleaved stages exchange shapes in the order of their tensors.
+    """Make interleaved stages exchange shapes in the order of their tensors; idempotent.
 
     Packed microbatches differ in length, so a stage must learn the shape [tokens, 1, hidden] of a tensor before it can
     receive it. Without interleaving, Megatron-Core's own exchange works and is used: a batch of sends and receives,
@@ -33,7 +33,7 @@ def exchange_shapes_in_order() -> None:
     connection, so the shape of the activation arrives as that of the gradient. And a stage of the interleaved schedule
     may send now what its peer receives only in its next step; when each waits for its sends, both wait for ever. Here
     shapes go through the same function as the tensors, `_p2p_ops`, which orders sends and receives by even and odd
-    ranks, and only receives are waited for. Idempotent.
+    ranks, and only receives are waited for.
     """
     original = p2p.P2PCommunicator._communicate_shapes
     in_flight: deque[Any] = deque(maxlen=_EXCHANGES_IN_FLIGHT)
@@ -84,13 +84,7 @@ def initialize_parallel(
 ) -> None:
     """Join the other ranks, form process groups, seed random states.
 
-    Args:
-        parallel: sizes of the process groups.
-        rank: this process's rank; tensor-parallel neighbours have consecutive ranks.
-        store: rendezvous of the ranks.
-        seed: of this rank's random states.
-        timeout_s: deadline of the start-up and of every later collective.
-        platform: platform of the ranks; None: that of this process.
+    `timeout_s` is the deadline of the start-up and of every later collective.
     """
     platform = platform or detect_platform()
     if platform.name != "cuda":
@@ -125,10 +119,10 @@ def initialize_parallel(
 
 
 def make_deterministic() -> None:
-    """Make torch, cuBLAS and NCCL deterministic on a GPU.
+    """Make torch, cuBLAS and NCCL deterministic, before the first product and communicator.
 
-    Call it before the process's first product and communicator. torch then refuses operations that have no
-    deterministic form. Without this, Megatron-Core's unpermutation of tokens adds in the order in which threads arrive.
+    torch then refuses operations that have no deterministic form. Without this, Megatron-Core's unpermutation of tokens
+    adds in the order in which threads arrive.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")

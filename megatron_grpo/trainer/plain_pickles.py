@@ -47,6 +47,7 @@ _METADATA_NAMES: AllowedNames = {
     ),
     "torch.serialization": frozenset({"_get_layout"}),
 }
+# A layer's FP8 state.
 _LAYER_STATE_NAMES: AllowedNames = {
     "collections": frozenset({"OrderedDict"}),
     "megatron.core.extensions.transformer_engine": frozenset({"TEDelayedScaling"}),
@@ -82,10 +83,6 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _load_metadata(file: Any) -> Any:
-    return _Unpickler(file, str(file.name), _METADATA_NAMES).load()
-
-
 _load_bytes = DefaultLoadPlanner.load_bytes
 
 
@@ -106,12 +103,8 @@ def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
 
 
 def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
-    """Describe a file that torch refused, without torch's advice.
-
-    Args:
-        where: the file, or the entry of a checkpoint.
-        error: torch's error, whose text of many lines includes the name that is not allowed.
-    """
+    """Describe a file or entry that torch refused, without torch's advice."""
+    # torch's text of many lines includes the name that is not allowed.
     _, separator, refused = str(error).partition("GLOBAL ")
     if not separator:
         return RunError(f"{where} is damaged, or was not written by torch.save")
@@ -124,7 +117,11 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
     Raises:
         RunError: the shared part names something that is not on the list, or does not hold a dictionary.
     """
-    filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=pickle.dump)  # type: ignore[assignment]
+
+    def load_metadata(file: Any) -> Any:
+        return _Unpickler(file, str(file.name), _METADATA_NAMES).load()
+
+    filesystem.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)  # type: ignore[assignment]
     DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[assignment,method-assign]
     file = Path(folder, "common.pt")
     common = _load_plain(file, str(file))
@@ -134,19 +131,14 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
-    """Check a Transformer Engine layer's FP8 state, and pickle it again.
+    """Check a Transformer Engine layer's FP8 state, a pickle, [bytes], uint8.
 
-    Args:
-        name: the layer's name, for the message.
-        state: the pickle, [bytes], uint8; empty: the layer has no such state.
-
-    Returns:
-        A pickle of the same content, which can be loaded without a list.
+    Returns a pickle of the same content, which can be loaded without a list.
 
     Raises:
         RunError: the pickle names something that is not on the list of classes.
     """
-    if not state.numel():
+    if not state.numel():  # the layer has no such state
         return state
     content = _Unpickler(io.BytesIO(state.cpu().numpy().tobytes()), f"its entry {name}", _LAYER_STATE_NAMES).load()
     return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)

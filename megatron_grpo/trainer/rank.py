@@ -4,7 +4,7 @@
 - a `Platform` whose `move` makes such tensors, and whose `layer_parts` (`TeParts`) replace Transformer Engine's layers;
 - `load`, which fills the weights;
 - `maker`, the maker of microbatches, whose `scope` leaves the dry run's tensor modes;
-- `head_kernel`, which turns hidden states into log-probabilities.
+and sets `PolicyRank.head_kernel`, which turns hidden states into log-probabilities.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
+from megatron_grpo.losses.divergence import error_without_worst
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
-from megatron_grpo.trainer.disagreement import is_beyond_limit
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
 from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker, sum_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model, build_reference
@@ -55,16 +55,8 @@ LoadWeights = Callable[[Sequence[Any], ModelShape, str], None]
 class ModelRank(ABC):
     """A rank's shard of a model and of its optimizer.
 
-    The model has one output per token.
-
-    Process groups are already set up for the layout of `settings`. There is more than one chunk of the model with a
-    virtual pipeline.
-
-    Args:
-        settings: settings of the model and its training.
-        platform: None: the platform of this process.
-        load: fills the chunks' uninitialised weights.
-        maker: maker of microbatches; None: the usual one.
+    The model has one output per token, and more than one chunk with a virtual pipeline. Process groups are already set
+    up for the layout of `settings`. `load` fills the chunks' uninitialised weights.
     """
 
     def __init__(
@@ -81,8 +73,7 @@ class ModelRank(ABC):
         load(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
-        self.reference_moved = False
-        """Whether the reference differs from the model that the run started from."""
+        self.reference_moved = False  # from the model that the run started from
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self.reference = build_reference(self.chunks, config, settings.reference, shape, self.platform)
             if settings.reference.offload:
@@ -101,9 +92,6 @@ class ModelRank(ABC):
 
         All code that reads weights outside of training calls this: after a step, parameters that other ranks have
         updated may not have been gathered yet (policy.overlap_param_gather).
-
-        Raises:
-            RuntimeError: the weights are in host memory because engines use the device.
         """
         self.memory.require_weights()
         self.optimizer.finish_gathering()
@@ -125,24 +113,15 @@ class ModelRank(ABC):
 
     @abstractmethod
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """Compute outputs, [rows], from hidden states, [rows, hidden].
-
-        Also returns the tokens' fields, which the head may add to (entropy).
-        """
+        """Compute outputs, [rows], from hidden states, [rows, hidden]; may add fields."""
 
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
-        """List the batch fields that this rank's pipeline stage reads.
-
-        Nothing else travels to its node. Token ids go to the first and the last stage, recorded experts to every stage
-        with routers. Without a loss function the pass only computes outputs.
-        """
+        """List the batch fields that this rank's pipeline stage reads."""
         replayed = self.routing is not None and self.routing.replays and self.routing.routers
         routed = ("routed_experts",) if replayed else ()
         if not parallel_state.is_pipeline_last_stage():
             return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
-        if loss_fn is not None:
-            return ("token_ids", *loss_fn.field_names, *routed)
-        return ("token_ids", "sampled", *routed)
+        return ("token_ids", *(("sampled",) if loss_fn is None else loss_fn.field_names), *routed)
 
     def train(
         self,
@@ -158,8 +137,7 @@ class ModelRank(ABC):
         error is beyond `limit` (`is_refused`).
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
-        device = self.platform.device
-        if limit is not None and is_beyond_limit(metrics if self._has_loss else [], limit, counts.tokens, device):
+        if limit is not None and self.is_beyond_limit(metrics, limit, counts.tokens):
             return RankTrainResult(0.0, 0.0, _copy_to_host(metrics) if self._has_loss else None, is_refused=True)
         grad_norm = self.optimizer.compute_grad_norm()
         self.recorder.add_gradient()
@@ -169,7 +147,29 @@ class ModelRank(ABC):
             expert_metrics = self.routing.end()
             if by_microbatch and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
                 by_microbatch[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
-        return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=_read_peak_memory_gib())
+        memory_gib = 0.0
+        if torch.cuda.is_available():
+            memory_gib = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=memory_gib)
+
+    def is_beyond_limit(self, metrics: Sequence[Mapping[str, Tensor]], limit: float, tokens: float) -> bool:
+        """True if the step's error without its worst token is too large.
+
+        Collective over all ranks, whose losses have `tokens`. NaN is not above the limit: the gradient is NaN too, and
+        its error names the responses.
+        """
+        # A row a rank, so that one collective brings both the sum of the errors and the largest: on a CPU its time is
+        # that of waking the other ranks. Ranks without the loss have zeros, which neither adds to the sum nor is the
+        # largest.
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=self.platform.device)
+        row = rows[dist.get_rank()]
+        for microbatch in metrics if self._has_loss else ():
+            row[0] += microbatch["token_mult_prob_error"]
+            row[1] = torch.maximum(row[1], microbatch["token_mult_prob_error_max"].double())
+        dist.all_reduce(rows)
+        error, worst = rows[:, 0].sum(), rows[:, 1].amax()
+        return error_without_worst(error.item(), worst.item(), tokens) > limit
 
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
@@ -203,11 +203,8 @@ class ModelRank(ABC):
     def _forward_tokens(
         self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
     ) -> Tensor | None:
-        """Run a forward pass that returns one float per token.
-
-        The float is a log-probability or a value; 0 for tokens that were not sampled. Without the field `sampled` every
-        token has its output. Shape [sum(lengths)], on the host. Only the output rank gets it; others get None.
-        """
+        # One float per token, [sum(lengths)], on the host, of the output rank only. It is 0 for tokens that were not
+        # sampled; without the field `sampled` every token has its output.
         for chunk in chunks:
             chunk.eval()
 
@@ -237,17 +234,13 @@ class ModelRank(ABC):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run the pipeline schedule; returns `finish`'s third value per microbatch.
-
-        The result is empty except on the last stage.
-
-        Stages do not know the length of a microbatch beforehand, because packed microbatches all differ. With
-        variable_seq_lengths each stage first sends the shape of its output, [tokens, 1, hidden], then the tensor;
-        seq_length and micro_batch_size below are ignored. The stages run 1F1B: forward passes fill the pipeline, then
-        each stage alternates one forward with one backward, so at most `pipeline` microbatches of activations live at
-        once (more with a virtual pipeline). `finish` is called on the last stage only, with the rows of its hidden
-        states.
-        """
+        # Returns the third value of `finish` per microbatch. It is called on the last stage only, with the rows of its
+        # hidden states; other stages return an empty list.
+        # Stages do not know the length of a microbatch beforehand, because packed microbatches all differ. With
+        # variable_seq_lengths each stage first sends the shape of its output, [tokens, 1, hidden], then the tensor;
+        # seq_length and micro_batch_size below are ignored. The stages run 1F1B: forward passes fill the pipeline, then
+        # each stage alternates one forward with one backward, so at most `pipeline` microbatches of activations live at
+        # once (more with a virtual pipeline).
         padded = [*microbatches, *[[]] * self._count_empty_microbatches(len(microbatches))]
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -290,37 +283,13 @@ def _copy_to_host(by_microbatch: list[dict[str, Tensor]]) -> list[dict[str, floa
     return [{name: next(numbers) for name in metrics} for metrics in by_microbatch]
 
 
-class _HeadArguments(TypedDict):
-    """Keyword arguments that both functions for log-probabilities take."""
-
-    start: int
-    columns: int
-    group: dist.ProcessGroup | None
-    scale: float
-    chunk_tokens: int | None
-
-
 class PolicyRank(ModelRank):
-    """A rank's shard of policy, optimizer and frozen reference.
-
-    With adapters the reference is the policy without them, so it has no weights.
-
-    `head_kernel`: kernel for log-probabilities; None: that of the configuration.
-    """
+    """A rank's shard of policy, optimizer and frozen reference."""
 
     weight_sender: object | None = None
     """The rank's end of refits (`weight_sync`), once they are connected."""
-
-    def __init__(
-        self,
-        settings: RankSettings,
-        platform: Platform | None = None,
-        load: LoadWeights = load_hf_weights,
-        maker: MicrobatchMaker | None = None,
-        head_kernel: HeadKernel | None = None,
-    ) -> None:
-        super().__init__(settings, platform, load, maker)
-        self._head_kernel = head_kernel or settings.config.logprob_kernel
+    head_kernel: HeadKernel | None = None
+    """Kernel for log-probabilities; None: that of the configuration."""
 
     def compute_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute log-probabilities under the current weights, as `_forward_tokens` returns them.
@@ -346,14 +315,11 @@ class PolicyRank(ModelRank):
             self.settings = settings
 
     def compute_reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Compute log-probabilities under the frozen reference policy.
-
-        Over the vocabulary without the filter, which could remove a token that the policy keeps.
-        """
+        """Compute log-probabilities under the frozen reference policy."""
         reference = self.settings.reference
         assert reference is not None, "the reference policy was not loaded"
-        with self.without_filter():
-            if self.reference is None:
+        with self.without_filter():  # the filter could remove a token that the policy keeps
+            if self.reference is None:  # with adapters the reference is the policy without them
                 with adapters_off(self.chunks):
                     return self._forward_tokens(self.gather_chunks(), batch, microbatches)
             with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
@@ -361,10 +327,7 @@ class PolicyRank(ModelRank):
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
-        """Move the reference: alpha * policy + (1 - alpha) * reference.
-
-        TR-DPO (Gorbatovski et al. 2024).
-        """
+        """Move the reference by `alpha` to the policy (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
         # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
         for reference, chunk in zip(self.reference, self.gather_chunks(), strict=True):
@@ -373,15 +336,11 @@ class PolicyRank(ModelRank):
         self.reference_moved = True
 
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """Compute log-probabilities, and add the entropy to the fields.
-
-        With a filter also the log-probabilities over the vocabulary without it.
-        """
         process_group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
         columns = len(model.head_weight)
         start = process_group.rank() * columns
         operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, require_field(tokens.token_ids)
-        arguments: _HeadArguments = {
+        arguments: dict[str, Any] = {
             "start": start,
             "columns": max(0, min(columns, self.shape.vocab - start)),
             "group": process_group if process_group.size() > 1 else None,
@@ -389,7 +348,8 @@ class PolicyRank(ModelRank):
             "chunk_tokens": self.config.logprob_chunk_size,
         }
         if self.settings.token_filter is None:
-            logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=self._head_kernel)
+            kernel = self.head_kernel or self.config.logprob_kernel
+            logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=kernel)
             return logprobs, replace(tokens, entropy=entropy)
         filtered = filtered_logprobs(*operands, self.settings.token_filter, **arguments)
         return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.unfiltered)
@@ -404,11 +364,3 @@ class ValueRank(ModelRank):
 
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         return model.output_layer(hidden), tokens
-
-
-def _read_peak_memory_gib() -> float:
-    if not torch.cuda.is_available():
-        return 0.0
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    torch.cuda.reset_peak_memory_stats()
-    return peak

@@ -28,14 +28,13 @@ _PIECE = 2**20 * SKETCH
 
 
 def sketch(tensor: Tensor, name: str) -> list[float]:
-    """Sketch a tensor: SKETCH sums of its elements with random signs.
+    """Sketch a tensor: SKETCH sums of its elements with random signs, in float64.
 
     The sketch of a difference is the difference of the sketches, and the squares of a sketch's numbers add up to the
     square of the tensor's norm in expectation, with a standard deviation of about sqrt(2 / SKETCH), 18%, of it (count
     sketch: Charikar, Chen and Farach-Colton 2002; the estimate: Alon, Matias and Szegedy 1996). Two runs in different
     layouts can be compared tensor by tensor although neither keeps its tensors. Every element is in exactly one sum;
-    elements of one block of SKETCH are in different ones. Signs and sums follow from the name and the element's number;
-    sums are in float64.
+    elements of one block of SKETCH are in different ones. Signs and sums follow from the name and the element's number.
     """
     seed = _derive_seed(name)
     flat, sums = tensor.detach().reshape(-1), torch.zeros(SKETCH, dtype=torch.float64, device=tensor.device)
@@ -67,7 +66,7 @@ def _derive_seed(name: str) -> int:
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """Mix bits like SplitMix64 (Steele et al. 2014), int64 to int64."""
+    # Mixes bits like SplitMix64 (Steele et al. 2014), int64 to int64.
     mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -80,8 +79,6 @@ StateSketches = tuple[str, NDArray[np.int64], NDArray[np.float64]]
 
 class StepRecorder:
     """Sketches a rank's tensors between `begin` and `end`; methods are collective.
-
-    Before `begin`, the pass for log-probabilities can sketch hidden states (`watch`).
 
     The first rank of each pipeline stage has the figures of the stage's tensors, the others have none. The change of
     the weights is gathered through the gradient buffers: they have a float32 number for each trained weight, and are
@@ -100,9 +97,7 @@ class StepRecorder:
     def watch(self, in_replica: NDArray[np.int64], in_step: NDArray[np.int64]) -> None:
         """Sketch the hidden states of some tokens in the next pass for log-probabilities.
 
-        Args:
-            in_replica: [watched], int64: indices of the tokens in this replica's batch.
-            in_step: [watched], int64: indices of the same tokens in the step.
+        Both are [watched], int64: indices of the tokens in this replica's batch, and in the step.
         """
         self._watched = in_replica, in_step
 
@@ -116,12 +111,13 @@ class StepRecorder:
         tokens = np.full(sum(batch.lengths), -1)
         tokens[in_replica] = in_step
         self._states = []
-        with capture_states(self._rank, batch, microbatches, tokens, self._add_states):
-            yield
 
-    def _add_states(self, piece: Piece) -> None:
-        # Sketched on the device: fetching a piece would make the pass wait at every module.
-        self._states.append((piece.point, piece.tokens, sketch_rows(piece.values, piece.point, piece.column)))
+        def keep(piece: Piece) -> None:
+            # Sketched on the device: fetching a piece would make the pass wait at every module.
+            self._states.append((piece.point, piece.tokens, sketch_rows(piece.values, piece.point, piece.column)))
+
+        with capture_states(self._rank, batch, microbatches, tokens, keep):
+            yield
 
     def end_states(self) -> list[StateSketches]:
         """Return this rank's sketches, which add up over ranks."""

@@ -28,7 +28,8 @@ class TorchCoreAttention(torch.nn.Module):
     """Causal attention with grouped queries by torch's fused kernel.
 
     softmax(q k^T / sqrt(d)) v, with the softmax in float32. Context-parallel ranks gather each other's keys and values,
-    and attend with the queries that they hold.
+    and attend with the queries that they hold. Attention is always causal: masks and biases are ignored, and padding
+    stands to the right, where no token sees it.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class TorchCoreAttention(torch.nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # Tokens that each token sees, itself included; None: all before it.
         self.window: int | None = config.window_size[0] + 1 if windowed else None
-        """Tokens that each token sees, itself included; None: all before it."""
         self._on_gpu = config.platform.is_like_cuda
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
@@ -54,10 +55,8 @@ class TorchCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Let every token attend to its sequence up to itself.
 
-        Several query heads share a head of keys and values. The query is [tokens, 1, heads, head_dim], any float type;
-        of its dtype are key, [tokens, 1, key heads, head_dim], value, [tokens, 1, key heads, value_dim], and the
-        result, [tokens, 1, heads * value_dim]. Masks and biases are ignored: attention is always causal, and padding
-        stands to the right, where no token sees it.
+        The query is [tokens, 1, heads, head_dim], the key [tokens, 1, key heads, head_dim], the value [tokens, 1, key
+        heads, value_dim]; the result is [tokens, 1, heads * value_dim], of their dtype, any float type.
         """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
@@ -70,15 +69,21 @@ class TorchCoreAttention(torch.nn.Module):
         return _select_rows(torch.cat(parts), calls.out)[:, None].flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, rectangle: AttentionRectangle) -> Tensor:
-        """Make one attention call; returns [slots of queries, heads, value_dim].
-
-        Query, key and value are [tokens, heads, head_dim]. Repeated slots are visible only to queries whose
-        output is discarded.
-        """
+        # From [tokens, heads, head_dim] to [slots of queries, heads, value_dim]. Repeated slots are visible only to
+        # queries whose output is discarded.
         keys, values = (_select_rows(tensor, rectangle.keys).transpose(1, 2) for tensor in (key, value))
-        sees_all = self.window is None or rectangle.keys.shape[1] <= self.window
-        mask = None if rectangle.square and sees_all else self._build_mask(rectangle)
-        if not self._accepts_fewer_key_heads(query.dtype, mask):
+        mask = None
+        if not rectangle.square or (self.window is not None and rectangle.keys.shape[1] > self.window):
+            query_slot, key_slot = (
+                torch.arange(slots.shape[1], device=slots.device) for slots in (rectangle.queries, rectangle.keys)
+            )
+            position = (rectangle.first[:, None] + query_slot)[:, None, :, None]  # counted from the first key
+            mask = key_slot <= position
+            if self.window is not None:
+                mask = mask & (key_slot > position - self.window)
+        # On GPUs only FlashAttention takes keys with fewer heads than queries, and neither masks nor float32; any other
+        # kernel would hold all scores.
+        if self._on_gpu and (mask is not None or query.dtype == torch.float32):
             keys, values = (
                 tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (keys, values)
             )
@@ -93,19 +98,6 @@ class TorchCoreAttention(torch.nn.Module):
         )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _accepts_fewer_key_heads(self, dtype: torch.dtype, mask: Tensor | None) -> bool:
-        # On GPUs only FlashAttention takes keys with fewer heads than queries, and neither masks nor float32; any other
-        # kernel would hold all scores.
-        return not self._on_gpu or (mask is None and dtype != torch.float32)
-
-    def _build_mask(self, rectangle: AttentionRectangle) -> Tensor:
-        queries, keys = (
-            torch.arange(slots.shape[1], device=slots.device) for slots in (rectangle.queries, rectangle.keys)
-        )
-        position = (rectangle.first[:, None] + queries)[:, None, :, None]  # of each query, counted from the first key
-        is_visible = keys <= position
-        return is_visible if self.window is None else is_visible & (keys > position - self.window)
-
 
 class LocalOrGlobalSelfAttention(SelfAttention):
     """Self-attention with another rotary embedding in windowed layers (Gemma 3)."""
@@ -113,7 +105,6 @@ class LocalOrGlobalSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Any = None, **named: Any
     ) -> Any:
-        """Run Megatron-Core's forward with one of the two angles of `GlobalAndLocalRotary`."""
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary, **named)
 
@@ -121,45 +112,37 @@ class LocalOrGlobalSelfAttention(SelfAttention):
 class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
-    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so
-    Megatron-Core's angles at 0 to length do not fit. Frequencies are those of the wrapped embedding.
+    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
+    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding, or of two: of layers without and
+    with a window.
     """
 
-    def __init__(self, rotary: RotaryEmbedding) -> None:
+    def __init__(self, *rotaries: RotaryEmbedding) -> None:
         super().__init__()
-        assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
-        self.rotary = rotary
+        for rotary in rotaries:
+            assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
+        self.rotaries = torch.nn.ModuleList(rotaries)
 
+    # Megatron-Core passes on to `forward` what this returns, here the positions of the packed sequences.
     def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
-        """Return the argument of `forward`: the positions of the packed sequences."""
         packed = arguments[-1]
         assert isinstance(packed, PackedSequences), "sequences without their layout"
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles, [tokens, 1, 1, head_dim], float32, at positions."""
-        frequencies = torch.outer(positions.to(self.rotary.inv_freq.dtype), self.rotary.inv_freq)
-        return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
-
-
-class GlobalAndLocalRotary(RotaryAtPositions):
-    """Two rotary embeddings: of layers without and with a window."""
-
-    def __init__(self, rotary: RotaryEmbedding, local: RotaryEmbedding) -> None:
-        super().__init__(rotary)
-        self.local = RotaryAtPositions(local)
-
-    def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles without and with a window: [2, tokens, ...]."""
-        return torch.stack([super().forward(positions), self.local(positions)])
+        """Compute angles, [tokens, 1, 1, head_dim], float32; of two embeddings [2, tokens, ...]."""
+        angles = []
+        for rotary in self.rotaries:
+            frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)
+            angles.append(torch.cat([frequencies, frequencies], dim=-1)[:, None, None])
+        return torch.stack(angles) if len(angles) > 1 else angles[0]
 
 
 class RotaryTable(torch.nn.Module):
     """Rotary embedding of Transformer Engine's layers: one table of angles.
 
-    The first rows of the table serve a shorter microbatch. Megatron-Core would keep a table for each of the last 32
-    lengths, and packed microbatches nearly all differ: with a longest sequence of 32,768 tokens that is half a
-    gigabyte.
+    Megatron-Core would keep a table for each of the last 32 lengths, and packed microbatches nearly all differ: with a
+    longest sequence of 32,768 tokens that is half a gigabyte.
     """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
@@ -168,7 +151,6 @@ class RotaryTable(torch.nn.Module):
         self._table: Tensor | None = None
 
     def get_rotary_seq_len(self, *arguments: Any) -> int:
-        """Return the argument of `forward`: tokens of the longest sequence."""
         length: int = self.rotary.get_rotary_seq_len(*arguments)
         return length
 

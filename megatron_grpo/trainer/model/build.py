@@ -19,12 +19,7 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
-from megatron_grpo.trainer.model.attention import (
-    GlobalAndLocalRotary,
-    RotaryAtPositions,
-    RotaryTable,
-    compute_scaled_rope,
-)
+from megatron_grpo.trainer.model.attention import RotaryAtPositions, RotaryTable, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts
 from megatron_grpo.trainer.model.layer_spec import build_layer_specs, uses_transformer_engine
 from megatron_grpo.trainer.model.lora import train_adapters_alone
@@ -40,21 +35,17 @@ class DecoderModel(GPTModel):
     """
 
     rows: Tensor | None = None
-    """[rows], int64: indices of the chosen tokens of the next microbatch, [1, tokens].
-
-    None: the model returns logits of every token, [sequences, length, columns of this rank].
-    """
+    """[rows], int64: indices of the next microbatch's chosen tokens; None: the model returns all tokens' logits."""
 
     def _postprocess(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         if not self.post_process or self.rows is None:
             output: Tensor = super()._postprocess(hidden_states, *arguments, **keywords)
             return output
         assert hidden_states.shape[1] == 1, "rows index packed sequences"
-        hidden = hidden_states
         if self.config.sequence_parallel:
             # Every rank gets the complete gradient of the rows from the head, so backward only slices out its tokens.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden[self.rows].transpose(0, 1)
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states[self.rows].transpose(0, 1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -74,10 +65,9 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        options = {"dtype": config.params_dtype, "device": config.platform.device}
-        weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
-        bias: Any = torch.nn.Parameter(torch.zeros(1, **options))
-        self.weight, self.bias = weight, bias
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": config.platform.device}
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute values in float32: [rows, hidden] to [rows]."""
@@ -87,15 +77,11 @@ class ValueHead(torch.nn.Module):
 def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | None = None) -> list[DecoderModel]:
     """Build a rank's shard of the model, weights uninitialised.
 
-    It is one chunk, or several that microbatches pass in turn (virtual pipeline). The last chunk of the last stage,
-    `chunk(token_ids, None, None, packed_seq_params=...)`, returns logits, [1, tokens, columns], where columns is padded
-    vocabulary / TP; sums over the vocabulary have to leave the padding out. With `rows` it returns hidden states.
-    Packed sequences (`PackedSequences`) are passed as one sequence, [1, tokens].
-
-    Args:
-        config: the model's configuration; `initialize_parallel` was called with its layout.
-        shape: sizes of the model; that of a value model ends in a `ValueHead`, initially zero.
-        platform: platform to build for; None: the platform of this process.
+    `initialize_parallel` was called with the layout of `config`. The shard is one chunk, or several that microbatches
+    pass in turn (virtual pipeline). The last chunk of the last stage, `chunk(token_ids, None, None,
+    packed_seq_params=...)`, returns logits, [1, tokens, columns], where columns is padded vocabulary / TP; sums over
+    the vocabulary have to leave the padding out. With `rows` it returns hidden states. Packed sequences are passed as
+    one sequence, [1, tokens]. A value model ends in a `ValueHead`, initially zero.
 
     Raises:
         RunError: this rank's device or packages have no FP8, and the configuration asks for it.
@@ -129,9 +115,9 @@ def build_reference(
     copies = [chunk.requires_grad_(False) for chunk in build_model(config, shape, platform)]
     # Copied from the policy, which is faster than reading from disk again.
     for chunk, copy in zip(chunks, copies, strict=True):
-        for source, target in ((chunk.parameters(), copy.parameters()), (chunk.buffers(), copy.buffers())):
-            for tensor, copied in zip(source, target, strict=True):
-                copied.copy_(tensor)
+        targets = (*copy.parameters(), *copy.buffers())
+        for source, target in zip((*chunk.parameters(), *chunk.buffers()), targets, strict=True):
+            target.copy_(source)
     return copies
 
 
@@ -157,7 +143,17 @@ def _build_chunk(
     if uses_transformer_engine(shape, settings.platform, config.precision):
         model.rotary_pos_emb = RotaryTable(model.rotary_pos_emb)
     else:
-        model.rotary_pos_emb = _build_rotary(model.rotary_pos_emb, shape, settings.platform)
+        rotaries = [model.rotary_pos_emb]
+        if shape.local_rope_theta is not None:
+            local = RotaryEmbedding(
+                shape.head_dim,
+                rotary_percent=1.0,
+                rotary_base=shape.local_rope_theta,
+                use_cpu_initialization=settings.platform.device.type == "cpu",
+                cp_group=model.rotary_pos_emb.cp_group,
+            )
+            rotaries.append(local)
+        model.rotary_pos_emb = RotaryAtPositions(*rotaries)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are
         model.embedding.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
@@ -168,16 +164,3 @@ def _build_chunk(
     if shape.value_head is not None and model.post_process:
         model.output_layer = ValueHead(settings)
     return model
-
-
-def _build_rotary(rotary: RotaryEmbedding, shape: ModelShape, platform: Platform) -> RotaryAtPositions:
-    if shape.local_rope_theta is None:
-        return RotaryAtPositions(rotary)
-    local = RotaryEmbedding(
-        shape.head_dim,
-        rotary_percent=1.0,
-        rotary_base=shape.local_rope_theta,
-        use_cpu_initialization=platform.device.type == "cpu",
-        cp_group=rotary.cp_group,
-    )
-    return GlobalAndLocalRotary(rotary, local)

@@ -27,8 +27,7 @@ class RoutingReplay:
 
     def __init__(self, record: Tensor) -> None:
         self._record = record.long()
-        self.is_recorded = (self._record >= 0).all(dim=1)
-        """[tokens], bool: whether the token's experts are recorded."""
+        self.is_recorded = (self._record >= 0).all(dim=1)  # [tokens], bool
         self.agreed: Tensor | None = None
         """[tokens], int64: number of the router's choices that are among the recorded; None before the routing."""
 
@@ -37,12 +36,12 @@ class RoutingReplay:
     ) -> tuple[Tensor, Tensor]:
         """Choose experts; returns (scores, indices of experts), both [tokens, topk].
 
-        The gradient comes back to the router through the scores, [tokens, experts], floating point. `compute`, the
-        router's choice, takes the arguments before it and returns values of the same form.
+        `compute`, the router's choice, takes the arguments before it and returns values of the same form.
         """
         _, preferred = compute(scores, topk, num_groups, group_topk)
         self.agreed = (preferred[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
         chosen = torch.where(self.is_recorded[:, None], self._record, preferred)
+        # Gathered from this model's scores, through which the gradient comes back to the router.
         return scores.gather(1, chosen), chosen
 
 
@@ -60,13 +59,11 @@ class ExpertRouter(TopKRouter):
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0
         """Sequences of the optimizer step over all replicas; both losses are averages over them."""
-        self.membership: Membership | None = None
-        """Sequence of each token of the microbatch; `DecoderLayer` sets it before every pass."""
         self.replays = False
-        """Whether tokens are routed to recorded experts."""
+        # `DecoderLayer` sets these before every pass: the sequence of each token of the microbatch, and its recorded
+        # experts, [tokens of this rank, experts of a token], int8 or int16, -1 where there are none.
+        self.membership: Membership | None = None
         self.record: Tensor | None = None
-        """[tokens of this rank, experts of a token], int8 or int16: recorded experts of the microbatch, -1 where there
-        are none; `DecoderLayer` sets it before every pass."""
         self.clear()
 
     def clear(self) -> None:
@@ -86,7 +83,7 @@ class ExpertRouter(TopKRouter):
         `padding_mask` is unused: `membership` marks padding.
         """
         flat = logits.view(-1, self.num_experts)
-        config = self.config
+        config, membership = self.config, self.membership
         assert self.record is not None or not self.replays, "the recorded experts come with every microbatch"
         replay = RoutingReplay(self.record) if self.replays and self.record is not None else None
         probs, chosen = topk_routing_with_score_function(
@@ -105,19 +102,15 @@ class ExpertRouter(TopKRouter):
             scale = config.moe_router_topk_scaling_factor or 1.0
             probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20) * scale
         # With recomputed activations only the second pass, which has a gradient, is counted.
-        if self.training and torch.is_grad_enabled() and self.membership is not None:
-            self._count_choices(chosen, self.membership, replay)
+        if self.training and torch.is_grad_enabled() and membership is not None:
+            is_token = membership.weight > 0  # not padding
+            self.chosen += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
+            if replay is not None and replay.agreed is not None:
+                compared = is_token & replay.is_recorded
+                self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
             if self.aux_loss_coeff or self.z_loss_coeff:
-                probs = self._attach_losses(probs, flat, self.membership)
+                probs = self._attach_losses(probs, flat, membership)
         return probs, chosen
-
-    @torch.no_grad()
-    def _count_choices(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
-        is_token = membership.weight > 0  # not padding
-        self.chosen += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
-        if replay is not None and replay.agreed is not None:
-            compared = is_token & replay.is_recorded
-            self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
 
     def _attach_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         sigmoid = self.score_function == "sigmoid"
@@ -136,18 +129,16 @@ def sum_load_levels(
     """Sum this rank's share of sum_i f_i P_i over sequences.
 
     DeepSeek-V3 (2024), equations 17 to 20. f_i is the share of the sequence's choices that fell on expert i, times the
-    number of experts; P_i the mean of its normalised score. f has no gradient, so ranks that share a sequence only have
-    to sum f.
-
-    A sequence whose tokens chose all experts equally often adds 1. Logits are [tokens, experts], float32; scores are
-    their sigmoids or their softmax. `join` takes [sequences + 1, experts] of this rank to the sum over all parts.
+    number of experts; P_i the mean of its normalised score. A sequence whose tokens chose all experts equally often
+    adds 1. Logits are [tokens, experts], float32; scores are their sigmoids or their softmax. `join` takes [sequences +
+    1, experts] of this rank to the sum over all parts.
     """
     scores = logits.softmax(dim=1)
     if sigmoid:
         scores = logits.sigmoid()
         scores = scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
     weight = members.weight[:, None]
-    with torch.no_grad():
+    with torch.no_grad():  # f has no gradient, so ranks that share a sequence only have to sum f
         best = torch.zeros_like(scores).scatter_(1, scores.topk(top_k, dim=1).indices, 1.0)
         shares = scores.new_zeros(members.sequences + 1, scores.shape[1])
         shares.index_add_(0, members.sequence, best * weight)
@@ -163,11 +154,7 @@ def _sum_over_parts(shares: Tensor) -> Tensor:
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, which passes sequences and recorded experts to its router.
-
-    Recomputation calls a layer again in the backward pass, after other microbatches; so both are set in every call,
-    from its arguments.
-    """
+    """Megatron-Core's layer, which passes sequences and recorded experts to its router."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -177,7 +164,6 @@ class DecoderLayer(TransformerLayer):
             self._experts, self.mlp.forward = self.mlp.forward, self._compute_experts
 
     def _compute_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
-        """Compute the experts' output, and again in the backward pass."""
         router = self.mlp.router
         microbatch = router.membership, router.record
 
@@ -188,12 +174,17 @@ class DecoderLayer(TransformerLayer):
         return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
-        """Set the router's sequences and recorded experts, then run Megatron-Core's forward."""
         if self.is_moe_layer:
+            # Recomputation calls a layer again in the backward pass, after other microbatches. So both are set in every
+            # call, from its arguments.
             packed = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
             router = self.mlp.router
             router.membership = None if packed is None else packed.membership
-            router.record = None if packed is None or packed.routed is None else self._select_columns(packed.routed)
+            router.record = None
+            if packed is not None and packed.routed is not None:
+                before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for a layer with experts, else 0
+                top_k = self.config.moe_router_topk
+                router.record = packed.routed[:, before * top_k : (before + 1) * top_k]
         return self._drop_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))
 
     def _drop_probs(self, result: Any) -> Any:
@@ -203,18 +194,11 @@ class DecoderLayer(TransformerLayer):
             self.mlp.token_dispatcher.probs = None
         return result
 
-    def _select_columns(self, routed: Tensor) -> Tensor:
-        before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for each layer with experts, else 0
-        top_k = self.config.moe_router_topk
-        return routed[:, before * top_k : (before + 1) * top_k]
-
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Mark the experts' parameters for Megatron-Core's gradient reduction in every layout.
-
-    Megatron-Core marks them only with expert parallelism, and reduces gradients over the wrong ranks if only the
-    expert-tensor size differs from the tensor size.
-    """
+    """Mark the experts' parameters for Megatron-Core's gradient reduction in every layout."""
+    # Megatron-Core marks them only with expert parallelism, and reduces gradients over the wrong ranks if only the
+    # expert-tensor size differs from the tensor size.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]  # read by Megatron-Core
@@ -237,7 +221,7 @@ class StepRouting:
             router.replays = replays
 
     def begin(self, sequences: float) -> None:
-        """Start a step on `sequences` sequences over all replicas."""
+        """Start a step; `sequences` are those of all replicas."""
         for router in self.routers:
             router.clear()
             router.sequences_in_step = sequences
@@ -252,15 +236,11 @@ class StepRouting:
 
     @torch.no_grad()
     def end(self) -> dict[str, float]:
-        """End the step: update the bias of experts, return metrics.
-
-        The bias rises for experts that were chosen less than the mean, and falls for the others (DeepSeek-V3, 2.1.2).
-
-        Returns:
-            The step's metrics about experts, equal on every rank; collective over all ranks of the model.
-        """
+        """Update the bias of experts, and return the step's metrics; collective."""
         counts = self.sum_counts()
         if self._rate:
+            # The bias rises for experts that were chosen less than the mean, and falls for the others (DeepSeek-V3,
+            # 2.1.2).
             for router, chosen in zip(self.routers, counts, strict=True):
                 router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)

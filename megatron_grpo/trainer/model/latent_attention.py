@@ -30,13 +30,13 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        options = {"dtype": config.params_dtype, "device": config.platform.device}
-        weight: Any = torch.nn.Parameter(torch.empty(outputs, inputs, **options))
+        weight: Any = torch.nn.Parameter(
+            torch.empty(outputs, inputs, dtype=config.params_dtype, device=config.platform.device)
+        )
         weight.sequence_parallel = config.sequence_parallel  # each rank sees some of the tokens: gradients are added up
         self.weight = weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Multiply [..., inputs] to [..., outputs]."""
         return F.linear(hidden, self.weight)
 
 
@@ -75,12 +75,8 @@ class LatentAttention(MegatronModule):
         queries = heads * (latent.plain_dim + latent.rope_dim)
         split: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": process_groups.tp}
         column = {**split, "init_method": config.init_method, "skip_bias_add": False, "gather_output": False}
-        row = {
-            **split,
-            "init_method": config.output_layer_init_method,
-            "skip_bias_add": True,
-            "input_is_parallel": True,
-        }
+        initialize = config.output_layer_init_method
+        row = {**split, "init_method": initialize, "skip_bias_add": True, "input_is_parallel": True}
         if latent.query_rank is None:
             self.linear_q_proj = build_module(submodules.column, hidden, queries, **column)
         else:
@@ -105,8 +101,8 @@ class LatentAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend causally within each sequence; returns [length, 1, hidden], no bias.
 
-        With sequence parallelism `length` counts this rank's tokens. The angles of all tokens are [length, 1, 1,
-        rope_dim], float32; the core attention ignores the mask.
+        With sequence parallelism `length` counts this rank's tokens. The angles are those of all tokens, [length, 1, 1,
+        rope_dim], float32.
         """
         latent = self.latent
         if latent.query_rank is None:
@@ -124,16 +120,14 @@ class LatentAttention(MegatronModule):
             process_group = parallel_state.get_tensor_model_parallel_group()
             shared_key = gather_from_sequence_parallel_region(shared_key, group=process_group)
         plain, rotated = queries.split([latent.plain_dim, latent.rope_dim], dim=-1)
-        angles = rotary_pos_emb
-        query = torch.cat([plain, self._rotate(rotated, angles)], dim=-1)
-        shared_key = self._rotate(shared_key[:, :, None], angles).expand(-1, -1, keys.shape[2], -1)
+        query = torch.cat([plain, self._rotate(rotated, rotary_pos_emb)], dim=-1)
+        shared_key = self._rotate(shared_key[:, :, None], rotary_pos_emb).expand(-1, -1, keys.shape[2], -1)
         key = torch.cat([keys, shared_key], dim=-1)
         out = self.core_attention(query, key, values, attention_mask, packed_seq_params=packed_seq_params)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return projected
 
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
-        """Rotate [length, sequences, heads, rope_dim] by angles."""
         # Neighbouring elements are rotated against each other. They are moved half a vector apart, in queries as in
         # keys, which leaves query-key products unchanged.
         vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

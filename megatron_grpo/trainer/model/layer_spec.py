@@ -36,10 +36,10 @@ def uses_transformer_engine(
 ) -> bool:
     """True if a model's layers are Transformer Engine's.
 
-    It has to be installed beside a GPU and to express the layers. In float32 they are plain torch: no fused attention
-    of Transformer Engine takes float32, its unfused one excludes context parallelism, and its float32 products are
-    rounded to TF32.
+    It has to be installed beside a GPU and to express the layers.
     """
+    # No fused attention of Transformer Engine takes float32, its unfused one excludes context parallelism, and its
+    # float32 products are rounded to TF32.
     if precision == "float32" or not _has_transformer_engine(platform.name):
         return False
     if not shape.fits_transformer_engine:
@@ -67,17 +67,13 @@ def _has_transformer_engine(platform: Literal["cuda", "cpu", "dry"]) -> bool:
 def build_layer_specs(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Build the layer specs of a pipeline stage or chunk.
-
-    With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer Engine
-    is installed: its linear layers contain the norm before them, which hides the input that an adapter needs. Its
-    attention stays in use.
-    """
-    te = (
-        _find_te_parts(settings.platform)
-        if uses_transformer_engine(shape, settings.platform, config.precision)
-        else None
-    )
+    """Build the layer specs of a pipeline stage or chunk."""
+    te = None
+    if uses_transformer_engine(shape, settings.platform, config.precision):
+        te = settings.platform.layer_parts or _find_te_parts()
+    # With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer
+    # Engine is installed: its linear layers contain the norm before them, which hides the input that an adapter needs.
+    # Its attention stays in use.
     is_te_layer = te is not None and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
     with_experts = dense = _build_layer(shape, None, te, is_te_layer=is_te_layer)
     if shape.experts is not None:
@@ -106,9 +102,7 @@ class TeParts:
     norm: type
 
 
-def _find_te_parts(platform: Platform) -> TeParts:
-    if platform.layer_parts is not None:
-        return platform.layer_parts
+def _find_te_parts() -> TeParts:
     # Imported here because Transformer Engine may not be installed.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
@@ -119,16 +113,14 @@ def _find_te_parts(platform: Platform) -> TeParts:
 
 @cache
 def keep_empty_states() -> None:
-    """Let Transformer Engine's grouped linear layers be saved without FP8 state.
-
-    Only delayed scaling has a state beside the weights. With other recipes Transformer Engine returns an empty tensor,
-    which Megatron-Core would split into a state for each expert.
-    """
+    """Let Transformer Engine's grouped linear layers be saved without FP8 state."""
     from megatron.core.extensions import transformer_engine
 
     layer = transformer_engine.TEGroupedLinear
     split = layer._split_extra_state
 
+    # Only delayed scaling has a state beside the weights. With other recipes Transformer Engine returns an empty
+    # tensor, which Megatron-Core would split into a state for each expert.
     def split_unless_empty(self: Any, state: Tensor) -> list[Tensor]:
         return split(self, state) if state.numel() else [state] * self.num_gemms
 
@@ -136,10 +128,7 @@ def keep_empty_states() -> None:
 
 
 def _build_layer(shape: ModelShape, experts: int | None, te: TeParts | None, *, is_te_layer: bool) -> ModuleSpec:
-    """Build a layer's spec; `experts` None: with a dense feed-forward network.
-
-    `is_te_layer`: all of the layer is Transformer Engine's, rather than only its attention.
-    """
+    # `is_te_layer`: all of the layer is Transformer Engine's, rather than only its attention.
     if te is not None and is_te_layer:
         layer = te.layer(experts, qk_layernorm=shape.qk_norm)
     else:

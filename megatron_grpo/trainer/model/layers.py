@@ -19,11 +19,8 @@ from torch import Tensor
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    Zhang and Sennrich 2019, eq. 4. With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the
-    factor is 1 + weight, and everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
-
-    Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel rank sees
-    only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
+    Zhang and Sennrich 2019, eq. 4; in zero-centered norms (`layernorm_zero_centered_gamma`) the factor is 1 + weight.
+    Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, where ranks see only some tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -31,15 +28,15 @@ class RMSNorm(torch.nn.Module):
         weight: Any = torch.nn.Parameter(
             torch.empty(hidden_size, dtype=config.params_dtype, device=config.platform.device)
         )
-        weight.sequence_parallel = config.sequence_parallel
-        self.weight = weight
-        self.eps = eps
+        weight.sequence_parallel = config.sequence_parallel  # Megatron-Core sums gradients over ranks by this mark
+        self.weight, self.eps = weight, eps
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise every row, in the dtype of `hidden`."""
         if not self.zero_centered:
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        # In float32: a small weight would vanish in a 1 of bfloat16.
         return F.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(hidden)
 
 
@@ -55,7 +52,6 @@ class NormedRowParallelLinear(RowParallelLinear):
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Project to [length, sequences, output_size]; no bias."""
         projected, bias = super().forward(input_)
         assert bias is None, "a bias would have to be added before the norm"
         return self.post_norm(projected), None
@@ -64,15 +60,10 @@ class NormedRowParallelLinear(RowParallelLinear):
 def apply_mixin(
     block: TransformerBlockSubmodules, mixin: type, names: Collection[str] | None = None, **arguments: Any
 ) -> None:
-    """Make `mixin` the first base class of a stage's linear layers.
+    """Make `mixin` the first base class of a stage's linear layers; changes their spec.
 
-    The mixin overrides methods of the layer's class, the next base.
-
-    Args:
-        block: the stage's spec of torch modules; changed in place.
-        mixin: the class to mix in.
-        names: only layers with these names outside of experts; None: all.
-        arguments: keyword arguments of the mixin's constructor, in addition to the layer's.
+    With `names` only of layers with these names outside of experts. The mixin's constructor takes `arguments` in
+    addition to the layer's.
     """
     for layer in block.layer_specs:
         _mix_in(layer.submodules, mixin, names, arguments)
@@ -87,8 +78,7 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        is_linear = isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear))
-        if is_linear:
+        if isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear)):
             # The layers may share one spec.
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = _make_mixed_class(mixin, module)

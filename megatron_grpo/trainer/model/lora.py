@@ -24,10 +24,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
-from megatron_grpo.trainer.model.rounding import RoundedLinear
-
-# The weight of this layer holds two matrices, one above the other, on every rank: gate and up.
-_STACKED = "linear_fc1."
 
 # Dimension along which tensor parallelism splits a matrix, if it does.
 _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
@@ -48,7 +44,6 @@ class AdaptedLinear:
     lora_b: Tensor
     tp_group: Any
     adapter_on = True
-    """Without the adapter the layer computes like the base model's layer."""
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -70,11 +65,11 @@ class AdaptedLinear:
     def initialize_adapter(self, name: str) -> None:
         """Draw A like torch's linear layers, and set B to zero.
 
-        The bound is 1 / sqrt(columns of the unsplit matrix). The layer's `name` in the model seeds the draw, so that it
-        is the same in every layout.
+        The bound is 1 / sqrt(columns of the unsplit matrix).
         """
         parts, part = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
         rows, columns = len(self.lora_a), self.lora_a.shape[1] * parts
+        # Seeded by the layer's name in the model, so that the draw is the same in every layout.
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         drawn = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
         self.lora_a.copy_(((2 * drawn - 1) / columns**0.5).chunk(parts, dim=1)[part])
@@ -91,16 +86,16 @@ class AdaptedLinear:
 
         They are the product's outputs for unit vectors, computed in float32: the very numbers of the weight, plus the
         adapter's as the forward pass adds them. `merge_weight` has no part in it, so that the two can be compared.
-
-        Args:
-            columns: [n], int64, numbers among this rank's columns, the same on all tensor-parallel ranks, which call it
-                together.
+        `columns` are numbers among this rank's columns, [n], int64, the same on all tensor-parallel ranks; collective
+        over these.
         """
         gathers = self.split == "lora_b" and self.config.sequence_parallel
         parts = self.tp_group.size() if gathers else 1
         padded = F.pad(columns, (0, -len(columns) % parts))  # ranks have equal shares of the sequence
         units = F.one_hot(padded, self.weight.shape[1]).float()[:, None].chunk(parts)
-        with _without_rounding(self):
+        rounds = getattr(self, "fp8_on", False)
+        self.fp8_on = False  # no simulated FP8 (`RoundedLinear`): engines round published weights themselves
+        try:
             product = self._forward_impl(
                 input=units[self.tp_group.rank() if gathers else 0],
                 weight=self.weight.float(),
@@ -110,24 +105,24 @@ class AdaptedLinear:
                 sequence_parallel=gathers,
                 tp_group=self.tp_group,
             )
+        finally:
+            self.fp8_on = rounds
         return product[: len(columns), 0].T
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
-        return output + self._compute_term(input) if self.adapter_on else output
-
-    def _compute_term(self, hidden: Tensor) -> Tensor:
-        low, lora_b = F.linear(hidden, self.lora_a.to(hidden.dtype)), self.lora_b.to(hidden.dtype)
+        if not self.adapter_on:
+            return output
+        low, lora_b = F.linear(input, self.lora_a.to(input.dtype)), self.lora_b.to(input.dtype)
         if self.split == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
             lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
         elif self.config.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:  # backward sums the gradients that come through each rank's rows of B
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return self.scale * F.linear(low, lora_b)
+        return output + self.scale * F.linear(low, lora_b)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Build the checkpoint's entries of this rank's layer, by name."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         split = make_sharded_tensors_for_checkpoint(
             {self.split: getattr(self, self.split)},
@@ -137,23 +132,10 @@ class AdaptedLinear:
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if prefix.endswith(_STACKED):  # stored as two matrices, which other layouts split one by one
+        if prefix.endswith("linear_fc1."):  # gate above up, stored as two matrices, which other layouts split singly
             single = metadata.get("singleton_local_shards", False)
             split = {key: apply_swiglu_sharded_factory(shard, sharded_offsets, single) for key, shard in split.items()}
         return state | split
-
-
-@contextmanager
-def _without_rounding(layer: AdaptedLinear) -> Iterator[None]:
-    """Switch simulated FP8 off in the body: engines round published weights."""
-    if not isinstance(layer, RoundedLinear):
-        yield
-        return
-    layer.fp8_on, rounds = False, layer.fp8_on
-    try:
-        yield
-    finally:
-        layer.fp8_on = rounds
 
 
 def train_adapters_alone(chunk: Any) -> None:
@@ -161,8 +143,8 @@ def train_adapters_alone(chunk: Any) -> None:
     chunk.requires_grad_(False)
     for name, layer in _iter_adapted_layers(chunk):
         layer.initialize_adapter(name)
-        for parameter in (layer.lora_a, layer.lora_b):
-            parameter.requires_grad_(True)
+        layer.lora_a.requires_grad_(True)
+        layer.lora_b.requires_grad_(True)
     if chunk.pre_process:
         # Recomputed layers have a gradient only if their input has one, and no frozen layer before them gives it one.
         chunk.embedding.register_forward_hook(

@@ -35,10 +35,7 @@ class DecoderSettings(TransformerConfig):
 
 
 def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
-    """Build Megatron-Core's settings of a decoder without dropout.
-
-    Fields that users pass override ours.
-    """
+    """Build Megatron-Core's settings of a decoder; fields that users pass override ours."""
     parallel, dtype = config.parallel, getattr(torch, config.precision)
     recomputes = config.activation_checkpointing
     uses_te = uses_transformer_engine(shape, platform, config.precision)
@@ -114,11 +111,14 @@ def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> lis
 
 
 def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, Any]:
-    """Build TransformerConfig's fields for speed and memory, and the user's fields.
-
-    With policy.deterministic it also sets the environment variable that Transformer Engine reads.
-    """
-    fields: dict[str, Any] = {"gradient_accumulation_fusion": _should_fuse_accumulation(config, platform)}
+    """Build TransformerConfig's fields for speed and memory, and the user's fields."""
+    fuses = config.gradient_accumulation_fusion
+    if fuses is None:
+        # Of a rounded weight there is no gradient buffer to accumulate in; else apex's extension does it on a GPU.
+        is_rounded = config.quantization is not None or config.fp8.is_simulated
+        has_extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        fuses = platform.is_like_cuda and has_extension and not is_rounded
+    fields: dict[str, Any] = {"gradient_accumulation_fusion": fuses}
     if config.deterministic:
         # Read by Transformer Engine, which refuses deterministic_mode without it.
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -132,8 +132,7 @@ def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[s
 def build_megatron_config(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
     """Build one of Megatron-Core's configuration objects.
 
-    The user's fields, whose names and types were checked, override ours; users write dtypes and members of enumerations
-    by name.
+    The user's fields, whose names and types were checked, override ours.
 
     Raises:
         ValueError: Megatron-Core refuses the combination of fields.
@@ -149,7 +148,7 @@ def build_megatron_config(kind: type[T], ours: Mapping[str, Any], passed: Mappin
 
 def _convert_value(hint: Any, value: Any) -> Any:
     members = typing.get_args(hint) or (hint,)
-    if isinstance(value, str):
+    if isinstance(value, str):  # users write dtypes and members of enumerations by name
         for member in members:
             if member is torch.dtype:
                 return getattr(torch, value)
@@ -158,19 +157,6 @@ def _convert_value(hint: Any, value: Any) -> Any:
     if isinstance(value, list) and any(typing.get_origin(member) is tuple for member in (hint, *members)):
         return tuple(value)
     return value
-
-
-def _should_fuse_accumulation(config: PolicyConfig, platform: Platform) -> bool:
-    """True if the product for a weight's gradient also accumulates it.
-
-    apex's extension does that on a GPU.
-    """
-    if config.gradient_accumulation_fusion is not None:
-        return config.gradient_accumulation_fusion
-    if config.quantization is not None or config.fp8.is_simulated:
-        return False  # the product is with a rounded weight, which has no gradient buffer
-    extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return platform.is_like_cuda and extension is not None
 
 
 def _list_fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
@@ -254,7 +240,7 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
 
 
 def _leave_as_is(weight: Tensor) -> None:
-    """Initialise nothing: the weights are about to be loaded."""
+    pass
 
 
 def compute_gelu_tanh(gate: Tensor) -> Tensor:

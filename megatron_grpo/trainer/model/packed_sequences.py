@@ -54,10 +54,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRectangle:
-    """Parts of sequences that one attention call computes as a rectangle.
-
-    Shorter parts repeat their last token.
-    """
+    """Parts of sequences that one attention call computes; shorter ones repeat their last token."""
 
     queries: Tensor
     """[parts, most queries], int64: index of each query in this rank's tokens."""
@@ -94,7 +91,6 @@ class PackedSequences(PackedSeqParams):
     """[tokens as in `membership`, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
     -1 where the router chooses; None: the router always chooses."""
     calls: AttentionCalls | None = None
-    """Attention calls of layers in which a token sees all tokens before it."""
     windowed_calls: AttentionCalls | None = None
     """Attention calls of layers with a window; None: the model has no such layer."""
 
@@ -113,10 +109,7 @@ class _Parts:
     """[parts]: index of the first key among all tokens in sequence order."""
 
     def cut_to_window(self, window: int) -> _Parts:
-        """Cut parts to `window` queries and the keys that they see.
-
-        A part then has fewer than 2 * window keys, however long its sequence is.
-        """
+        # To `window` queries and the keys that they see: fewer than 2 * window, however long the sequence is.
         blocks = -(-self.queries // window)
         part = np.repeat(np.arange(len(blocks)), blocks)
         begin = (np.arange(len(part)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * window
@@ -156,17 +149,12 @@ class PackedLayout:
     def find_predicting(self, is_predicted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """Find this rank's hidden states that predict the chosen tokens.
 
-        The state of a token predicts the next token. With context parallelism the token before may be on another rank
-        than the token itself; the rank that holds the hidden state computes the token's loss.
-
-        Args:
-            is_predicted: [tokens of the flat sequences]: the chosen tokens. First tokens are left out: nothing predicts
-                them.
-
-        Returns:
-            Indices into this rank's tokens, and the flat indices of the tokens that these predict, both [predicted
-            tokens of this rank], int64, in the order of the flat sequences.
+        `is_predicted`, [tokens of the flat sequences], has the chosen tokens. Returns indices into this rank's tokens,
+        and the flat indices of the tokens that these predict, both [predicted tokens of this rank], in the order of the
+        flat sequences. First tokens are left out: nothing predicts them.
         """
+        # The state of a token predicts the next token. With context parallelism the token before may be on another rank
+        # than the token itself; the rank that holds the hidden state computes the token's loss.
         starts, columns = np.cumsum(self.lengths) - self.lengths, np.cumsum(self.widths) - self.widths
         chosen = is_predicted.copy()
         chosen[starts[self.lengths > 0]] = False
@@ -184,8 +172,6 @@ def lay_out(
 
     Args:
         lengths: tokens of each sequence, at least one sequence of at least one token.
-        rank: this context-parallel rank.
-        size: number of context-parallel ranks.
         tensor_multiple: a rank's number of tokens is padded to a multiple of this.
         width: length that every sequence is padded to; None: only as the split needs.
     """
@@ -215,7 +201,7 @@ def lay_out(
 
 
 def _split_into_parts(layout: PackedLayout) -> _Parts:
-    """Split into one part per sequence, or two with context parallelism."""
+    # One part per sequence, or two with context parallelism.
     columns = np.cumsum(layout.widths) - layout.widths
     size, rank = layout.size, layout.rank
     if size == 1:
@@ -230,10 +216,7 @@ def _split_into_parts(layout: PackedLayout) -> _Parts:
 
 
 def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
-    """Build the attention calls of a microbatch on this rank.
-
-    `window`: tokens that each token sees, itself included; None: all before it.
-    """
+    """Build the attention calls of a microbatch, of layers with a `window` if any."""
     parts = _split_into_parts(layout) if window is None else _split_into_parts(layout).cut_to_window(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first, so that neighbours have similar lengths and rectangles little padding.
@@ -264,11 +247,7 @@ def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) 
 
 
 def select_source(layout: PackedLayout, *, part: int, parts: int, is_dummy: bool = False) -> Ints:
-    """Flat token index at each position of a sequence-parallel part; -1 for padding.
-
-    Sequence parallelism cuts a context-parallel rank's tokens into `parts` equal parts; [tokens of a part], int64. In a
-    dummy microbatch every token is padding.
-    """
+    """Flat token index at each position of a sequence-parallel part; -1: padding."""
     tokens = layout.local_tokens // parts
     source = layout.source[part * tokens : (part + 1) * tokens]
     return np.full_like(source, -1) if is_dummy else source
@@ -283,11 +262,7 @@ def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from
 
 
 def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
-    """Select the recorded experts of the tokens of `source`; -1 on padding.
-
-    `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16, becomes [tokens of the part,
-    layers * experts of a token].
-    """
+    """Select the recorded experts, [tokens, ...], of the tokens of `source`; -1 on padding."""
     selected = routed[np.maximum(source, 0)]
     selected[source < 0] = UNKNOWN
     return move(selected)
@@ -304,12 +279,10 @@ def build_packed_sequences(
     """Build the argument of Megatron-Core's layers for a microbatch.
 
     Args:
-        layout: which tokens the rank holds.
         transformer_engine: the attention is Transformer Engine's, which needs boundaries only.
         window: tokens that each token sees in layers with a window, itself included; None: no layer has one.
-        members: sequence of each token; None: the model has no experts.
-        routed: recorded experts, as `PackedSequences.routed`.
-        move: puts an array on the device.
+        members: as `PackedSequences.membership`.
+        routed: as `PackedSequences.routed`.
     """
     if transformer_engine:
         # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal

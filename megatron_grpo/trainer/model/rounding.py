@@ -30,7 +30,7 @@ def round_tensor(values: Tensor, process_group: dist.ProcessGroup | None = None)
     """Round values at one scale for the matrix: 448 / max |x|.
 
     This is Transformer Engine's current scaling. Values and result are this rank's part of the matrix, [...], any float
-    type; `process_group`: ranks with the other parts.
+    type; `process_group` has the other parts.
     """
     largest = values.abs().amax().float()
     if process_group is not None and process_group.size() > 1:
@@ -42,12 +42,9 @@ def round_tensor(values: Tensor, process_group: dist.ProcessGroup | None = None)
 def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
     """Round values at one scale a block: a power of two.
 
-    The scale is the largest that keeps max |x| of the block within 448. This is Transformer Engine's block scaling
-    (blocks of 1 x 128 in activations, 128 x 128 in weights), and, in blocks of 1 x 32, that of MXFP8 (OCP Microscaling
-    1.0, its scale rounded so that nothing overflows).
-
-    Values are [..., columns of the matrix], any float type, as is the result: whole blocks of rows x columns in the
-    last dimension and, where `rows` is above 1, in the one before.
+    It is the largest that keeps max |x| of the block within 448: Transformer Engine's block scaling (blocks of 1 x 128
+    in activations, 128 x 128 in weights), and, in blocks of 1 x 32, that of MXFP8 (OCP Microscaling 1.0, its scale
+    rounded so that nothing overflows). Values and result are [..., columns of the matrix], any float type.
     """
     height, width = values.numel() // values.shape[-1], values.shape[-1]
     assert height % rows == 0, f"{height} rows are not whole blocks of {rows}"
@@ -66,7 +63,6 @@ class RoundedLinear:
 
     tp_group: Any
     fp8_on = True
-    """Rounding of operands; it may be off in the first and last layers of a model."""
 
     def __init__(self, *arguments: Any, fp8: Fp8Config, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -120,13 +116,19 @@ class QuantizedLinear:
     tp_group: Any
 
     def __init__(self, *arguments: Any, quantization: QuantizationFormat, **keywords: Any) -> None:
+        from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
+
         super().__init__(*arguments, **keywords)
         # A rank has whole rows and sees whole tokens, unless the columns of the matrix are split.
         process_group = self.tp_group if isinstance(self, RowParallelLinear) else None
+        # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
+        options: dict[str, Any] = {"num_bits": NUM_BITS[quantization], "type": "dynamic", "pass_through_bwd": True}
         # One scale per token of an input, [length, sequences, columns], and per row of a weight, [rows, columns]. Kept
         # in a tuple they are not submodules, so checkpoints ignore them.
-        axes: tuple[tuple[int, ...] | int, ...] = ((0, 1), 0)
-        self._quantizers = tuple(_make_quantizer(quantization, axis, process_group) for axis in axes)
+        self._quantizers = tuple(
+            _define_split_quantizer()(QuantizerAttributeConfig(axis=axis, **options), process_group)
+            for axis in ((0, 1), 0)
+        )
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         quantize_input, quantize_weight = self._quantizers
@@ -137,19 +139,6 @@ class QuantizedLinear:
 
 # modelopt's names of the formats: bits of an integer, or of exponent and mantissa.
 NUM_BITS = {"int8": 8, "fp8": (4, 3)}
-
-
-def _make_quantizer(
-    quantization: QuantizationFormat, axis: int | tuple[int, ...], process_group: dist.ProcessGroup | None
-) -> Any:
-    """Make a quantiser with a scale per index of `axis`."""
-    from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
-
-    # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
-    attributes: Any = QuantizerAttributeConfig(
-        num_bits=NUM_BITS[quantization], type="dynamic", pass_through_bwd=True, axis=axis
-    )
-    return _define_split_quantizer()(attributes, process_group)
 
 
 @cache
