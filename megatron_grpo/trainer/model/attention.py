@@ -121,7 +121,7 @@ class RotaryAtPositions(torch.nn.Module):
         super().__init__()
         for rotary in rotaries:
             assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
-        self.rotaries = torch.nn.ModuleList(rotaries)
+        self.rotaries: Any = torch.nn.ModuleList(rotaries)
 
     # Megatron-Core passes on to `forward` what this returns, here the positions of the packed sequences.
     def get_rotary_seq_len(self, *arguments: Any) -> Tensor:

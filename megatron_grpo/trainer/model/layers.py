@@ -78,7 +78,8 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        if isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear)):
+        is_linear = isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear))
+        if is_linear:
             # The layers may share one spec.
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = _make_mixed_class(mixin, module)
