@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig
-from megatron_grpo.models import hf_weights
+from megatron_grpo.models import adapter_check
 from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.models.hf_weights import BoundEntry
 from megatron_grpo.trainer.model.lora import AdaptedLinear
@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-5
 HEALTHY = {"after a step", "after two steps", "healthy at the end"}
 GATE_AND_UP = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
 FIRST = "0.mlp.linear_fc1"
-_added = AdaptedLinear._added
+compute_term = AdaptedLinear._compute_term
 
 
 def make_rank(layout: Layout, model: TinyModel, precision: Precision, **settings: Any) -> PolicyRank:
@@ -77,10 +77,10 @@ def faults_on_rank(layout: Layout, model: TinyModel, precision: Precision) -> di
     found: dict[str, list[str]] = {}
     rank.train(*train_arguments(layout))
     found["after a step"] = check(rank).faults
-    with planted(BoundEntry, "weight", lambda bound: bound.parameter.detach()):
+    with planted(BoundEntry, "compute_weight", lambda bound: bound.parameter.detach()):
         found["the weight without its adapter"] = check(rank).faults
-    original = hf_weights._bound_entries
-    with planted(hf_weights, "_bound_entries", lambda *args: [replace(one, adapted=None) for one in original(*args)]):
+    original = adapter_check.bind_entries
+    with planted(adapter_check, "bind_entries", lambda *args: [replace(one, adapted=None) for one in original(*args)]):
         found["no layer counts as adapted"] = check(rank).faults
     stale = {name: layer.merge_weight() for name, layer in adapted_layers(rank).items()}
     rank.train(*train_arguments(layout))
@@ -90,7 +90,7 @@ def faults_on_rank(layout: Layout, model: TinyModel, precision: Precision) -> di
             found[fault] = check(rank).faults
     with planted(AdaptedLinear, "adapter_on", False):
         found["the layer computes without it"] = check(rank).faults
-    with planted(AdaptedLinear, "_added", lambda *args: 2 * _added(*args)):
+    with planted(AdaptedLinear, "_compute_term", lambda *args: 2 * compute_term(*args)):
         found["the layer adds it twice"] = check(rank).faults
     found["healthy at the end"] = check(rank).faults
     assert check(rank).has_moved

@@ -111,16 +111,17 @@ class AdaptedLinear:
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
-        if not self.adapter_on:
-            return output
-        low, lora_b = F.linear(input, self.lora_a.to(input.dtype)), self.lora_b.to(input.dtype)
+        return output + self._compute_term(input) if self.adapter_on else output
+
+    def _compute_term(self, hidden: Tensor) -> Tensor:
+        low, lora_b = F.linear(hidden, self.lora_a.to(hidden.dtype)), self.lora_b.to(hidden.dtype)
         if self.split == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
             lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
         elif self.config.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:  # backward sums the gradients that come through each rank's rows of B
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + self.scale * F.linear(low, lora_b)
+        return self.scale * F.linear(low, lora_b)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
