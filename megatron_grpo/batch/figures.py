@@ -20,14 +20,14 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 
 
+# The same message about every response would fill the log.
+_warn_once = cache(logger.warning)
+
+
 def name_reported_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Name the metrics of a response as the run does.
+    """Name the metrics that an environment reports as the run does.
 
-    Args:
-        metrics: numbers (of Python, NumPy or torch) by the name that the environment gave them.
-
-    Raises:
-        ValueError: a metric is not a number.
+    They may be numbers of Python, NumPy or torch; ValueError if one is not a number.
     """
     renamed: dict[str, float] = {}
     for name, value in metrics.items():
@@ -51,10 +51,8 @@ def make_metric_name(name: str) -> str:
 
 
 def make_step_metric_name(name: str) -> str:
-    """Name a response's metric in a step.
-
-    Recordings of earlier versions have bare names.
-    """
+    """Name a response's metric in a step."""
+    # Recordings of earlier versions have bare names.
     is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
     return name if is_named else make_metric_name(name)
 
@@ -62,8 +60,3 @@ def make_step_metric_name(name: str) -> str:
 def is_environment_metric(name: str) -> bool:
     """True for metrics from environments or reward functions."""
     return name.startswith((ENVIRONMENT_FIGURE, SUSPECT_PREFIX)) and name != SUSPECT_PREFIX + UNUSUALLY_SHORT
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)

@@ -19,8 +19,6 @@ from megatron_grpo.config.generation_schema import GenerationConfig, StructuredC
 class SamplingSettings:
     """How tokens are drawn.
 
-    Reported log-probabilities are taken after penalties, temperature and filters.
-
     Example:
         SamplingSettings(max_new_tokens=512, temperature=0.8, top_p=0.95, stop_token_ids=(2,))
     """
@@ -41,7 +39,6 @@ class SamplingSettings:
 
 
 def make_sampling_settings(generation: GenerationConfig, stops: StopConditions) -> SamplingSettings:
-    """Make a run's sampling settings; `stops` from `find_stop_conditions`."""
     settings = {field.name: getattr(generation, field.name) for field in fields(SamplingSettings)}
     ends = {"stop_token_ids": stops.token_ids, "stop_strings": stops.strings}
     return SamplingSettings(**{**settings, "bad_words": tuple(generation.bad_words), **ends})
@@ -77,7 +74,7 @@ class GenerationOutput:
     token_ids: NDArray[np.int32]
     """Sampled tokens, with the stop token if one was sampled: [response tokens], int32."""
     logprobs: NDArray[np.float32]
-    """Log-probability under the distribution that each token was drawn from: [response tokens], float32."""
+    """Log-probability of each token after penalties, temperature and filters: [response tokens], float32."""
     text: str
     """The text of `decode_response`."""
     stop_reason: StopReason
@@ -92,36 +89,22 @@ class GenerationOutput:
 class EngineCounts:
     """Counts of one engine since the previous step."""
 
-    running: int = 0
-    """Most responses that were decoded together."""
-    waiting: int = 0
-    """Most requests that waited for a place in the batch."""
-    kv_cache_usage: float = 0.0
-    """Largest share of the KV cache in use."""
-    prefix_tokens: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
-    prefix_hits: int = 0
-    """Prompt tokens that were found in the prefix cache."""
-    drafted: int = 0
-    """Tokens that speculative decoding proposed."""
-    accepted: int = 0
-    """Proposed tokens that the model accepted."""
-    tokens: int = 0
-    """Tokens of the responses that were completed."""
-    busy_s: float = 0.0
-    """Seconds in which some request was in flight."""
+    running: int = 0  # most responses that were decoded together
+    waiting: int = 0  # most requests that waited to be decoded
+    kv_cache_usage: float = 0.0  # largest share of the KV cache in use
+    prefix_tokens: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens that were found in the prefix cache
+    drafted: int = 0  # tokens that speculative decoding proposed
+    accepted: int = 0  # proposed tokens that the model accepted
+    tokens: int = 0  # tokens of complete responses
+    busy_s: float = 0.0  # seconds in which some request was in flight
 
 
 def compute_engine_metrics(counts: Sequence[EngineCounts]) -> dict[str, float]:
-    """Compute the metrics of the engines over a step.
+    """Compute the metrics of all engines over a step.
 
-    Args:
-        counts: counts of every engine since the previous step.
-
-    Returns:
-        engine_running, engine_waiting and engine_kv_cache_usage: the largest of the engines; engine_tokens_per_s: mean
-        over engines that completed something; engine_prefix_hit_rate and, with speculative decoding,
-        engine_draft_acceptance_rate: over the tokens of all. A rate without lookups or proposals is left out.
+    engine_tokens_per_s is a mean over engines that completed something; rates are over the tokens of all engines, and
+    left out without lookups or proposals; the others are the largest of the engines.
     """
     speeds = [engine.tokens / engine.busy_s for engine in counts if engine.busy_s > 0]
     metrics = {

@@ -23,7 +23,7 @@ class Cost:
 
     per_token: float
     per_pair: float
-    """Cost of a pair of a query and a key that it attends to; it makes cost grow faster than length."""
+    """Cost of a pair of a query and a key that it attends to."""
     window: int | None = None
     """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
     per_windowed_pair: float = 0.0
@@ -55,8 +55,6 @@ OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)
 class SequencePacker:
     """Packs sequences end to end into microbatches of equal cost.
 
-    Takes O(n log n) time for n sequences.
-
     Example: two bins of 8 tokens, one for each replica
         SequencePacker(microbatch_tokens=8, multiple=1, cost=OF_TOKENS).assign_to_replicas(np.array([6, 2, 3, 5]), 2)
         # [[0, 1], [3, 2]]
@@ -69,26 +67,16 @@ class SequencePacker:
     cost: Cost
 
     def assign_to_replicas(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        """Divide sequences among replicas at equal cost.
+        """Divide sequences among replicas at equal cost; returns indices into `lengths`.
 
-        Args:
-            lengths: tokens of each sequence, [sequences], int64; at least one sequence for each replica.
-            replicas: number of model replicas.
-
-        Returns:
-            For each replica indices into `lengths`.
-
-        Raises:
-            ValueError: there are fewer sequences than replicas, or the replicas cannot have equally many microbatches.
-                With any multiple of `replicas` sequences they can.
+        Raises ValueError if there are fewer sequences than replicas, or the replicas cannot have equally many
+        microbatches. With any multiple of `replicas` sequences they can.
         """
         if len(lengths) < replicas:
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
-        bins = self._fill_fewest_bins(lengths, replicas)
-        costs = [float(self.cost.compute(lengths[indices]).sum()) for indices in bins]
-        order = sorted(range(len(bins)), key=lambda number: -costs[number])
-        shares = deal_to_replicas([costs[number] for number in order], replicas)
-        return [[index for rank in share for index in bins[order[rank]]] for share in shares]
+        bins = self._sort_by_cost(lengths, self._fill_fewest_bins(lengths, replicas))
+        shares = deal_to_replicas([cost for cost, _ in bins], replicas)
+        return [[index for number in share for index in bins[number][1]] for share in shares]
 
     def make_microbatches(self, replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
         """Make the microbatches of replicas whose sequences are fixed.
@@ -104,7 +92,8 @@ class SequencePacker:
         while True:
             filled = [self._fill_bins(lengths, min(count, len(lengths))) for lengths in replicas]
             if all(bins is not None for bins in filled):
-                return [self._sort_by_cost(lengths, bins or []) for lengths, bins in zip(replicas, filled, strict=True)]
+                sorted_bins = [self._sort_by_cost(*pair) for pair in zip(replicas, filled, strict=True)]
+                return [[sorted(indices) for _, indices in bins] for bins in sorted_bins]
             count = max(count + 1, int(count * BIN_GROWTH))
 
     def _fill_fewest_bins(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
@@ -153,9 +142,9 @@ class SequencePacker:
     def _pad(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         return -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
 
-    def _sort_by_cost(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
-        costs = [float(self.cost.compute(lengths[indices]).sum()) for indices in bins]
-        return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
+    def _sort_by_cost(self, lengths: NDArray[np.int64], bins: list[list[int]] | None) -> list[tuple[float, list[int]]]:
+        pairs = [(float(self.cost.compute(lengths[indices]).sum()), indices) for indices in bins or []]
+        return sorted(pairs, key=lambda pair: -pair[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +152,7 @@ class SequencePadder:
     """Pads sequences of similar lengths to rectangular microbatches.
 
     Takes the fewest rectangles that fit, cuts the sequences in order of length so that the largest rectangle is as
-    small as possible, and gives each rectangle, largest first, to the replica with the least work. Takes O(n log n)
-    time for n sequences: a few microseconds for each.
+    small as possible, and gives each rectangle, largest first, to the replica with the least work.
 
     Example: two rectangles of at most 8 tokens, for one replica
         SequencePadder(microbatch_tokens=8, multiple=1).assign_microbatches([2, 6, 3], replicas=1)  # [[[1], [2, 0]]]
@@ -183,13 +171,7 @@ class SequencePadder:
     def assign_microbatches(self, lengths: Lengths, replicas: int) -> list[list[list[int]]]:
         """Make each replica's microbatches, equally many for all.
 
-        Args:
-            lengths: tokens of each sequence, [sequences].
-            replicas: number of model replicas.
-
-        Raises:
-            ValueError: the replicas cannot have equally many microbatches. With any multiple of `replicas` sequences
-                they can.
+        Raises ValueError if the replicas cannot have equally many. With any multiple of `replicas` sequences they can.
         """
         if len(lengths) < max(replicas, 1):
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
@@ -219,7 +201,6 @@ class SequencePadder:
         return [order[start : start + rows] for start, rows in rectangles]
 
     def count_microbatches(self, lengths: Lengths) -> int:
-        """Count the microbatches that sequences of these lengths need."""
         return len(_cut(self._sort_by_length(lengths)[1], self.microbatch_tokens))
 
     def _sort_by_length(self, lengths: Lengths) -> tuple[list[int], list[int]]:
@@ -228,10 +209,7 @@ class SequencePadder:
         return order, [-(-max(tokens[index], 1) // self.multiple) * self.multiple for index in order]
 
     def _split_into(self, widths: list[int], microbatches: int) -> list[tuple[int, int]]:
-        """Split the length-sorted sequences into exactly `microbatches` rectangles.
-
-        Returns the rectangles as `_cut` does, largest first.
-        """
+        """Split length-sorted sequences into exactly `microbatches` rectangles, largest first."""
         # Binary search: a larger area never needs more rectangles, because each then reaches at least as far.
         areas = range(1, self.microbatch_tokens)
         smallest = 1 + bisect_left(areas, True, key=lambda area: len(_cut(widths, area)) <= microbatches)
@@ -254,11 +232,7 @@ class SequencePadder:
 
 
 def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
-    """Cut length-sorted sequences into rectangles of at most `area`.
-
-    Returns:
-        For each rectangle the index of its first sequence, which is its widest, and the number of its sequences.
-    """
+    """Cut length-sorted sequences into rectangles: index of the first, number of sequences."""
     rectangles: list[tuple[int, int]] = []
     start = 0
     while start < len(widths):
@@ -269,14 +243,9 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
 
 
 def deal_to_replicas(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Assign equally many microbatches to each replica, balancing their costs.
+    """Deal equally many microbatches to each replica, balancing their costs.
 
-    Args:
-        costs: cost of each microbatch; their number is a multiple of `replicas`.
-        replicas: number of replicas; of equally loaded ones, the first is next.
-
-    Returns:
-        For each replica the indices of its microbatches.
+    The number of costs is a multiple of `replicas`. Returns the indices of each replica's microbatches.
     """
     shares: list[list[int]] = [[] for _ in range(replicas)]
     heap = [(0.0, replica) for replica in range(replicas)]
@@ -291,13 +260,7 @@ def deal_to_replicas(costs: Sequence[float], replicas: int) -> list[list[int]]:
 def make_packer(
     config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = None
 ) -> SequencePacker | SequencePadder:
-    """Make the packer that policy.packing asks for.
-
-    Args:
-        config: the model's section of the configuration.
-        cost: cost of computing a sequence.
-        microbatch_tokens: most tokens of a microbatch, padding included; None: policy.microbatch_tokens.
-    """
+    """Make the packer that policy.packing asks for; `microbatch_tokens` replaces policy.microbatch_tokens."""
     tokens = microbatch_tokens or config.microbatch_tokens
     if config.packing:
         return SequencePacker(tokens, config.parallel.chunk_multiple, cost)

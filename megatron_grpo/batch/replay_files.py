@@ -17,16 +17,10 @@ from numpy.typing import NDArray
 REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
 # Distributions whose versions are recorded, where they are installed.
-_LIBRARIES = (
-    "megatron_grpo",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "triton",
-    "vllm",
-    "transformers",
-    "numpy",
-)
+_PACKAGES = ("megatron_grpo", "torch", "megatron-core", "transformer-engine", "triton", "vllm", "transformers", "numpy")
+WATCHED_TOKENS = 32
+"""Most tokens of a step whose hidden states are recorded."""
+_STATE = "hidden state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +38,17 @@ class TensorFigure:
     """Random projections (`trainer.step_record.sketch`)."""
 
 
-WATCHED_TOKENS = 32
-"""Most tokens of a step whose hidden states are recorded."""
-_STATE = "hidden state"
-
-
 def choose_watched_tokens(tokens: int) -> NDArray[np.int64]:
-    """Choose the tokens whose hidden states are recorded.
-
-    The choice depends on the number of tokens alone, so that every layout records the same tokens.
-    """
+    """Choose the tokens whose hidden states are recorded."""
+    # The choice depends on the number of tokens alone, so that every layout records the same tokens.
     return np.sort(np.random.default_rng(tokens).choice(tokens, min(tokens, WATCHED_TOKENS), replace=False))
 
 
 @dataclass(frozen=True, slots=True)
 class StateFigure:
-    """A sketch of a token's hidden state at one point."""
+    """A sketch of a token's hidden state at one point (`trainer.hidden_states`)."""
 
     point: str
-    """Name of the point (`trainer.hidden_states`)."""
     token: int
     """Index of the token in the step, whose sequences lie end to end."""
     sketch: list[float]
@@ -81,9 +67,7 @@ def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Loss, norms, tensors and hidden states that a step computed.
-
-    Its log-probabilities are in the file of its rollouts."""
+    """Figures of a step; its log-probabilities are in the file of its rollouts."""
 
     loss: float
     grad_norm: float
@@ -99,9 +83,8 @@ class StepFigures:
 
 
 def find_library_versions() -> dict[str, str]:
-    """Find the installed versions of the libraries that compute a step."""
     versions = {}
-    for name in _LIBRARIES:
+    for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
@@ -140,11 +123,7 @@ def write_figures(file: Path, figures: StepFigures) -> None:
 
 
 def read_figures(file: Path) -> StepFigures | None:
-    """Read a file of `write_figures`; None: no file.
-
-    Raises:
-        ValueError: the file is damaged, or of another version.
-    """
+    """Read a file of `write_figures`; None: no file. ValueError if damaged or of another version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

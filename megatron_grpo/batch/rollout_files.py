@@ -37,9 +37,8 @@ class TrainedValues:
     advantages: NDArray[np.float32] | None
     """Advantage of each token: [sampled tokens], float32. None: the step failed before computing them."""
     prev_logprobs: NDArray[np.float32] | None = None
-    """Log-probability in training, under the policy at the start of the step: [sampled tokens], float32.
-
-    None: the step did not need them, or failed before."""
+    """Log-probability in training, under the policy at the start of the step: [sampled tokens], float32. None: the step
+    did not need them, or failed before."""
 
 
 def locate_rollouts_file(run_dir: Path, step: int) -> Path:
@@ -57,17 +56,11 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Read the rollouts that a run wrote, one dict each.
+    """Read the rollouts that a run wrote, of one step or of all steps in order.
 
-    A dict has the step and the fields of `Trajectory` and `TrainedValues`. Token ids and values of tokens are arrays
-    (int32, float32), spans lists of [start, end, weight version].
-
-    Args:
-        run_dir: the run's folder, which contains the folder of rollouts.
-        step: read this step only; None: all steps, in order.
-
-    Raises:
-        FileNotFoundError: there is no such run, or no file of this step.
+    Yields a dict with the step and the fields of `Trajectory` and `TrainedValues` for each. Token ids and values of
+    tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Raises FileNotFoundError if there
+    is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
     files = {number: file for number, file in find_recorded_steps(folder).items() if step is None or number == step}
@@ -83,11 +76,8 @@ def write_rollouts(
 ) -> None:
     """Write trajectories as Parquet, completely or not at all.
 
-    Args:
-        file: file to write; an existing one is replaced.
-        groups: the number to write as `group`, and the group's rollouts with their values in the step that trains on
-            them (None: no step does).
-        metadata: metadata of the file (`StepRecord`).
+    `groups` are pairs of the number to write as `group`, and the group's rollouts with their values in the step that
+    trains on them (None: no step does).
     """
     import pyarrow.parquet as pq
 
@@ -142,7 +132,6 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues | None]]) ->
     import pyarrow as pa
 
     def make_lists(arrays: Sequence[NDArray[Any] | None]) -> pa.ListArray | list[None]:
-        """Make a column of lists, or of nulls if one is missing."""
         complete = [array for array in arrays if array is not None]
         if len(complete) < len(arrays):
             return [None] * len(arrays)
@@ -176,9 +165,7 @@ DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of th
 def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     """Read the rollouts of one file lazily, as `read_rollouts` does.
 
-    Raises:
-        ValueError: the file is damaged, was not written to its end, or is of another version; the text names it.
-        OSError: the file cannot be read.
+    Raises ValueError with the file's name if it is damaged or of another version, OSError if it cannot be read.
     """
     with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
         yield from _decode_rows(step, file)
@@ -186,7 +173,6 @@ def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _translate_damage(before: str = "", after: str = "") -> Iterator[None]:
-    """Turn errors of pyarrow into a ValueError about the file."""
     import pyarrow as pa
 
     try:
@@ -227,13 +213,10 @@ _TOKEN_IDS = "token_ids.list.element"
 class RunFacts:
     """Facts that all steps of a recorded run share."""
 
-    prompts_per_step: int
-    """Prompts that a step trains on."""
+    prompts_per_step: int  # those that the step trains on
     samples_per_prompt: int
-    max_num_steps: int
-    """Planned steps of the run, on which learning-rate schedules depend."""
-    vocab: int
-    """Number of tokens in the model's vocabulary."""
+    max_num_steps: int  # planned, because learning-rate schedules depend on it
+    vocab: int  # number of tokens in the model's vocabulary
     vocabulary: str | None
     """Digest of the tokens with their numbers (`compute_vocabulary_digest`); None: not known."""
 
@@ -244,8 +227,7 @@ class StepFacts:
 
     position: dict[str, Any]
     """State of the loader of training prompts after the step (JSON)."""
-    longest: int
-    """Tokens of the longest sequence."""
+    longest: int  # tokens of the longest sequence
     dropped: list[Outcome] = field(default_factory=list)
     """Samples that dynamic sampling dropped: their rollouts are not in the file, but metrics of sampling count them."""
     carried: int = 0
@@ -262,16 +244,11 @@ class StepRecord:
     step: StepFacts
 
     def to_metadata(self) -> dict[bytes, bytes]:
-        """Convert to metadata of a Parquet file."""
         return {METADATA_KEY: json.dumps({"run": asdict(self.run), "step": asdict(self.step)}).encode()}
 
     @staticmethod
     def from_metadata(metadata: Mapping[bytes, bytes] | None) -> StepRecord:
-        """Invert `to_metadata`.
-
-        Raises:
-            ValueError: there is no such metadata, or it is of another version.
-        """
+        """Invert `to_metadata`; ValueError if there is none, or of another version."""
         try:
             record = json.loads((metadata or {})[METADATA_KEY])
             dropped = [Outcome(**outcome) for outcome in record["step"]["dropped"]]
@@ -291,17 +268,13 @@ class RecordedFile:
 
 
 def find_recorded_steps(path: str | Path) -> dict[int, Path]:
-    """Find the files of a run's rollouts, sorted by step.
-
-    Args:
-        path: folder of a run, or its folder of rollouts.
-    """
+    """Find the files of a run's rollouts, sorted by step."""
     files = find_recorded_folder(path).glob("step_*.parquet")
     return dict(sorted((int(file.stem.removeprefix("step_")), file) for file in files))
 
 
 def find_recorded_folder(path: str | Path) -> Path:
-    """Find the folder of rollouts in a run's folder."""
+    """Find the folder of rollouts; `path` is that folder, or the run's."""
     folder = Path(path) / ROLLOUTS_FOLDER
     return folder if folder.is_dir() else Path(path)
 
@@ -309,9 +282,8 @@ def find_recorded_folder(path: str | Path) -> Path:
 def examine_file(file: Path) -> RecordedFile:
     """Read the metadata of a step's file.
 
-    Raises:
-        ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
-        OSError: the file cannot be read.
+    Raises ValueError if it is damaged or of another version, with a text that continues a message that begins with its
+    name, and OSError if it cannot be read.
     """
     import pyarrow.parquet as pq
 
@@ -326,12 +298,7 @@ def examine_file(file: Path) -> RecordedFile:
 
 
 def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
-    """Read a step's file: facts, and rollouts by prompt.
-
-    Raises:
-        ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
-        OSError: the file cannot be read.
-    """
+    """Read a step's file: facts, and rollouts by prompt; raises as `examine_file`."""
     record = examine_file(file).record
     with _translate_damage():
         rows = [{name: value for name, value in row.items() if name in ROW_FIELDS} for row in _decode_rows(0, file)]

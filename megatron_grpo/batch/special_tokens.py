@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,8 @@ def find_stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Pa
     """Find the tokens and texts that end a run's responses.
 
     A stop string that is an added token of the tokenizer ends responses as a token. If the token is special, the string
-    ends them only as that token; otherwise also where the model writes it with other tokens.
-
-    Args:
-        generation: the section `generation` of the configuration.
-        tokenizer: the model's tokenizer, from transformers.
-        model: folder of the model, for the end tokens of its generation_config.json.
+    ends them only as that token; otherwise also where the model writes it with other tokens. The folder `model` has the
+    end tokens of generation_config.json.
     """
     ids, strings = {*generation.stop_token_ids, *read_end_tokens(model)}, []
     if tokenizer.eos_token_id is not None:
@@ -67,11 +63,6 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopR
     A special token at which the response stopped (the end of the text, of the turn, of the call) is left out. All other
     special tokens stay, since they carry meaning: the marks of tool calls, of thinking, of channels. vLLM's parsers of
     tool calls need them too.
-
-    Args:
-        tokenizer: the model's tokenizer, from transformers.
-        token_ids: sampled tokens.
-        stop_reason: "stop" if a token or text ended the response, "length" if it was cut.
     """
     ids = list(token_ids)
     if stop_reason == "stop" and ids and is_special(tokenizer, ids[-1]):
@@ -83,35 +74,25 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopR
 def find_unstopped_turn_end(
     tokenizer: Any, stops: StopConditions, render: Callable[[list[dict[str, str]]], str]
 ) -> tuple[str, int] | None:
-    """Find a token that ends messages and ends no response.
+    """Find an added token, and its number, that ends messages and no response.
 
-    Templates may end the last message otherwise than earlier messages (gpt-oss), or end a message only by the beginning
-    of the next (GLM), so that either of two tokens has to end a response.
-
-    Args:
-        tokenizer: the model's tokenizer, from transformers.
-        stops: tokens and texts that end a response.
-        render: renders a conversation by the chat template, without a prompt for the next message.
-
-    Returns:
-        The added token and its number; None: responses end where messages do.
+    `render` renders a conversation by the chat template, without a prompt for the next message.
     """
     numbers = {number: token for token, number in list_added_tokens(tokenizer).items()}
     uncovered: list[tuple[str, int]] = []
-    for rest in _render_turn_ends(render):
-        first = tokenizer(rest, add_special_tokens=False)["input_ids"][:1]
-        if any(text in rest for text in stops.strings) or set(first) & set(stops.token_ids):
-            return None
-        uncovered += [(numbers[token], token) for token in first if token in numbers]
-    return uncovered[0] if uncovered else None
-
-
-def _render_turn_ends(render: Callable[[list[dict[str, str]]], str]) -> Iterator[str]:
     question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": _PROBE_CONTENT}
+    # Templates may end the last message otherwise than earlier messages (gpt-oss), or end a message only by the
+    # beginning of the next (GLM), so that either of two tokens has to end a response.
     for messages in ([question, answer], [question, answer, question]):
         try:
             _, mark, rest = render(messages).rpartition(_PROBE_CONTENT)
         except Exception:  # noqa: BLE001 - a template may raise anything, and the prompts of the rows tell its errors
             continue
-        if mark and rest.strip():
-            yield rest.lstrip()
+        rest = rest.lstrip()
+        if not mark or not rest:
+            continue
+        first = tokenizer(rest, add_special_tokens=False)["input_ids"][:1]
+        if any(text in rest for text in stops.strings) or set(first) & set(stops.token_ids):
+            return None
+        uncovered += [(numbers[token], token) for token in first if token in numbers]
+    return uncovered[0] if uncovered else None

@@ -22,10 +22,9 @@ TokenArrays = dict[str, NDArray[Any]]
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """The sequences that a step trains on, without their tokens.
+    """The sequences that a step trains on, without their tokens; it lives on the driver.
 
-    Lives on the driver, where the stages of a step extend it; a replica gets its part by `select_partitions`. The
-    samples of a prompt are neighbours. A partition is the sequences whose tokens lie together in the object store.
+    The samples of a prompt are neighbours. A partition is the sequences whose tokens lie together in the object store.
 
     Example: three sequences on two replicas
         StepBatch(
@@ -88,7 +87,6 @@ class StepBatch:
         return int(self.response_tokens[self.in_loss].sum())
 
     def split_minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of each optimizer step's sequences."""
         for start in range(0, len(self), samples):
             yield np.arange(start, min(start + samples, len(self)))
 
@@ -110,16 +108,7 @@ class StepBatch:
 
 
 def partition_sequences(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
-    """Divide a step's sequences into partitions of equal work.
-
-    Args:
-        config: layouts and minibatches of the trained models.
-        batch: the sequences.
-        cost: the policy's cost of a sequence.
-
-    Returns:
-        For each partition the indices of its sequences, [sequences], int64, ascending.
-    """
+    """Divide a step's sequences into partitions of equal work (`StepBatch.partitions`)."""
     policy, value = config.policy, config.value_model
     trained = [policy] if value is None else [policy, value]
     # Each replica of either model needs whole partitions, so there is one for each of their least common multiple.

@@ -16,13 +16,11 @@ from megatron_grpo.batch.step_batch import StepBatch
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """Tensors with an entry for each token.
+    """Tensors with an entry for each token; None: not needed or not computed yet.
 
-    A field that a stage does not need, or that is not computed yet, is None. All tensors share one shape, here called
-    [...]: [tokens], sequences laid end to end, or [sequences, length], padded with zeros on the right; only
-    `routed_experts` has one more dimension. An entry describes the token at its own index: `prev_logprobs[t]` is the
-    log-probability of `token_ids[t]` given the tokens before it in its sequence, and 0 at the first token, which
-    nothing predicts.
+    All tensors share one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
+    with zeros on the right. An entry describes the token at its own index: `prev_logprobs[t]` is the log-probability of
+    `token_ids[t]` given the tokens before it in its sequence, and 0 at the first token, which nothing predicts.
 
     Example: two sequences, of 4 and of 3 tokens, whose last two tokens were sampled
         TokenFields(
@@ -46,10 +44,9 @@ class TokenFields:
     reference_logprobs: Tensor | None = None
     """Log-probability in training, under the reference policy: [...], float32."""
     whole_logprobs: Tensor | None = None
-    """Log-probability under the policy over the whole vocabulary: [...], float32, in training with gradient.
-
-    None: no filter removes tokens. With a filter the other log-probabilities of the policy are over the tokens that it
-    keeps, and -inf for a token that it removes."""
+    """Log-probability under the policy over the whole vocabulary, while a filter removes tokens: [...], float32, in
+    training with gradient. The other log-probabilities of the policy are then over the tokens that the filter keeps,
+    and -inf for a token that it removes."""
     advantages: Tensor | None = None
     """Advantage of the token, 0 where none was sampled: [...], float32."""
     positive: Tensor | None = None
@@ -73,21 +70,15 @@ class TokenFields:
 
 
 def require_field(field: Tensor | None) -> Tensor:
-    """Unwrap an optional field of TokenFields."""
     assert field is not None, "the field was not computed or not fetched"
     return field
 
 
+_LOGPROBS = ("generation_logprobs", "prev_logprobs", "reference_logprobs", "whole_logprobs")
 STORED_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "sampled": np.bool_,
-    "generation_logprobs": np.float32,
-    "prev_logprobs": np.float32,
-    "reference_logprobs": np.float32,
-    "whole_logprobs": np.float32,
-    "advantages": np.float32,
-    "values": np.float32,
-    "returns": np.float32,
+    **dict.fromkeys((*_LOGPROBS, "advantages", "values", "returns"), np.float32),
 }
 """Types of the fields in the object store. `routed_experts` is stored too, in the type of its model (`RoutedForm`); the
 other fields are computed on the rank."""
@@ -103,15 +94,13 @@ class TokenBatch:
     """
 
     lengths: list[int]
-    """Tokens of each sequence."""
     fields: TokenFields
     """Fields of [sum(lengths)] tokens."""
 
     def __post_init__(self) -> None:
-        total = sum(self.lengths)
         for name, tensor in self.fields.as_dict().items():
             columns = tensor.shape[1:] if name == "routed_experts" else ()
-            expected = (total, *columns)
+            expected = (sum(self.lengths), *columns)
             assert tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}, expected {expected}"
 
     def __len__(self) -> int:
@@ -127,10 +116,8 @@ class TokenBatch:
     def from_replica(batch: StepBatch, arrays: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
         """Join a replica's partitions, and repeat numbers per token.
 
-        Args:
-            batch: the replica's part of the step (`StepBatch.select_partitions`).
-            arrays: by fetched field, an array for each partition: [tokens of the partition], in the types of
-                `STORED_DTYPES`, and for routed_experts [tokens of the partition, `RoutedForm.columns`].
+        `arrays` has for each fetched field an array per partition: [tokens of the partition], in the types of
+        `STORED_DTYPES`, and for routed_experts [tokens of the partition, `RoutedForm.columns`].
         """
         fields = TokenFields(**{name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()})
         # A number that all tokens of a response share travels once per sequence, and is repeated only here.
@@ -146,35 +133,22 @@ class TokenBatch:
 
 
 def repeat_per_token(by_sequence: NDArray[Any], lengths: NDArray[np.integer], sampled: Tensor) -> Tensor:
-    """Repeat a sequence's number for its sampled tokens, else 0.
-
-    Returns:
-        [sum(lengths)], float32.
-    """
+    """Repeat a sequence's number for its sampled tokens, else 0: [sum(lengths)], float32."""
     by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
     return torch.where(sampled, by_token, by_token.new_zeros(()))
 
 
 def scatter_sampled(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Place values of sampled tokens among all tokens, else 0.
-
-    Returns:
-        [tokens], float32.
-    """
+    """Place values of sampled tokens among all tokens, else 0: [tokens], float32."""
     scattered = np.zeros(len(sampled), dtype=np.float32)
     scattered[sampled] = by_token.float().cpu().numpy()
     return scattered
 
 
 def find_token_indices(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Find the tokens of some sequences among all tokens.
+    """Find the indices of some sequences' tokens among those of all sequences.
 
-    Args:
-        lengths: tokens of every sequence, [sequences].
-        sequences: indices of the sequences to find, [chosen].
-
-    Returns:
-        Indices of their tokens, one sequence after the other: [tokens of the chosen], int64.
+    `lengths` are of all sequences. Returns [tokens of the chosen sequences], int64, one sequence after the other.
     """
     # Arithmetic on whole arrays: a Python loop over 16,384 sequences would cost more than fetching their tokens.
     all_lengths = lengths.astype(np.int64)

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length"]
-SUSPECT_PREFIX = "suspect/"
-"""Prefix of metrics that hint at reward hacking, e.g. suspect/equal_outputs."""
+SUSPECT_PREFIX = "suspect/"  # of metrics that hint at reward hacking, e.g. suspect/equal_outputs
 REWARD_REMOVED = "suspects_left_out"
 """Metric of a response: 1 if it lost its reward because it is suspect, else 0."""
 
@@ -46,12 +45,10 @@ class Outcome:
         )
     """
 
-    prompt_idx: int
-    """Row of the dataset that the prompt comes from."""
+    prompt_idx: int  # row of the dataset
     group: int
     """Number of the prompt in its generation batch, or in the step; the samples of one prompt share it."""
-    sample: int
-    """Number of the sample in its group."""
+    sample: int  # number of the sample in its group
     reward: float | None = 0.0
     """None: no reward function gave one, or it failed, and baselines and loss leave the rollout out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -60,28 +57,18 @@ class Outcome:
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
-    correct: bool | None = False
-    """None: the environment cannot say."""
-    loss_multiplier: float = 1.0
-    """Weight of the rollout in the loss, from 0 (it is left out) to 1."""
+    correct: bool | None = False  # None: the environment cannot say
+    loss_multiplier: float = 1.0  # weight of the rollout in the loss, from 0 (it is left out) to 1
     failure: str | None = None
     """Reason why the rollout failed, on its second attempt too; None: it did not fail."""
-    task_name: str = ""
-    """Name of the environment that answered and scored the rollout."""
-    tokens: int
-    """Length of the whole sequence, prompt and responses."""
-    response_tokens: int
-    """Number of sampled tokens of the sequence."""
-    truncated: bool
-    """True if a length limit cut the response off."""
-    version: int
-    """Newest weight version that sampled a token of the rollout; -1 when none was sampled."""
-    finite_logprobs: bool = True
-    """True if every sampling log-probability is finite."""
-    oldest_version: int = -1
-    """Oldest weight version that sampled a token of the rollout; -1 when none was sampled."""
-    versions: int = 0
-    """Number of weight versions that sampled tokens of the rollout."""
+    task_name: str = ""  # the environment that answered and scored the rollout
+    tokens: int  # of the whole sequence, prompt and responses
+    response_tokens: int  # sampled tokens of the sequence
+    truncated: bool  # a length limit cut the response off
+    version: int  # newest weight version that sampled a token; -1 when none was sampled
+    finite_logprobs: bool = True  # every sampling log-probability is finite
+    oldest_version: int = -1  # oldest weight version that sampled a token; -1 when none was sampled
+    versions: int = 0  # number of weight versions that sampled tokens
 
     @property
     def is_unscored(self) -> bool:
@@ -91,12 +78,10 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory(Outcome):
-    """An outcome with its tokens and text.
+    """An outcome with its tokens and text, in a rollout worker or the object store.
 
-    Token ids are the truth; the text is only for people and environments.
-
-    Lives in a rollout worker and in the object store; workers concatenate it into partitions and write it to files. Its
-    counts are taken from the arrays when it is made: `replace` it rather than assign other arrays.
+    Token ids are the truth; the text is only for people and environments. Counts are taken from the arrays when a
+    trajectory is made: `replace` it rather than assign other arrays.
 
     Example: two tokens sampled after a prompt of three
         Trajectory(
@@ -145,14 +130,10 @@ class Trajectory(Outcome):
 
     @property
     def outcome(self) -> Outcome:
-        """The trajectory without its tokens and text, for the driver."""
         return Outcome(**{field.name: getattr(self, field.name) for field in fields(Outcome)})
 
     def to_row(self) -> dict[str, Any]:
-        """Convert to types of JSON, for people.
-
-        Without the counts and the routed experts.
-        """
+        """Convert to types of JSON, without the counts and the routed experts."""
         row = {name: getattr(self, name) for name in ROW_FIELDS if name != "routed"}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
@@ -194,10 +175,8 @@ class SampledGroup:
     """
 
     outcomes: list[Outcome]
-    objects_ref: Any
-    """Ray's reference to a list of groups, each a list[Trajectory]."""
+    objects_ref: Any  # Ray's reference to a list of groups, each a list[Trajectory]
     index_in_ref: int
-    """Index of this group in the list of `objects_ref`."""
 
 
 def renumber_groups(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
