@@ -1,11 +1,9 @@
 """A vLLM engine on a CPU: its arguments, its cores, and how its processes are forked.
 
-Importing vLLM takes ten seconds of a core, so an engine's processes are forked from one that has imported it.
-
-vLLM itself spawns them: a Ray actor must not be forked, because a fork lacks its threads, and vLLM sets the number and
-the cores of OpenMP's threads by environment variables, which a process reads at its start. So a process without threads
-of its own imports vLLM while the actor imports it too; the engine core is forked from that process, and the workers
-from the core (as vLLM does on GPUs). A model of one rank has no worker: the core computes it.
+Importing vLLM takes ten seconds of a core. vLLM spawns its processes, because a Ray actor must not be forked (a fork
+lacks its threads), and OpenMP reads its number of threads at a process's start. So a process without threads imports
+vLLM while the actor imports it too; the engine core is forked from that process, and the workers from the core. A model
+of one rank has no worker: the core computes it.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
 
     from megatron_grpo.generation.engine_arguments import VllmSettings
 
-CPU_BATCH_TOKENS = 4096
-"""Most tokens of one forward pass; more when a single sequence may be longer."""
+CPU_BATCH_TOKENS = 4096  # of one forward pass; more when a single sequence may be longer
 
 # The executor that runs a model of one rank in the engine core itself, without messages to and from a worker. Its short
 # name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
@@ -44,19 +41,12 @@ IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 RECORD_ROUTING = "megatron_grpo_record_routing"
 """Key of vLLM's additional_config that makes workers record each token's experts."""
 
-SPIN_S = 0.002
-"""Seconds that processes busy-wait for their next message before they sleep on a socket."""
-RECHECK_MS = 20
-"""Longest sleep on that socket: a wake-up is lost when two messages come within a millisecond of each other."""
-
-PRELOADED = "megatron_grpo.generation.cpu_preload"
-
-SOCKETS = "VLLM_RPC_BASE_PATH"
-"""vLLM's environment variable for the folder in which its processes have their sockets."""
+SPIN_S = 0.002  # seconds that processes busy-wait for their next message before they sleep on a socket
+RECHECK_MS = 20  # longest sleep: a wake-up is lost when two messages come within a millisecond of each other
+SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable for the folder of its processes' sockets
 
 
 def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Make vLLM's arguments that differ on a CPU."""
     arguments: dict[str, Any] = {
         "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
         # For a prompt prefilled in two parts vLLM rewinds the request's generator, which torch refuses on a CPU.
@@ -73,9 +63,8 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
     """Read the experts that `PipelineCPUWorker` has recorded for finished requests.
 
-    Returns:
-        For each request, [prompt and response tokens but the last, layers, experts of a token], int16, as vLLM returns
-        them on a GPU.
+    Returns for each request what vLLM returns on a GPU: [prompt and response tokens but the last, layers, experts of a
+    token], int16.
     """
     stages = await llm.collective_rpc("take_routing", args=([final.request_id for final in finals],))
     merged = []
@@ -92,10 +81,7 @@ async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], 
 
 
 def prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind workers to cores; begin to import vLLM for them.
-
-    Call it before this process imports vLLM.
-    """
+    """Bind workers to cores, and begin to import vLLM for them; call it before this process imports vLLM."""
     ranks = settings.config.parallel.ranks_per_engine
     total = settings.config.parallel.data * ranks
     cores = assign_cores(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
@@ -104,17 +90,16 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
         # vLLM would still compile the computation of a token's rank: seconds, for a number that nobody reads.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
-    multiprocessing.set_forkserver_preload([PRELOADED])
+    multiprocessing.set_forkserver_preload(["megatron_grpo.generation.cpu_preload"])
     threads = len(cores.split("|")[0].split(","))
     with environment(OMP_NUM_THREADS=str(threads), **_preload_openmp()):
         forkserver.ensure_running()
 
 
 def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str:
-    """Assign cores to ranks [first, first + ranks) of `total`.
+    """Assign cores to ranks [first, first + ranks) of `total`, in vLLM's form.
 
-    Returns:
-        In vLLM's form, one comma-separated core list per rank, joined by "|"; a rank without its own core shares one.
+    That is one comma-separated core list per rank, joined by "|"; a rank without its own core shares one.
     """
     share = len(cores) // total  # 0: there are more ranks than cores
     assigned = [
@@ -126,14 +111,14 @@ def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str
 def patch_vllm() -> None:
     """Make vLLM's queues sleep, and fork its processes.
 
-    vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. Called
-    in the actor, this sets how the core is started; called in the core, how the workers are started.
+    Called in the actor, this sets how the core is started; called in the core, how the workers are started.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     check_hooks("cpu")
+    # The queues spin for a second after each message, on cores that a CPU run needs for training and sampling.
     shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
     utils.get_mp_context = ForkedCoreContext
@@ -155,8 +140,6 @@ class ForkedCore(ForkServerProcess):
 
 
 class ForkedCoreContext(ForkServerContext):
-    """Starts engine cores; everything else is multiprocessing's."""
-
     Process = ForkedCore
 
 
@@ -165,11 +148,10 @@ def is_in_core() -> bool:
 
 
 def remove_sockets() -> None:
-    """Remove the folder with the processes' sockets and rendezvous file.
+    """Remove the processes' sockets, so that an engine that is killed leaves no files.
 
-    So an engine that is killed leaves no files. Call it after the engine core has answered a call: vLLM waits only for
-    the core's incoming connection, and the core makes the other one, on which it answers, in a thread of its own. If
-    the socket's file is gone by then, that thread tries for ever and every call waits.
+    Call it after the engine core has answered a call: the core makes the connection on which it answers in a thread,
+    for which vLLM does not wait. If the socket's file is gone by then, that thread tries for ever and every call waits.
     """
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 

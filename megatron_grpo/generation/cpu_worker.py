@@ -26,17 +26,14 @@ from megatron_grpo.platform.hooks import check_hooks
 def localize_choices(weights: Tensor, chosen: Tensor, local_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Renumber chosen experts for a rank with some of them.
 
-    A choice of another rank's expert becomes a choice of a local expert with weight 0, spread over all local experts.
+    A choice of another rank's expert becomes a choice of a local expert with weight 0, spread over all local experts,
+    so the outputs of all ranks add up to those of all experts.
 
     Args:
-        weights: [tokens, choices], float32, factor of the output of each chosen expert.
-        chosen: [tokens, choices], int32, numbers of experts among all.
+        weights: [tokens, choices], float32, factor of the output of each chosen expert; returned in this shape.
+        chosen: [tokens, choices], int32, numbers of experts among all; returned as indices among this rank's.
         local_index: [all experts], int32, index of each expert among those of this rank; -1: another rank has it.
         experts: number of experts of this rank.
-
-    Returns:
-        Both [tokens, choices]: weights, float32, and indices among the experts of this rank, int32. The outputs of all
-        ranks add up to those of all experts.
     """
     index = local_index[chosen.long()]
     is_remote = index < 0
@@ -44,11 +41,8 @@ def localize_choices(weights: Tensor, chosen: Tensor, local_index: Tensor, exper
 
 
 def patch_expert_layers() -> None:
-    """Make vLLM's CPU layers respect which experts a rank has.
-
-    Their kernel indexes a rank's experts by global numbers. Call this once in each worker that shares experts, before
-    the model is made.
-    """
+    """Make vLLM's CPU layers respect which experts a rank has; call it once, before the model is made."""
+    # Their kernel indexes a rank's experts by global numbers.
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     original = CPUUnquantizedExperts.apply
@@ -70,11 +64,7 @@ Rows = dict[int, NDArray[np.int16]]
 
 
 class RoutingRecorder:
-    """Records each token's experts in this rank's layers.
-
-    Every rank sees all tokens of its stage. All tokens of a request pass the model: its engine has no prefix cache
-    (`make_cpu_arguments`).
-    """
+    """Records each token's experts in this rank's layers; the engine must have no prefix cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -91,10 +81,7 @@ class RoutingRecorder:
         self._step[layer] = experts.to(torch.int16).numpy().copy()
 
     def end_step(self, scheduled: Any, order: list[str]) -> None:
-        """Divide the experts of a forward pass among its requests.
-
-        `scheduled` is vLLM's SchedulerOutput; `order` has the requests in the order of their tokens.
-        """
+        """Divide the experts of a pass (vLLM's SchedulerOutput) among requests in the `order` of their tokens."""
         cached = scheduled.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         step, self._step = self._step, {}
@@ -109,10 +96,8 @@ class RoutingRecorder:
                 begin += count
 
     def take(self, name: str) -> Rows:
-        """Return a finished request's experts by layer; forget it.
-
-        `name`: what the request was added as; vLLM appends a hyphen and random characters to it. Empty if it never ran.
-        """
+        """Return a finished request's experts by layer, and forget it; empty if it never ran."""
+        # vLLM appends a hyphen and random characters to the name as which a request was added.
         vllm_name = next((request for request in self._requests if request.rpartition("-")[0] == name), None)
         if vllm_name is None:
             return {}
@@ -121,10 +106,7 @@ class RoutingRecorder:
 
 
 class PipelineCPUWorker(CPUWorker):
-    """vLLM's CPU worker with this module's additions.
-
-    It also allocates the buffer for the previous stage's activations, as vLLM does in a warm-up that eager mode skips.
-    """
+    """vLLM's CPU worker with this module's additions."""
 
     _recorder: RoutingRecorder | None = None
 
@@ -143,6 +125,7 @@ class PipelineCPUWorker(CPUWorker):
         runner = self.model_runner
         if self.vllm_config.additional_config.get(RECORD_ROUTING):
             self._recorder = RoutingRecorder(runner.model)
+        # The buffer for the previous stage's activations, which vLLM allocates in a warm-up that eager mode skips.
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -155,13 +138,11 @@ class PipelineCPUWorker(CPUWorker):
         return output
 
     def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
-        """Return and forget the experts of finished requests (`read_recorded_experts`).
+        """Return and forget the experts of finished requests, by name and number of a layer of this stage.
 
-        Returns:
-            By name and number of a layer with experts of this stage, the bytes of [tokens, experts of a token], int16,
-            since vLLM's messages carry no arrays. Empty on all but the first tensor-parallel rank, since all of them
-            see the same tokens.
+        Experts are the bytes of [tokens, experts of a token], int16, since vLLM's messages carry no arrays.
         """
+        # All tensor-parallel ranks see the same tokens.
         if self._recorder is None or not get_tp_group().is_first_rank:
             return {}
         return {name: {layer: rows.tobytes() for layer, rows in self._recorder.take(name).items()} for name in names}

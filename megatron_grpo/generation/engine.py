@@ -31,9 +31,8 @@ from megatron_grpo.generation.engine_processes import (
     list_own_processes,
 )
 from megatron_grpo.generation.engine_statistics import EngineStatistics
-from megatron_grpo.generation.engine_tokenizer import load_engine_tokenizer, require_same_tokenizer
 from megatron_grpo.generation.gate import Gate
-from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
+from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, load_engine_tokenizer, require_same_tokenizer
 from megatron_grpo.generation.vllm_requests import (
     describe_settings,
     iterate_finished,
@@ -69,13 +68,11 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
 class VllmEngine(Engine):
     """Ray actor with one vLLM engine.
 
-    While it has no requests, it is paused, and its prefix cache is empty. So no batch depends on an earlier one, and
-    the scheduler sees all requests of a call before it takes the first. Only with `VllmSettings.in_flight` may weights
-    change while requests are in flight, and the cache outlast a pause.
+    While it has no requests, it is paused, and its prefix cache is empty, so no batch depends on an earlier one. Only
+    with `VllmSettings.in_flight` may weights change while requests are in flight, and the cache outlast a pause.
     """
 
-    _gate: Gate
-    """Set by `start`."""
+    _gate: Gate  # set by `start`
 
     def __init__(self, settings: VllmSettings) -> None:
         self._name = f"generation engine {settings.index}"
@@ -116,7 +113,12 @@ class VllmEngine(Engine):
             on_change=self._statistics.set_in_flight,
         )
         times.append(time.monotonic())
-        await self._warm_up()
+        # A full batch allocates memory and compiles kernels; with the configured structured output, vLLM reports
+        # problems with it at the start.
+        sampling = SamplingSettings(max_new_tokens=2, structured=self._settings.config.structured)
+        request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
+        async for _ in self.generate([request] * self._settings.config.sequences_per_engine, sampling, "warm-up"):
+            pass
         self._statistics.take()  # the warm-up is not part of the first step's counts
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
@@ -128,12 +130,6 @@ class VllmEngine(Engine):
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
     ) -> AsyncIterator[Any]:
-        """Sample all requests; responses come as they are complete.
-
-        An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
-        seed, and the scheduler sees all of them, in order, before it takes the first. Calls that come while others are
-        in flight are batched with them.
-        """
         assert self._llm is not None, "start() comes first"
         self._gate.require_open()
         pending: dict[asyncio.Task[RequestOutput], int] = {}
@@ -171,10 +167,6 @@ class VllmEngine(Engine):
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
-        """Receive one version in every worker.
-
-        Until it is committed, requests are refused; with `in_flight` they wait, and those in flight are paused.
-        """
         await self._gate.close(
             "weights", f"the weights are incomplete: the refit of version {version} was not committed"
         )
@@ -201,11 +193,6 @@ class VllmEngine(Engine):
 
     @phase("canary")
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the canary's log-probabilities agree.
-
-        Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are
-        paused again, and the run ends without using their tokens.
-        """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -220,7 +207,9 @@ class VllmEngine(Engine):
                 )
                 for number, tokens in enumerate(prompt.sequences)
             ]
-            async with self._gate.running_scheduler():  # only now, so that the scheduler sees all of them
+            # Requests in flight continue meanwhile, since the scheduler runs all or none; if the comparison fails, the
+            # run ends without using their tokens. It runs only now, so that the scheduler sees the whole canary.
+            async with self._gate.running_scheduler():
                 finals = await asyncio.gather(*(queue.get() for queue in queues))
                 if self._settings.routed is not None:  # recorded for every request, and kept until it is read
                     await await_alive(llm, read_chosen_experts(llm, finals, self._settings.routed))
@@ -241,14 +230,12 @@ class VllmEngine(Engine):
 
     @phase("sleep")
     async def sleep(self) -> None:
-        """Free device memory; weights stay in host memory.
-
-        With vLLM's CPU build the engine only refuses.
-        """
+        """Free device memory, and refuse requests; with vLLM's CPU build it only refuses."""
         llm = await self._gate.wait_paused()
         await self._gate.close("memory", "the engine sleeps: its devices are those of the models in training for now")
         if self._settings.sleeps:
-            # Level 1 loses only the cache; after level 2 only parameters and buffers would come back.
+            # Level 1 keeps weights in host memory and loses only the cache; after level 2 only parameters and buffers
+            # would come back.
             await await_alive(llm, llm.sleep(level=1))
 
     @phase("wake")
@@ -270,14 +257,12 @@ class VllmEngine(Engine):
             self._llm = None
 
     async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
-        """Call a method on every worker; RuntimeError has all errors."""
         llm = await self._gate.wait_paused()
         return require_answers(await await_alive(llm, llm.collective_rpc(method.__name__, args=args)))
 
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
     ) -> dict[asyncio.Task[RequestOutput], int]:
-        """Add all requests in order, before an idle scheduler runs."""
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None
@@ -285,6 +270,8 @@ class VllmEngine(Engine):
         prepared = [
             (request.prompt_ids.tolist(), make_sampling_params(request, settings, max_length)) for request in requests
         ]
+        # An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
+        # seed, and the scheduler sees all of them, in order, before it takes the first.
         try:
             async with self._gate.admission(len(requests)):
                 queues = [
@@ -301,14 +288,3 @@ class VllmEngine(Engine):
     async def _abandon(self, call: str, indices: Iterable[int]) -> None:
         with suppress(EngineLostError):
             await self.abort(call, list(indices))
-
-    async def _warm_up(self) -> None:
-        """Sample a full batch, which allocates memory and compiles kernels.
-
-        It uses the configured structured output, so that vLLM reports problems with it at the start.
-        """
-        config = self._settings.config
-        settings = SamplingSettings(max_new_tokens=2, structured=config.structured)
-        request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
-        async for _ in self.generate([request] * config.sequences_per_engine, settings, "warm-up"):
-            pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import chain
 from typing import Any, get_args
 
 from megatron_grpo.config import paths
@@ -22,13 +23,10 @@ class VllmSettings:
     """All settings of one engine, as plain values."""
 
     index: int = 0
-    model_path: str
-    """Folder of the model in Hugging Face format."""
+    model_path: str  # folder in Hugging Face format
     config: GenerationConfig
-    precision: str
-    """Dtype of weights and activations, unless config.engine.dtype is set."""
-    max_total_sequence_length: int
-    """Most tokens of prompt and response together."""
+    precision: str  # dtype of weights and activations, unless config.engine.dtype is set
+    max_total_sequence_length: int  # of prompt and response together, in tokens
     routed: RoutedForm | None = None
     """Form of the experts recorded for responses; None: none are recorded."""
     in_flight: AsyncGRPOConfig | None = None
@@ -48,11 +46,10 @@ class VllmSettings:
 
 
 def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Make vLLM's arguments for this engine."""
     config = settings.config
     arguments: dict[str, Any] = {
         "model": settings.model_path,
-        "tokenizer_mode": "hf",  # where engine_tokenizer.py puts the run's tokenizer
+        "tokenizer_mode": "hf",  # where vllm_plugin.py puts the run's tokenizer
         "dtype": config.engine.dtype or settings.precision,
         "tensor_parallel_size": config.parallel.tensor,
         "pipeline_parallel_size": config.parallel.pipeline,
@@ -100,11 +97,8 @@ def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> lis
 
     types = {argument.name: argument.type for argument in fields(AsyncEngineArgs)}
     subject = "an argument of the installed vLLM"
-    return [
-        problem
-        for section, values in sections.items()
-        for problem in check_library_fields(section, values, types, subject)
-    ]
+    problems = (check_library_fields(section, values, types, subject) for section, values in sections.items())
+    return list(chain.from_iterable(problems))
 
 
 def _convert_argument(name: str, value: Any) -> Any:

@@ -9,12 +9,10 @@ from statistics import median
 
 from megatron_grpo.config.errors import CanaryError
 
+# With prompt_logprobs vLLM computes every token of the prompt, whatever its prefix cache has, and returns the
+# log-probability of each, before temperature and filters.
 SAMPLING_ARGUMENTS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-"""Sampling parameters of the request. With prompt_logprobs vLLM computes every token of the prompt, whatever its prefix
-cache has, and returns the log-probability of each, before temperature and filters."""
-
-NEARER = 2.0
-"""An engine without the policy's adapters is at least this many times nearer to the base model than to the policy."""
+NEARER = 2.0  # an engine without the adapters is at least this many times nearer to the base model than to the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +35,10 @@ class CanaryPrompt:
     """Log-probabilities without the policy's adapters; None: it has none."""
 
     def require_agreement(self, actual: Sequence[Sequence[float]]) -> float:
-        """Compare an engine's log-probabilities with the policy's.
+        """Compare an engine's log-probabilities of every token but the first with the policy's.
 
-        `actual`: log-probability of every token but the first, of each sequence.
-
-        Returns:
-            Median of the absolute differences in the sequence where it is largest, in nats.
-
-        Raises:
-            CanaryError: this difference is beyond the limit, or a number is not finite; or the engine computes what the
-                policy does without its adapters.
+        Returns the median of the absolute differences in the sequence where it is largest, in nats. Raises CanaryError
+        if this is beyond the limit or not finite, or if the engine computes what the policy does without its adapters.
         """
         medians = _compute_medians(self.expected, actual)
         error = max(medians)
@@ -71,7 +63,6 @@ class CanaryPrompt:
 
 
 def _compute_medians(expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]]) -> list[float]:
-    """Compute each sequence's median absolute difference; infinite if not finite."""
     # The median, because in bfloat16 a near tie sends some token to another expert, whose difference is large. One a
     # sequence, because a fault of packing leaves the first sequence of a pack as it is.
     medians = []

@@ -22,8 +22,7 @@ from megatron_grpo.generation.engine_interface import Engine, EngineStart
 from megatron_grpo.generation.engine_processes import END_S, end_processes
 from megatron_grpo.generation.server import ServerEngine
 
-SLEEP_S = 60.0
-"""Seconds that the other engines have to go to sleep when one has failed to."""
+SLEEP_S = 60.0  # for the other engines to go to sleep when one has failed to
 SHUTDOWN_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -38,30 +37,20 @@ class VllmGeneration:
     def __init__(
         self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
     ) -> None:
-        """
-        Args:
-            settings: settings of the engines, of which each gets its own index.
-            actor_options: Ray options (resources, placement) of the engine with this index.
-            startup_timeout_s: deadline of `wait_ready`, counted from `start`.
-        """
+        """Take the Ray options (resources, placement) of the engine with an index as a function."""
         self.routed, self.config = settings.routed, settings.config
         self._settings = [replace(settings, index=index) for index in range(self.config.parallel.data)]
         self._actor_options = actor_options
         self._startup_timeout_s = startup_timeout_s
         self._started_at = 0.0
-        self.engines: list[Any] = []
-        """Ray actors (`Engine`), in the order of their index."""
+        self.engines: list[Any] = []  # Ray actors (`Engine`), in the order of their index
         self._starting: list[ray.ObjectRef] = []
         self._starts: list[EngineStart] = []  # of each engine in use
-        self.startup_s: list[dict[str, float]] = []
-        """Seconds that each of the first engines took to start, by part."""
-        self.settings_in_use: list[dict[str, Any]] = []
-        """Settings with which each engine computes, as it reported them at its start."""
+        self.startup_s: list[dict[str, float]] = []  # by part, of each of the first engines
+        self.settings_in_use: list[dict[str, Any]] = []  # as each engine reported them at its start
         self.restarts = [0] * self.config.parallel.data
-        """Number of replacements of each engine."""
 
     def start(self) -> None:
-        """Begin to start every engine."""
         self._started_at = time.monotonic()
         self.engines = [self._make_actor(settings) for settings in self._settings]
         self._starting = self.submit(Engine.start)
@@ -75,13 +64,10 @@ class VllmGeneration:
         self.settings_in_use = [start.settings for start in self._starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
-        """Replace engines, given with reasons; wait until they are up.
+        """Replace engines, given with reasons; they must not serve before a refit.
 
-        New engines have the weights of the model folder, so they must not serve before a refit.
-
-        Raises:
-            RunError: an engine was already replaced generation.engine_restarts times, or does not start; or engines
-                share devices with models, which would have to be offloaded first.
+        Raises RunError if an engine was already replaced generation.engine_restarts times or does not start, or if
+        engines share devices with models, which would have to be offloaded first.
         """
         limit = self.config.engine_restarts
         # All are checked before one is touched.
@@ -109,21 +95,15 @@ class VllmGeneration:
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        """Call a method of every engine; returns references by number."""
         return self.submit_to(range(len(self.engines)), method, *args, **kwargs)
 
     def submit_to(
         self, numbers: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        """Call a method of some engines; returns references."""
         return [call_actor(self.engines[number], method, *args, **kwargs) for number in numbers]
 
     def sleep(self) -> None:
-        """Put all engines to sleep, which frees the devices.
-
-        Raises:
-            RunError: an engine has responses in flight, failed, or missed the deadline; the others sleep.
-        """
+        """Put all engines to sleep; RunError if one has responses in flight, failed, or is overdue."""
         calls = self.submit(VllmEngine.sleep)
         try:
             self._gather(calls, "engines going to sleep")

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 class EngineStart:
     """What an engine's actor reports once it is up."""
 
-    seconds: dict[str, float]
-    """Seconds that the start took, by part."""
-    processes: EngineProcesses
-    """The engine's processes, which the driver ends if the actor no longer can."""
+    seconds: dict[str, float]  # that the start took, by part
+    processes: EngineProcesses  # which the driver ends if the actor no longer can
     settings: dict[str, Any]
     """Settings with which it computes, in JSON types (`describe_settings`); empty for a server, which hides them."""
 
@@ -38,25 +36,15 @@ class Engine(Protocol):
     ) -> AsyncIterator[Any]:
         """Sample all requests, and yield responses as they become complete.
 
-        It is called as a streaming generator of Ray.
-
-        Args:
-            requests: prompt and seed of each response to sample.
-            settings: temperature, filters and stop conditions of all requests.
-            call: name of this call among those in flight, for `abort`.
-
-        Yields:
-            Pickled list[tuple[int, GenerationOutput | str]]: numbers of requests, each with its response, or with the
-            reason why there is none.
-
-        Raises:
-            EngineLostError: a process of the engine has ended.
-            RuntimeError: the engine cannot sample; the message says why.
+        It is called as a streaming generator of Ray, with a name among the calls in flight, for `abort`. Yields pickled
+        list[tuple[int, GenerationOutput | str]]: numbers of requests, each with its response, or with the reason why
+        there is none. Raises EngineLostError if a process of the engine has ended, and RuntimeError with the reason if
+        the engine cannot sample.
         """
         ...
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop some requests of a call; each gets the reason."""
+        """Stop some requests of a call; each gets the reason as its answer."""
         ...
 
     def take_counts(self) -> EngineCounts:
@@ -66,35 +54,24 @@ class Engine(Protocol):
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
 
-        Args:
-            mode: transport of the weights.
-            source: the weight map, and `rendezvous`; with files, `folder` and `session`.
-            first_receiver: total number of workers of the engines before this one.
+        `source` is the weight map, and `rendezvous`; with files, `folder` and `session`. `first_receiver` is the total
+        number of workers of the engines before this one.
         """
         ...
 
     async def receive_weights(self, version: int) -> None:
-        """Receive a version; until its commit nothing is sampled."""
+        """Receive a version; until its commit requests are refused, or wait with updates in flight."""
         ...
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the received weights; every worker must confirm them.
-
-        With `awaits_canary` the engine serves it only after `check_canary`.
-        """
+        """Serve the weights if every worker confirms them, or only after `check_canary`."""
         ...
 
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the canary's log-probabilities agree.
-
-        Returns the median difference of the log-probabilities in the worst sequence, in nats. Raises CanaryError if
-        they differ.
-        """
+        """Serve the committed weights if `CanaryPrompt.require_agreement` does not raise; returns the same."""
         ...
 
-    async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
-        """Compute fingerprints of every worker's weights, by worker."""
-        ...
+    async def fingerprint_weights(self) -> list[dict[str, list[float]]]: ...
 
     def shutdown(self) -> None: ...
 

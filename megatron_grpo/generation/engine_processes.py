@@ -20,21 +20,17 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-DEATH_CHECK_S = 1.0
-"""Seconds between two checks that vLLM's processes still live, during a call of them."""
-END_S = 20.0
-"""Seconds that killed processes have to disappear; a process inside a device driver's call ends when it returns."""
+DEATH_CHECK_S = 1.0  # between two checks that vLLM's processes still live, during a call of them
+END_S = 20.0  # for killed processes to disappear; a process inside a device driver's call ends when it returns
 LOOK_S = 0.05
-GRACE_S = 5.0
-"""Seconds for vLLM's processes to end by themselves; killed processes leave their shared memory behind."""
+GRACE_S = 5.0  # for vLLM's processes to end by themselves; killed processes leave their shared memory behind
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcesses:
     """The processes of one engine on the machine of its actor."""
 
-    node: str
-    """Ray's name of the machine."""
+    node: str  # Ray's name of the machine
     started: tuple[tuple[int, float], ...]
     """Pid and start time (seconds since the epoch) of each process; the time is needed because pids are reused."""
 
@@ -69,7 +65,6 @@ def death_as_engine_loss() -> Iterator[None]:
 
 
 def list_own_processes() -> EngineProcesses:
-    """List the calling actor's process and its children."""
     actor, started = psutil.Process(), []
     for process in [actor, *actor.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):

@@ -20,8 +20,7 @@ class EngineStatistics:
         self._busy_since: float | None = None
 
     def __call__(self, _config: Any, _engine: int) -> EngineStatistics:
-        """Return this object, because vLLM expects a factory of loggers."""
-        return self
+        return self  # vLLM expects a factory of loggers
 
     def attach(self, llm: AsyncLLM) -> None:
         """Become the only logger; vLLM's Prometheus logger costs time."""
@@ -30,7 +29,6 @@ class EngineStatistics:
         manager.stat_loggers = [self]
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
-        """Update the counts; called by vLLM after every forward pass."""
         stats, counts = scheduler_stats, self._counts
         if stats is None:
             return
@@ -43,18 +41,16 @@ class EngineStatistics:
             counts.drafted += stats.spec_decoding_stats.num_draft_tokens
             counts.accepted += stats.spec_decoding_stats.num_accepted_tokens
 
-    def log_engine_initialized(self) -> None:
-        """Do nothing; called by vLLM at its start."""
+    # vLLM calls these two as well.
 
-    def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Do nothing; called by vLLM when the engine falls asleep or wakes."""
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None: ...
 
     def count_tokens(self, tokens: int) -> None:
-        """Count the tokens of complete responses."""
         self._counts.tokens += tokens
 
     def set_in_flight(self, requests: int) -> None:
-        """Record the number of requests that are now in flight."""
         if requests and self._busy_since is None:
             self._busy_since = time.monotonic()
         elif not requests:

@@ -25,8 +25,7 @@ from megatron_grpo.generation.engine_processes import await_alive
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-LEAVE_S = 10.0
-"""Seconds that aborted requests have to drain before an operation that needs a paused engine is refused."""
+LEAVE_S = 10.0  # for aborted requests to drain before an operation that needs a paused engine is refused
 LOOK_S = 0.05
 
 Cause = Literal["weights", "memory"]
@@ -37,7 +36,6 @@ class Gate:
     """Lets requests into one engine, which starts open and paused.
 
     Args:
-        llm: the engine.
         updates_in_flight: while weights change, requests in flight are paused and new ones wait; otherwise new ones are
             refused.
         keeps_cache: the engine's prefix cache outlasts a pause; otherwise a pause empties it.
@@ -51,7 +49,7 @@ class Gate:
         self._updates_in_flight = updates_in_flight
         self._in_flight = 0
         self._reasons: dict[Cause, str] = {}
-        self._admission_lock = asyncio.Lock()  # held while requests are added, and by `_hold` while weights change
+        self._admission_lock = asyncio.Lock()  # held while requests are added, and by `close` while weights change
         self._is_holding = False
         # The task that pauses the scheduler, which is paused when it is done; None: responses are in flight.
         self._parking: asyncio.Task[None] | None = None
@@ -67,13 +65,14 @@ class Gate:
         return cause in self._reasons
 
     async def close(self, cause: Cause, reason: str) -> None:
-        """Refuse new requests with this reason, or let them wait.
-
-        The gate is open again when no cause remains.
-        """
+        """Refuse new requests with this reason, or let them wait, until no cause remains."""
         self._reasons[cause] = reason
         if cause == "weights" and self._updates_in_flight:
-            await self._hold()
+            if not self._is_holding:
+                await self._admission_lock.acquire()  # wait until requests that are being added are in flight
+                self._is_holding = True
+            if self._parking is None:
+                self.pause()
 
     async def open(self, cause: Cause) -> None:
         """Let requests enter and continue, unless another cause remains."""
@@ -87,7 +86,8 @@ class Gate:
 
     def pause(self) -> None:
         """Begin a pause; `wait_paused` waits until the scheduler has stopped."""
-        self._parking = asyncio.create_task(self._park())
+        call = self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_cache)
+        self._parking = asyncio.create_task(await_alive(self._llm, call))
 
     async def wait_paused(self) -> AsyncLLM:
         """Wait for the pause; RuntimeError if responses stay LEAVE_S."""
@@ -101,10 +101,7 @@ class Gate:
 
     @asynccontextmanager
     async def admission(self, requests: int) -> AsyncIterator[None]:
-        """Context in which requests are added; weights cannot change.
-
-        A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
-        """
+        """Context in which requests are added; weights cannot change, and a paused engine resumes at its end."""
         async with self._admission_lock:
             self._count(requests)  # from here on no pause begins
             try:
@@ -125,10 +122,7 @@ class Gate:
 
     @asynccontextmanager
     async def running_scheduler(self) -> AsyncIterator[None]:
-        """Context in which a closed engine's scheduler runs.
-
-        New requests are kept out as before. Afterwards it is paused if the body failed or if no requests are in flight.
-        """
+        """Context in which a closed engine's scheduler runs, with new requests kept out as before."""
         await self._resume()
         try:
             yield
@@ -138,13 +132,6 @@ class Gate:
         if not self._in_flight:
             self.pause()
 
-    async def _hold(self) -> None:
-        if not self._is_holding:
-            await self._admission_lock.acquire()  # wait until requests that are being added are in flight
-            self._is_holding = True
-        if self._parking is None:
-            self.pause()
-
     def _count(self, requests: int) -> None:
         self._in_flight += requests
         self._on_change(self._in_flight)
@@ -152,7 +139,3 @@ class Gate:
     async def _resume(self) -> None:
         self._parking = None
         await await_alive(self._llm, self._llm.resume_generation())
-
-    async def _park(self) -> None:
-        call = self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_cache)
-        await await_alive(self._llm, call)

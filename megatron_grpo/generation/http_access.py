@@ -20,13 +20,9 @@ Application = Callable[[Scope, Any, Any], Awaitable[None]]
 NAMES_VARIABLE = "MEGATRON_GRPO_SERVER_NAMES"
 """Environment variable with further names of a server's machine, separated by spaces."""
 BODY_BYTES = 2**26
-"""Largest body of a request, in bytes."""
-HEAD_BYTES = 2**16
-"""Largest head of a request (its line and headers), in bytes."""
-REQUEST_S = 30.0
-"""Deadline in seconds for the head of a request, and again for its body."""
-_OPEN_PATH = "/health"
-"""Path that needs no token; it tells only whether the server is up."""
+HEAD_BYTES = 2**16  # of a request's line and headers
+REQUEST_S = 30.0  # deadline for the head of a request, and again for its body
+_OPEN_PATH = "/health"  # needs no token, because it tells only whether the server is up
 
 
 def find_refusal(
@@ -34,18 +30,14 @@ def find_refusal(
 ) -> tuple[int, str] | None:
     """Find the status and reason of a refusal, or None.
 
-    A web page can make a browser send requests to this machine. If the page's host name is made to resolve to this
-    machine (DNS rebinding), the page can also read the answers. Browsers put the page's origin into the header Origin
-    and the host name of the request into Host, and send JSON to another origin only with that origin's permission. So
-    requests with an Origin, with an unknown name in Host or with a body other than JSON are refused. A rebound name is
-    never an IP address, so a Host that is an address is accepted.
-
-    Args:
-        method: HTTP method.
-        headers: headers by their names in lower case.
-        bearer: bearer token that the request must have; None: no token is required.
-        names: names of this machine besides its host name and localhost.
+    Names of headers are in lower case. Without a `bearer` no token is required. `names` are names of this machine
+    besides its host name and localhost.
     """
+    # A web page can make a browser send requests to this machine. If the page's host name is made to resolve to this
+    # machine (DNS rebinding), the page can also read the answers. Browsers put the page's origin into the header Origin
+    # and the host name of the request into Host, and send JSON to another origin only with that origin's permission. So
+    # requests with an Origin, with an unknown name in Host or with a body other than JSON are refused. A rebound name
+    # is never an IP address, so a Host that is an address is accepted.
     host = headers.get("host", "")
     if not _is_own_host(host, names):
         return 421, f"Host {host!r} is not known as a name of this machine; use its address or its host name"
@@ -75,14 +67,10 @@ def _is_own_host(host: str, names: Collection[str]) -> bool:
 class TokenCheck:
     """ASGI middleware of vLLM's server that refuses requests (`find_refusal`).
 
-    vLLM's own token check leaves weight updates open.
-
-    A middleware sees a request only when its head is complete, and refuses a head above HEAD_BYTES then. Incomplete
-    heads are bounded by the server's connections, whose class the middleware replaces at start-up (`_BoundedHeads`).
+    vLLM's own token check leaves weight updates open. RuntimeError if the environment has no token.
     """
 
     def __init__(self, app: Application) -> None:
-        """Read the token of the environment; RuntimeError without one."""
         bearer = read_token()
         if bearer is None:
             raise RuntimeError(f"a server needs a token in {TOKEN_VARIABLE}; python -m megatron_grpo.serve makes one")
@@ -97,13 +85,16 @@ class TokenCheck:
                 await send({"type": "lifespan.startup.failed", "message": "this vLLM does not tell its uvicorn server"})
                 return
             config = server.config
-            # uvicorn makes a protocol for each connection from this class, from now on with bounds.
+            # A middleware sees only complete heads, so incomplete ones are bounded by the server's connections, which
+            # uvicorn makes from this class.
             config.http_protocol_class = type("Bounded", (_BoundedHeads, config.http_protocol_class), {})
         if scope_type in ("http", "websocket"):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             bearer = None if scope["path"] == _OPEN_PATH else self._bearer
             refusal = find_refusal(scope.get("method", "GET"), headers, bearer, self._names)
-            if _count_head_bytes(scope) > HEAD_BYTES:
+            line_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+            # A header has a colon, a space and a line end, too.
+            if line_bytes + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > HEAD_BYTES:
                 refusal = 431, f"the line and headers of a request have at most {HEAD_BYTES} bytes"
             if refusal is not None:
                 await _refuse(scope_type, *refusal, send)
@@ -119,22 +110,13 @@ class TokenCheck:
         await self._app(scope, receive, send)
 
 
-def _count_head_bytes(scope: Scope) -> int:
-    """Count the bytes of a complete head, without the method."""
-    # A header has a colon, a space and a line end, too.
-    line = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-    return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-
-
 class _BoundedHeads(asyncio.Protocol):
     """Mixin of uvicorn's HTTP protocol that bounds a request's head."""
 
     transport: asyncio.Transport
-    cycle: Any
-    """uvicorn's request and response; the one before while a head is incomplete."""
+    cycle: Any  # uvicorn's request and response; the one before while a head is incomplete
     _deadline: asyncio.TimerHandle | None = None
-    _head = 0
-    """Bytes of the incomplete head."""
+    _head = 0  # bytes of the incomplete head
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

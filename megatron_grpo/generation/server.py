@@ -34,12 +34,9 @@ from megatron_grpo.generation.vllm_requests import iterate_finished, make_sampli
 from megatron_grpo.models.families import read_model_shape
 
 CONNECT_S = 10.0
-PROBE_S = 1.0
-"""Seconds between two attempts to reach a server that does not answer."""
-NAN_LOGPROB = -9999.0
-"""Number that the server writes for a log-probability that is NaN."""
-ERROR_CHARACTERS = 500
-"""Most characters of a server's error that a message repeats."""
+PROBE_S = 1.0  # between two attempts to reach a server that does not answer
+NAN_LOGPROB = -9999.0  # the server writes this number for a log-probability that is NaN
+ERROR_CHARACTERS = 500  # of a server's error that a message repeats
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +56,7 @@ class ServerEngine(Engine):
     whether this run's weights sampled it; a restarted server is detected, given the current version, and asked again.
     """
 
-    _session: aiohttp.ClientSession
-    """Set by `start`, inside the event loop."""
+    _session: aiohttp.ClientSession  # set by `start`, inside the event loop
 
     def __init__(self, settings: VllmSettings) -> None:
         begin_process_log(f"generation engine {settings.index}")
@@ -71,8 +67,7 @@ class ServerEngine(Engine):
         self._tokenizer: Any = None
         self._requests: dict[str, asyncio.Task[GenerationOutput | str]] = {}
         self._statistics = EngineStatistics()
-        # Arguments of the last `connect_weights`: the source of the weights.
-        self._source: tuple[RefitMode, dict[str, Any], int] | None = None
+        self._source: tuple[RefitMode, dict[str, Any], int] | None = None  # arguments of the last `connect_weights`
         self._version: int | None = None  # committed last; None: no version was committed
         # Set while the server may sample: not during a change of weights, nor after a failed one.
         self._serving = asyncio.Event()
@@ -80,7 +75,6 @@ class ServerEngine(Engine):
 
     @phase("start")
     async def start(self) -> EngineStart:
-        """Find the server, and check that it fits."""
         began = time.monotonic()
         self._tokenizer = load_tokenizer(self._settings.model_path)
         bearer = self._settings.token
@@ -110,7 +104,13 @@ class ServerEngine(Engine):
         try:
             with phase("generate"):
                 async for finished in iterate_finished(tasks):
-                    yield wrap_for_pickling([(index, self._read_result(task)) for index, task in finished.items()])
+                    outputs: list[tuple[int, GenerationOutput | str]] = []
+                    for index, task in finished.items():
+                        output = "the request was aborted" if task.cancelled() else task.result()
+                        if not isinstance(output, str):
+                            self._statistics.count_tokens(len(output.token_ids))
+                        outputs.append((index, output))
+                    yield wrap_for_pickling(outputs)
         finally:
             for task in tasks:
                 task.cancel()  # closes the connection, which aborts the request
@@ -149,12 +149,9 @@ class ServerEngine(Engine):
     async def check_canary(self, prompt: CanaryPrompt) -> float:
         # The server computes the canary only while it runs; requests of this run wait for `_serving` meanwhile.
         await self._post("/resume")
+        computations = (self._compute_canary(number, tokens) for number, tokens in enumerate(prompt.sequences))
         try:
-            error = prompt.require_agreement(
-                await asyncio.gather(
-                    *(self._compute_canary(number, tokens) for number, tokens in enumerate(prompt.sequences))
-                )
-            )
+            error = prompt.require_agreement(await asyncio.gather(*computations))
         except CanaryError as failure:
             await self._post("/pause", mode="keep", clear_cache="true")
             raise CanaryError(f"{self._url}: {failure}") from None
@@ -177,7 +174,6 @@ class ServerEngine(Engine):
     async def _sample(
         self, name: str, request: GenerationRequest, settings: SamplingSettings
     ) -> GenerationOutput | str:
-        """Get a response by this run's weights, despite restarts."""
         arguments = make_sampling_arguments(request, settings, self._settings.max_total_sequence_length)
         body = {
             "request_id": name,
@@ -196,7 +192,6 @@ class ServerEngine(Engine):
                 await self._ensure_current_version()
 
     def _parse_response(self, answer: dict[str, Any]) -> GenerationOutput | str:
-        """Parse an answer; OtherWeightsError if this run did not send the weights."""
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
@@ -217,10 +212,7 @@ class ServerEngine(Engine):
         )
 
     async def _ensure_current_version(self) -> None:
-        """Give the current version to a restarted server again.
-
-        Raises RuntimeError if the server does not come back, or cannot be given the version.
-        """
+        """Give the current version to a restarted server again; RuntimeError if that fails."""
         async with self._repairing:
             version = self._version
             try:
@@ -249,7 +241,6 @@ class ServerEngine(Engine):
         return served
 
     async def _receive(self, version: int) -> None:
-        """Pause the server; let its workers receive a version."""
         await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
         # A restarted server has new workers, which are not connected; only files can connect them again by themselves.
         is_restarted = self._version is not None and not (await self._fetch_version_name()).startswith(self._prefix)
@@ -280,7 +271,6 @@ class ServerEngine(Engine):
         return list(answer["results"])
 
     async def _require_fitting_server(self) -> None:
-        """Raise RuntimeError unless the server fits the run."""
         url = self._url
         try:
             worker, *_ = await self._collect_answers(EngineWorker.describe)
@@ -312,7 +302,6 @@ class ServerEngine(Engine):
             )
 
     async def _require_same_tokenizer(self) -> None:
-        """Raise RuntimeError if the server's tokenizer is another one."""
         for text in make_sample_texts(list_added_tokens(self._tokenizer)):
             ids = encode_text(self._tokenizer, text)
             if ids is None:  # it has no tokens for this text
@@ -330,7 +319,6 @@ class ServerEngine(Engine):
                 )
 
     async def _wait_until_up(self) -> None:
-        """Wait until the server answers; RuntimeError if it never does."""
         limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "it says nothing"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -350,9 +338,7 @@ class ServerEngine(Engine):
     async def _request(self, method: str, path: str, **options: Any) -> Any:
         """Send a request; returns the answer, parsed from JSON.
 
-        Raises:
-            ServerGoneError: the connection could not be made, or ended before the answer.
-            RuntimeError: the server answered with an error, which is in the message.
+        Raises ServerGoneError if the connection failed or ended before the answer, RuntimeError with a server's error.
         """
         try:
             async with self._session.request(method, self._url + path, **options) as answer:
@@ -365,11 +351,3 @@ class ServerEngine(Engine):
                 return await answer.json() if answer.content_type == "application/json" else None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise ServerGoneError(f"{self._url}: {error}") from error
-
-    def _read_result(self, task: asyncio.Task[GenerationOutput | str]) -> GenerationOutput | str:
-        if task.cancelled():
-            return "the request was aborted"
-        output = task.result()
-        if not isinstance(output, str):
-            self._statistics.count_tokens(len(output.token_ids))
-        return output

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`)."""
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): log, tokenizer, end."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import os
 import socket
 import threading
 import time
+from functools import cache
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
 
 import psutil
 
+from megatron_grpo.batch.special_tokens import list_added_tokens
 from megatron_grpo.cluster.cleanup import find_shared_files, remove_segments
 from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
-from megatron_grpo.generation.engine_tokenizer import replace_tokenizer_in_vllm
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts
 from megatron_grpo.platform.hooks import check_hooks
 
+# Environment variables of the processes of our engines, with the engine's name, and of servers (`megatron_grpo.serve`).
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
-"""Environment variable with the engine's name, which only processes of our engines have."""
-
 SERVER_MARKER = "MEGATRON_GRPO_SERVER"
-"""Environment variable that marks the processes of a server of `megatron_grpo.serve`."""
 
 PARENT_CHECK_S = 1.0
 
@@ -29,9 +32,8 @@ _registered = False
 
 
 def register() -> None:
-    """Prepare a process of our engines and servers; idempotent.
+    """Prepare a process of our engines and servers; idempotent, and nothing in other processes of vLLM.
 
-    Other processes of vLLM stay unchanged.
     All of them load the run's tokenizer. In an engine's process, further parts of vLLM are replaced (CPU) or checked
     (CUDA), the log is opened, and a thread ends the process when its parent is gone.
     """
@@ -41,7 +43,9 @@ def register() -> None:
     _registered = True
     # vLLM warns at every refit about layers without weights of their own, such as a tied head.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
-    replace_tokenizer_in_vllm()
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    TokenizerRegistry.tokenizers["hf"] = (EngineTokenizer.__module__, EngineTokenizer.__name__)
     if ENGINE_MARKER not in os.environ:  # a server's processes are otherwise unchanged vLLM
         return
     from vllm.platforms import current_platform
@@ -66,19 +70,13 @@ def _describe_role() -> str:
 
 
 def begin_process() -> None:
-    """Open the log; end this process when its parent ends.
-
-    Call it in each process of an engine, because a fork does not copy threads.
-    """
+    """Open the log; end this process when its parent ends. A fork needs this again, since it copies no threads."""
     begin_process_log(f"{os.environ[ENGINE_MARKER]} {_describe_role()}", lasting_phase="serve")
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 
 def is_parent_gone() -> bool:
-    """True once the process that requested this one has ended.
-
-    The fork server in between may still live.
-    """
+    """True once the process that requested this one has ended; the fork server in between may still live."""
     parent = multiprocessing.parent_process()
     if isinstance(multiprocessing.current_process(), ForkServerProcess):
         return parent is None or not parent.is_alive()
@@ -86,9 +84,36 @@ def is_parent_gone() -> bool:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process, however busy, once its parent is gone."""
     # A process started by multiprocessing knows its parent even if the parent is already gone.
     while os.getppid() == parent and not is_parent_gone():
         time.sleep(PARENT_CHECK_S)
     remove_segments(find_shared_files(psutil.Process(), killed=True))
-    os._exit(1)
+    os._exit(1)  # however busy the other threads are
+
+
+@cache
+def load_engine_tokenizer(folder: str) -> Any:
+    return load_tokenizer(folder)
+
+
+class EngineTokenizer:
+    """Stands in vLLM's registry for tokenizers of Hugging Face folders."""
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *_: Any, **options: Any) -> Any:
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        tokenizer = get_cached_tokenizer(load_engine_tokenizer(str(folder)))  # a shallow copy, with vLLM's properties
+        # Of vLLM's arguments for transformers, only the side of truncation has a meaning here.
+        tokenizer.truncation_side = options.get("truncation_side", tokenizer.truncation_side)
+        return tokenizer
+
+
+def require_same_tokenizer(served: Any, tokenizer: Any) -> None:
+    """Raise RunError unless vLLM has the run's tokenizer."""
+    difference = find_difference(served, tokenizer, make_sample_texts(list_added_tokens(tokenizer)))
+    if difference is not None:
+        raise RunError(
+            f"the installed vLLM has another tokenizer ({type(served).__name__}) for this model than the run, so that "
+            f"stop strings and structured output would fail: {difference}"
+        )

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-PACE_S = 0.02
-"""Seconds that a complete response waits for others to be sent with it, which saves messages."""
+PACE_S = 0.02  # for which a complete response waits for others to be sent with it, which saves messages
 
 # Fields of SamplingSettings that have the same name in vLLM.
 _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -33,10 +32,7 @@ _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_
 async def iterate_finished(
     pending: dict[asyncio.Task[Result], int],
 ) -> AsyncIterator[dict[int, asyncio.Task[Result]]]:
-    """Remove finished tasks from `pending`, and yield them by number.
-
-    Tasks that finish within PACE_S are yielded together.
-    """
+    """Remove finished tasks from `pending`, and yield them by number, together within PACE_S."""
     while pending:
         await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         finished, _ = await asyncio.wait(pending, timeout=PACE_S)
@@ -44,7 +40,7 @@ async def iterate_finished(
 
 
 def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
-    """Return workers' answers; a text is an error (RuntimeError)."""
+    """Return workers' answers; RuntimeError with those that are texts, which are errors."""
     errors = [f"{prefix}{answer}" for answer in answers if isinstance(answer, str)]
     if errors:
         raise RuntimeError("; ".join(errors))
@@ -100,9 +96,7 @@ def make_sampling_arguments(request: GenerationRequest, settings: SamplingSettin
 def describe_settings(config: VllmConfig) -> dict[str, Any]:
     """Describe the settings that decide log-probabilities, in JSON types.
 
-    Returns:
-        "model": its configuration of the text model, by transformers' names; and dtypes, quantisation, longest sequence
-        and the mode of log-probabilities, by vLLM's names.
+    "model" is the configuration of the text model, by transformers' names; the others have vLLM's names.
     """
     model = config.model_config
     settings = {
@@ -118,11 +112,7 @@ def describe_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """Read the recorded experts of finished requests.
-
-    Returns:
-        For each request, [prompt and response tokens but the last, experts recorded per token].
-    """
+    """Read each request's experts: [prompt and response tokens but the last, experts recorded per token]."""
     from megatron_grpo.platform.device import detect_platform  # imports torch, which rollout workers do without
 
     if detect_platform().name == "cpu":
@@ -137,17 +127,7 @@ async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], fo
 async def make_responses(
     llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
 ) -> list[tuple[int, GenerationOutput | str]]:
-    """Convert the last outputs of finished requests to responses.
-
-    Args:
-        llm: the engine.
-        finals: the last output of each request, by the request's number in its call.
-        form: form of the recorded experts; None: none are recorded.
-        tokenizer: the model's tokenizer, from transformers, for the texts.
-
-    Returns:
-        Numbers of the requests, each with its response or the reason why there is none.
-    """
+    """Convert finished requests, by number, to responses or the reasons why there are none."""
     outputs = list(finals.values())
     routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
     if form is not None:

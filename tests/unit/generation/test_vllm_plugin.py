@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.generation.engine_tokenizer import require_same_tokenizer
+from megatron_grpo.generation.vllm_plugin import require_same_tokenizer
 from megatron_grpo.generation.vllm_requests import make_sampling_params
 from tests.support.foreign_tokenizers import byte_level, deepseek_r1_distill, save_folder
 
