@@ -128,7 +128,7 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
+    from megatron_grpo.rollouts.rollout import compute_sample_seed
 
     llm = LLM(
         folder,

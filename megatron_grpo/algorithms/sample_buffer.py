@@ -17,7 +17,7 @@ from megatron_grpo.data.loader import Batches, add_waiting
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt, PendingBatch, RolloutPool
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings
+from megatron_grpo.rollouts.rollout import RolloutSettings
 
 
 @dataclass(eq=False)

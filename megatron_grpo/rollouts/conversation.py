@@ -35,14 +35,7 @@ class Conversation:
         compute_seed: Callable[[int], int],
         max_length: int,
     ) -> None:
-        """
-        Args:
-            engine: engine that samples the responses.
-            settings: how tokens are drawn.
-            renderer: makes the tokens of the task's conversations.
-            compute_seed: function from a response's number to its seed.
-            max_length: most tokens of prompts and responses together.
-        """
+        """`compute_seed` is a function of a response's number; `max_length` is of prompts and responses together."""
         self.pieces: list[NDArray[np.int32]] = []
         """Context and sampled tokens, alternating, [tokens] each, int32."""
         self.outputs: list[GenerationOutput] = []
@@ -53,13 +46,12 @@ class Conversation:
         self._compute_seed, self._max_length = compute_seed, max_length
         # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
         self._history: list[ChatMessage] | str | None = None
-        self._lock = asyncio.Lock()  # calls are answered one after the other
+        self._lock = asyncio.Lock()  # an agent may call again before it has its answer; each call continues the last
         self._sampling: asyncio.Task[GenerationOutput] | None = None
         self._is_over = False
 
     @property
     def length(self) -> int:
-        """Number of tokens so far."""
         return sum(len(piece) for piece in self.pieces)
 
     def end(self) -> None:
@@ -77,26 +69,16 @@ class Conversation:
     ) -> GenerationOutput:
         """Sample the model's next message.
 
-        Args:
-            messages: all messages so far, with the model's own unchanged.
-            tools: tools for the chat template; None: those of the task.
-            max_tokens: most tokens of the answer; None: the run's limit.
-            variables: further variables of the chat template, which replace the task's.
-
-        Raises:
-            BadCallError: the call does not continue the previous one, or there is no room for a response.
+        `messages` are all so far, with the model's own unchanged. `tools` and `variables` for the chat template replace
+        the task's. Raises BadCallError if the call does not continue the previous one, or leaves no room to answer.
         """
-        # An agent may call again before it has its answer; each call continues the one before.
         async with self._lock:
             output = await self._sample(self._encode_messages(messages, tools, variables), max_tokens)
             self._history = [*messages, {"role": "assistant", "content": output.text}]
             return output
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
-        """Sample the response to a text or to token ids.
-
-        Later prompts begin with the conversation so far. Raises as `chat`.
-        """
+        """Sample the response to a text or to token ids that begins with the conversation; raises as `chat`."""
         async with self._lock:
             output = await self._sample(self._encode_prompt(prompt), max_tokens)
             self._history = prompt + output.text if isinstance(prompt, str) else None

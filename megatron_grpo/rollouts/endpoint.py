@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,8 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.http_access import BODY_BYTES, REQUEST_S, find_refusal
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 
-MODEL = "policy"
-"""Name of the model in requests and answers."""
-IDLE_CONNECTIONS = 512
-"""Most open connections without a request; beyond it, the oldest are closed."""
+MODEL = "policy"  # name of the model in requests and answers
+IDLE_CONNECTIONS = 512  # without a request; beyond it, the oldest are closed
 
 _COMMON_FIELDS = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
 _CHAT_FIELDS = {*_COMMON_FIELDS, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
@@ -43,16 +41,11 @@ class EndpointSettings:
     """Address, token and tokenizer of a rollout worker's endpoint."""
 
     host: str
-    port: int
-    """Port of the endpoint; 0: any free port."""
+    port: int  # 0: any free port
     token: str | None = field(repr=False)
     """Bearer token; None: none is required, because only this machine reaches the endpoint."""
     tokenizer: Any = field(repr=False)
     """Folder with the tokenizer, or the tokenizer that a script passed."""
-
-    def with_worker_port(self, index: int) -> EndpointSettings:
-        """Give a worker its port; workers listen on consecutive ports."""
-        return replace(self, port=self.port + index) if self.port else self
 
 
 def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
@@ -68,11 +61,9 @@ class Endpoint:
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._open: dict[str, Conversation] = {}
-        self.tokenizer: Any = None
-        """The model's tokenizer, from transformers; set by `start`."""
-        self._renderers: dict[str, PromptRenderer] = {}  # of each task whose agents have called
+        self.tokenizer: Any = None  # from transformers; set by `start`, like the port
         self.port = 0
-        """Port on which the endpoint listens; set by `start`."""
+        self._renderers: dict[str, PromptRenderer] = {}  # of each task whose agents have called
         # Connections are aiohttp's protocols.
         self._busy: set[Any] = set()
         self._idle_since: dict[Any, float] = {}
@@ -98,30 +89,30 @@ class Endpoint:
         self.port = self.runner.addresses[0][1]
 
     def get_renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
-        """Get the renderer of a task's conversations."""
         return self._renderers.setdefault(task, PromptRenderer(self.tokenizer, prompts))
 
     @contextmanager
     def open_rollout(self, conversation: Conversation) -> Iterator[ModelAccess]:
         """Open a rollout to an agent's calls; yields its address."""
         # The name cannot be guessed, so an agent reaches only the rollout that it was started for.
-        name = secrets.token_urlsafe(16)
+        name, host = secrets.token_urlsafe(16), self._settings.host
+        if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
+            host = find_node_address()
+        url_host = f"[{host}]" if ":" in host else host
         self._open[name] = conversation
         try:
-            url = f"http://{_make_url_host(self._settings.host)}:{self.port}/rollouts/{name}/v1"
+            url = f"http://{url_host}:{self.port}/rollouts/{name}/v1"
             yield ModelAccess(url, self._settings.token or "none", MODEL)
         finally:
             del self._open[name]
             conversation.end()
 
     async def _close_idle_connections(self, _: web.Application) -> AsyncIterator[None]:
-        """Close idle connections while the server runs."""
         task = asyncio.create_task(self._watch_connections())
         yield
         task.cancel()
 
     async def _watch_connections(self) -> None:
-        """Close connections without a timely request, and those beyond the limit."""
         while True:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()
@@ -151,7 +142,7 @@ class Endpoint:
         finally:
             self._busy.discard(request.protocol)
 
-    async def _list_models(self, request: web.Request) -> web.Response:
+    async def _list_models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _answer_call(self, request: web.Request, accepted: set[str]) -> web.Response:
@@ -206,12 +197,6 @@ class Endpoint:
 
 
 async def _read_json(request: web.Request) -> Any:
-    """Read and parse the body of a request.
-
-    Raises:
-        web.HTTPException: the body is too large, or is not complete in time.
-        BadCallError: the body is not JSON, or not encoded as its headers say.
-    """
     try:
         async with asyncio.timeout(REQUEST_S):
             body = await request.read()
@@ -223,12 +208,6 @@ async def _read_json(request: web.Request) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
         raise BadCallError(f"the request is not JSON: {error}") from None
-
-
-def _make_url_host(host: str) -> str:
-    if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
-        host = find_node_address()
-    return f"[{host}]" if ":" in host else host
 
 
 def _require_valid_call(call: Any, accepted: set[str], settings: SamplingSettings) -> None:

@@ -20,8 +20,7 @@ from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.rollouts.failures import RolloutFailure
 
-LOOK_S = 0.5
-"""Seconds between two checks for overdue engines."""
+LOOK_S = 0.5  # between two checks for overdue engines
 
 
 @dataclass(slots=True)
@@ -31,21 +30,17 @@ class _OpenRequest:
     request: GenerationRequest
     settings: SamplingSettings
     answer: asyncio.Future[GenerationOutput]
-    call: str = ""
-    """Name of the call in which the request was sent; empty: not sent yet."""
-    index: int = 0
-    """Index of the request in this call."""
+    call: str = ""  # name of the call in which the request was sent; empty: not sent yet
+    index: int = 0  # of the request in this call
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoss:
     """The loss of an engine, which cannot answer any more."""
 
-    restarts: int
-    """Number of earlier replacements of the engine."""
+    restarts: int  # earlier replacements of the engine
     reason: str
-    is_final: bool = False
-    """True if the engine is not replaced."""
+    is_final: bool = False  # the engine is not replaced
 
 
 class EngineClient:
@@ -55,21 +50,14 @@ class EngineClient:
     """
 
     def __init__(self, actor: Any, index: int, user: str) -> None:
-        """Take an `Engine` actor and its number.
-
-        `user`, the name of the calling process, makes the names of its calls unique.
-        """
+        """Take an `Engine` actor and its number; the name of the calling process makes its calls' names unique."""
         self.name, self.number = ENGINE_NAME(index), index
-        self.load = 0
-        """Number of rollouts that are assigned to this engine and still sampling."""
+        self.load = 0  # rollouts that are assigned to this engine and still sampling
         self.loss: EngineLoss | None = None
-        """The current loss of the engine; None: it is not lost."""
+        # The client puts itself into this queue when its engine is lost; `Engines` gives its clients a common one.
         self.losses: asyncio.Queue[EngineClient] = asyncio.Queue()
-        """Queue into which the client puts itself when its engine is lost; `Engines` gives its clients a common one."""
-        self.restarts = 0
-        """Number of replacements of the engine."""
-        self.replaced_at = 0.0
-        """Time of the last replacement, on the clock of the event loop."""
+        self.restarts = 0  # replacements of the engine
+        self.replaced_at = 0.0  # on the clock of the event loop
         self._actor = actor
         self._settled = asyncio.Event()  # not set while a lost engine may still be replaced
         self._settled.set()
@@ -83,10 +71,8 @@ class EngineClient:
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
         """Sample one response; a cancelled caller stops the sampling.
 
-        Raises:
-            RolloutFailure: the engine ended this request without a response.
-            EngineLostError: the engine is lost; `wait_replaced` waits for its replacement.
-            SamplingError: the engine failed, or is lost and not replaced.
+        Raises RolloutFailure if the engine ended this request without a response, EngineLostError if the engine is lost
+        (`wait_replaced` waits for its replacement), SamplingError if it failed, or is lost and not replaced.
         """
         if self.loss is not None:
             raise SamplingError(self.loss.reason) if self.loss.is_final else EngineLostError(self.loss.reason)
@@ -101,14 +87,16 @@ class EngineClient:
         try:
             return await open_request.answer
         except asyncio.CancelledError:
-            self._abort(open_request)
+            if open_request.call:  # `_send` leaves out a request that is not sent yet
+                if not self._aborted:
+                    loop.call_soon(self._send_aborts)
+                self._aborted.append(open_request)
             raise
         finally:
             self._pending.discard(open_request.answer)
 
     @property
     def is_busy(self) -> bool:
-        """True while a caller waits for a response."""
         return bool(self._pending)
 
     def lose(self, reason: str) -> None:
@@ -120,7 +108,6 @@ class EngineClient:
             self.losses.put_nowait(self)
 
     def replace(self, actor: Any) -> None:
-        """Use this actor from now on; waiting callers get EngineLostError."""
         self._actor, self.loss = actor, None
         self.restarts += 1
         self.replaced_at = asyncio.get_running_loop().time()
@@ -128,7 +115,6 @@ class EngineClient:
         self._settled.set()
 
     def give_up(self, reason: str) -> None:
-        """Record that the engine is not replaced; callers get SamplingError."""
         self.loss = EngineLoss(self.restarts, reason, is_final=True)
         _fail(self._pending, SamplingError(reason))
         self._settled.set()
@@ -187,13 +173,6 @@ class EngineClient:
             text = f"generation: {self.name} ended a call without an answer"
             _fail((request.answer for request in requests), SamplingError(text))
 
-    def _abort(self, request: _OpenRequest) -> None:
-        if not request.call:
-            return  # not sent yet: `_send` leaves it out
-        if not self._aborted:
-            asyncio.get_running_loop().call_soon(self._send_aborts)
-        self._aborted.append(request)
-
     def _send_aborts(self) -> None:
         aborted, self._aborted = self._aborted, []
         for call, run in groupby(aborted, key=lambda request: request.call):
@@ -242,10 +221,7 @@ class Engines:
         return assigned
 
     async def lose_overdue(self, deadline_s: float) -> None:
-        """Mark overdue engines as lost, until it is cancelled.
-
-        The deadline counts from now or from the engine's replacement.
-        """
+        """Mark engines as lost that are overdue from now, until it is cancelled."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
@@ -264,7 +240,6 @@ class Engines:
                     client.lose(reason)
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
-        """Wait for new losses; returns them by engine."""
         while True:
             clients = [await self._losses.get()]
             while not self._losses.empty():
@@ -276,7 +251,6 @@ class Engines:
 
 
 def _compute_water_level(loads: Sequence[int], amount: int) -> float:
-    """Compute the level of the lowest loads after filling them up."""
     # Loads join in ascending order until the common level would stay below the next one.
     lowest: list[int] = []
     for load in sorted(loads):

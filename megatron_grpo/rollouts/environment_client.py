@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -30,12 +30,10 @@ logger = logging.getLogger(__name__)
 class _Call:
     """A call that is queued or waits for its answer."""
 
-    method: Callable[..., Any]
-    """Method of `EnvironmentWorker`."""
+    method: Callable[..., Any]  # of `EnvironmentWorker`
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
-    is_alone: bool = False
-    """True if the call is sent by itself, as the last attempt."""
+    is_alone: bool = False  # sent by itself, as the last attempt
 
     def settle(self, outcome: Any) -> None:
         """Set the result or exception, unless the call has ended."""
@@ -57,8 +55,7 @@ class EnvironmentClient:
     def __init__(self, handle: EnvironmentHandle) -> None:
         self.is_multi_turn = self.has_agent = False
         self.reads_token_ids = False
-        self.remarks: list[str] = []
-        """Replacements of processes and their reasons, for the log of the run."""
+        self.remarks: list[str] = []  # replacements of processes and their reasons, for the log of the run
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
         self._handle = handle
         self._queue: deque[_Call] = deque()
@@ -71,7 +68,9 @@ class EnvironmentClient:
         for process in await asyncio.gather(*map(self._wait_ready, self._handle.actors)):
             self.is_multi_turn, self.has_agent = process.status.multi_turn, process.status.has_agent
             self.reads_token_ids = process.status.reads_token_ids
-            self._start_task(self._serve(process))
+            task = asyncio.create_task(self._serve(process))
+            self._tasks.add(task)  # the loop itself holds tasks only weakly
+            task.add_done_callback(self._tasks.discard)
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """Return the first state of a rollout; None if single-turn."""
@@ -90,11 +89,7 @@ class EnvironmentClient:
         return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """Return a score for each sample, or why it has none.
-
-        Raises:
-            SamplingError: a process died and could not be replaced.
-        """
+        """Return a score for each sample, or why it has none; SamplingError if a process is not replaced."""
         try:
             return await self._ask(EnvironmentWorker.score, requests)
         except RolloutFailure:
@@ -102,10 +97,10 @@ class EnvironmentClient:
 
     async def _score_alone(self, request: EnvironmentRequest) -> Scored:
         try:
-            scored = await self._ask(EnvironmentWorker.score, [request], is_alone=True)
+            (scored,) = await self._ask(EnvironmentWorker.score, [request], is_alone=True)
         except RolloutFailure as failure:
             return str(failure)
-        return scored[0]
+        return scored
 
     async def _ask_or_fail(
         self,
@@ -113,7 +108,6 @@ class EnvironmentClient:
         *arguments: *Arguments,
         is_alone: bool = False,
     ) -> Answer:
-        """Return an answer; a lost process's call is repeated alone."""
         try:
             answer = await self._ask(method, *arguments, is_alone=is_alone)
         except RolloutFailure:
@@ -138,8 +132,8 @@ class EnvironmentClient:
 
     def _take_calls(self) -> list[_Call]:
         """Take a process's share of the queue, or one lone call."""
-        while self._queue and self._queue[0].answer.done():
-            self._queue.popleft()  # its caller is cancelled
+        while self._queue and self._queue[0].answer.done():  # its caller is cancelled
+            self._queue.popleft()
         # A process takes its share, not the whole queue, so that the other processes have work, too.
         calls: list[_Call] = []
         share = -(-len(self._queue) // len(self._handle.actors))
@@ -204,8 +198,3 @@ class EnvironmentClient:
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
         return EnvironmentProcess(actor, status)
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself holds tasks only weakly
-        task.add_done_callback(self._tasks.discard)

@@ -23,10 +23,7 @@ def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
 
 
 class EngineReplacer:
-    """Replaces the engines that rollout workers report as lost.
-
-    `engines` are actors in the order of their numbers; `restore` puts replacements into this sequence.
-    """
+    """Replaces the engines that rollout workers report as lost; `restore` puts actors into `engines`."""
 
     def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
         self._engines, self._restore = engines, restore
@@ -50,14 +47,7 @@ class EngineReplacer:
                     call_actor(worker, RolloutWorker.replace_engine, number, actor)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Wait until a call has ended, and replace lost engines.
-
-        Returns:
-            The call that has ended; None: a worker has reported lost engines.
-
-        Raises:
-            TimeoutError: neither happened in time.
-        """
+        """Wait until a call has ended, and return it, or replace lost engines; TimeoutError otherwise."""
         # Reports are open calls like any other, so one wait notices both.
         self.announce_replacements()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
@@ -71,18 +61,15 @@ class EngineReplacer:
             self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
             # Another worker may have reported the loss, and the engine may be replaced already.
             lost_engines = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
-        if lost_engines:
-            self._replace(lost_engines)
-        return None
-
-    def _replace(self, lost_engines: Mapping[int, str]) -> None:
         try:
-            self._restore(lost_engines)
+            if lost_engines:
+                self._restore(lost_engines)
         except SamplingError as error:
             for number in lost_engines:
-                for worker in self._list_users(number):
-                    call_actor(worker, RolloutWorker.give_up_engine, number, str(error))
+                for user in self._list_users(number):
+                    call_actor(user, RolloutWorker.give_up_engine, number, str(error))
         self.announce_replacements()
+        return None
 
     def _list_users(self, number: int) -> list[Any]:
         return [worker for worker, numbers in self._users if number in numbers]

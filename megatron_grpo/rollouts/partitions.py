@@ -1,8 +1,9 @@
-"""Tokens of a step as flat arrays: one array per field and partition, in the object store."""
+"""Rollouts in Ray's object store: groups of trajectories, and a step's tokens by field and partition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,78 @@ import ray
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.step_batch import StepBatch, TokenArrays
-from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.cluster.futures import fetch_stored
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
+from megatron_grpo.cluster.futures import fetch_stored, wrap_for_pickling
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.rollouts.stored_groups import PackedGroups
 
 TokenFunction = Callable[..., tuple[TokenArrays, Any]]
 """Function of (lengths, arrays by field, ...) that returns arrays of new fields, and a summary."""
+OBJECT_BYTES = 2**20  # size of token data that shares one Ray object
+TOKEN_BYTES = 8  # of a token id and its log-probability
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """References to groups of trajectories, each object named once.
+
+    Example: of three groups, two small ones share an object:
+        PackedGroups([ref_a, ref_b], array([[0, 0], [0, 1], [1, 0]]))
+    """
+
+    references: list[Any]
+    """Ray's references to lists of groups."""
+    indices: NDArray[np.int32]
+    """[groups, 2], int32: for each group the index of its reference, and its index in that list."""
+    outcomes: list[list[Outcome]] = field(default_factory=list)
+    """Outcomes of each group, for the driver; empty where only tokens are needed."""
+
+    def select(self, groups: Sequence[int]) -> PackedGroups:
+        return PackedGroups(self.references, self.indices[groups])
+
+    def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
+        """Fetch the trajectories of each group; RayError if lost."""
+        # Each object is fetched once, however many of its groups are needed.
+        needed = np.unique(self.indices[:, 0]).tolist()
+        objects = ray.get([self.references[number] for number in needed], timeout=timeout_s)
+        groups = dict(zip(needed, objects, strict=True))
+        return [groups[number][index] for number, index in self.indices.tolist()]
+
+    def to_message(self) -> PackedGroups:
+        """Wrap the outcomes, so that Ray pickles them fast."""
+        return replace(self, outcomes=wrap_for_pickling(self.outcomes))
+
+    def unpack(self) -> list[SampledGroup]:
+        """Convert to one reference for each group."""
+        pairs = zip(self.outcomes, self.indices.tolist(), strict=True)
+        return [SampledGroup(outcomes, self.references[number], index) for outcomes, (number, index) in pairs]
+
+
+def pack_groups(groups: Sequence[SampledGroup]) -> PackedGroups:
+    """Pack the references of groups, without their outcomes."""
+    numbers: dict[Any, int] = {}
+    indices = [(numbers.setdefault(group.objects_ref, len(numbers)), group.index_in_ref) for group in groups]
+    return PackedGroups(list(numbers), np.array(indices, dtype=np.int32).reshape(-1, 2))
+
+
+def store_groups(groups: Sequence[Sequence[Trajectory]]) -> PackedGroups:
+    """Put groups into the object store, in their order."""
+    references: list[Any] = []
+    together: list[Sequence[Trajectory]] = []
+    indices, size = np.zeros((len(groups), 2), dtype=np.int32), 0
+    # Every Ray object has a cost of its own, so groups are put together until they have OBJECT_BYTES. Larger objects
+    # would stay in memory as long as any of their groups, such as one that waits for a later step.
+    for number, trajectories in enumerate(groups):
+        indices[number] = len(references), len(together)
+        together.append(trajectories)
+        for trajectory in trajectories:
+            size += TOKEN_BYTES * trajectory.tokens + (0 if trajectory.routed is None else trajectory.routed.nbytes)
+        if size >= OBJECT_BYTES or number == len(groups) - 1:
+            references.append(ray.put(wrap_for_pickling(together)))
+            together, size = [], 0
+    return PackedGroups(references, indices, [[trajectory.outcome for trajectory in group] for group in groups])
 
 
 def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
-    """List the fields that rollouts have."""
     fields = ("token_ids", "sampled", "generation_logprobs")
     return fields if routed is None else (*fields, "routed_experts")
 
@@ -28,12 +90,7 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
 def locate_sequences(
     partitions: Sequence[NDArray[np.int64]], group_sizes: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Find each sequence's group, and its index in the group.
-
-    Args:
-        partitions: indices of the sequences of each partition, int64, group by group.
-        group_sizes: number of sequences of each group.
-    """
+    """Find each sequence's group, and its index in the group; sequences are numbered group by group."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
     ends = np.cumsum(group_sizes)
     begins = ends - np.asarray(group_sizes)
@@ -45,16 +102,11 @@ def locate_sequences(
 
 
 def concatenate_trajectories(trajectories: Sequence[Trajectory], routed: RoutedForm | None = None) -> TokenArrays:
-    """Concatenate the tokens of trajectories.
+    """Concatenate the tokens of a partition's trajectories.
 
-    Args:
-        trajectories: the sequences of a partition.
-        routed: form of the recorded experts; None: none are recorded.
-
-    Returns:
-        Arrays [tokens of all trajectories]: token_ids (int32), sampled (bool: the token was sampled, not given),
-        generation_logprobs (float32: the log-probability under which it was drawn, 0 for given tokens); and with
-        `routed` routed_experts, [tokens of all trajectories, experts recorded per token].
+    Returns arrays [tokens of all trajectories]: token_ids (int32), sampled (bool: the token was sampled, not given),
+    generation_logprobs (float32: the log-probability under which it was drawn, 0 for given tokens); and with `routed`,
+    the form of recorded experts, routed_experts, [tokens of all trajectories, experts recorded per token].
     """
     total = sum(trajectory.tokens for trajectory in trajectories)
     token_ids = np.empty(total, dtype=np.int32)
@@ -84,11 +136,8 @@ def build_partitions(
 ) -> tuple[NDArray[Any], ...]:
     """Build the arrays of partitions, field by field.
 
-    Args:
-        groups: groups of the sequences.
-        located: for each partition [sequences, 2], int32: for each sequence the index of its group in `groups`, and its
-            index in that group.
-        routed: form of the recorded experts; None: none are recorded.
+    `located` has for each partition [sequences, 2], int32: for each sequence the index of its group in `groups`, and
+    its index in that group.
     """
     trajectories = groups.fetch()
     built = (
@@ -101,12 +150,9 @@ def build_partitions(
 def gather_partitions(
     parts: Sequence[NDArray[Any]], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Concatenate a field of all tokens in the step's order.
+    """Concatenate a field's `parts`, [tokens of the partition] each, in the step's order.
 
-    Args:
-        parts: the field in each partition, [tokens of the partition], of one dtype.
-        partitions: indices of the sequences of each partition, int64 (`StepBatch.partitions`).
-        lengths: tokens of each sequence of the step: [sequences], int64.
+    `partitions` and `lengths` are those of the `StepBatch`.
     """
     # One slice per sequence, because one index of all tokens would take twice the memory of the data.
     gathered = np.empty(int(lengths.sum()), dtype=parts[0].dtype)
@@ -129,11 +175,7 @@ def split_by_partition(
 def compute_over_tokens(
     fn: TokenFunction, batch: StepBatch, fields: Sequence[str], arguments: Sequence[Any]
 ) -> tuple[dict[str, list[Any]], Any]:
-    """Run a function over a step's tokens in this process.
-
-    Returns:
-        The new fields by name, for each partition a reference to its array (`StepBatch.fields`), and the summary.
-    """
+    """Run a function over a step's tokens here; returns new `StepBatch.fields`, and the summary."""
     parts = {name: fetch_stored(batch.fields[name], f"the step's {name}") for name in fields}
     arrays = {name: gather_partitions(parts[name], batch.partitions, batch.lengths) for name in fields}
     new_arrays, summary = fn(batch.lengths, arrays, *arguments)

@@ -30,15 +30,12 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.failures import require_few_failures
 from megatron_grpo.rollouts.lost_engines import EngineReplacer, RestoreEngines, refuse_to_restore
-from megatron_grpo.rollouts.rollout import ATTEMPTS
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings
+from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.rollouts.workers import RolloutWorkers
 
-COUNTS_S = 20.0
-"""Deadline for fetching the counts of all engines, in seconds."""
-GRACE_S = 20.0
-"""Seconds by which the driver's deadlines exceed those of workers, whose messages are more specific."""
+COUNTS_S = 20.0  # deadline for fetching the counts of all engines
+GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose messages are more specific
 
 
 class CompletePrompt(NamedTuple):
@@ -47,12 +44,9 @@ class CompletePrompt(NamedTuple):
     Example: CompletePrompt(batch=3, number=12, worker=0)
     """
 
-    batch: int
-    """Number of the batch in which the prompt was begun."""
-    number: int
-    """Number of the prompt, as given to `RolloutPool.begin`."""
-    worker: int
-    """Number of the rollout worker that has the group."""
+    batch: int  # number of the batch in which the prompt was begun
+    number: int  # number of the prompt, as given to `RolloutPool.begin`
+    worker: int  # number of the rollout worker that has the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +57,7 @@ class PendingBatch:
         PendingBatch(3, sampled={0: ref_a, 1: ref_b}, streams={stream_a: 0, stream_b: 1})
     """
 
-    number: int
-    """Unique number of the batch."""
+    number: int  # unique
     sampled: dict[int, Any]
     """By worker, a reference that is ready when all its responses are sampled."""
     streams: dict[Any, int]
@@ -94,14 +87,10 @@ class RolloutPool(RolloutWorkers):
     ) -> None:
         """
         Args:
-            config: number of workers, deadline of a rollout, and the fraction that may fail.
             engines: Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled.
             environments: pools of environment processes by task name, not yet started.
             generation_timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
-            max_total_sequence_length: most tokens of prompt and responses together.
-            max_turns: most responses of one rollout.
             routed: form of the experts that engines return; None: engines return none.
-            endpoint: settings of the endpoints for agents; None: there are no endpoints.
             restore: replaces lost engines in `engines` in place, or raises SamplingError.
         """
         super().__init__(config.num_workers, engines, environments, generation_timeout_s, routed, endpoint)
@@ -109,15 +98,12 @@ class RolloutPool(RolloutWorkers):
         self._replacer = EngineReplacer(engines, restore)
         self._max_total_sequence_length = max_total_sequence_length
         self._max_turns = max_turns
-        self.remarks: list[str] = []
-        """Events for the log of the run; the loop writes them and clears the list."""
-        self.trainer_state = TrainerState()
-        """Progress of the run, for the reward functions of the next responses."""
+        self.remarks: list[str] = []  # for the log of the run; the loop writes them and clears the list
+        self.trainer_state = TrainerState()  # for the reward functions of the next responses
         self._batches = count()
         self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
 
     def start(self) -> None:
-        """Begin to start the environments and the workers."""
         super().start()
         for worker, numbers in zip(self.actors, self._engines_of, strict=True):
             self._replacer.watch(worker, numbers)
@@ -125,11 +111,6 @@ class RolloutPool(RolloutWorkers):
     def make_settings(
         self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, step: int
     ) -> RolloutSettings:
-        """Make the settings of a generation batch.
-
-        The seed of a response comes from `run_seed`, `step` (number of the generation batch), the prompt's row, and the
-        numbers of the sample and turn.
-        """
         return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
@@ -145,21 +126,14 @@ class RolloutPool(RolloutWorkers):
         """Sample and score responses; returns a group for each prompt.
 
         The time until the last response is sampled counts as "generation", the scoring after that as "environment".
-
-        Raises:
-            SamplingError: an engine or an environment failed, or too many rollouts failed.
+        SamplingError if an engine or an environment failed, or too many rollouts.
         """
         with timer.phase("generation"):
             batch = self.begin(dict(enumerate(prompts)), settings)
         return self.finish(batch, timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> PendingBatch:
-        """Begin a batch; then call `finish`, or `list_complete` and `take`.
-
-        Args:
-            prompts: prompts by their number in the batch, in ascending order.
-            settings: common settings of its rollouts, from `make_settings`.
-        """
+        """Begin a batch of prompts by number, ascending; then call `finish`, or `list_complete` and `take`."""
         # A refit may have replaced engines since the last batch; requests to the old actors would fail.
         self._replacer.announce_replacements()
         batch = next(self._batches)
@@ -193,11 +167,7 @@ class RolloutPool(RolloutWorkers):
             return self.take(sorted(complete))
 
     def list_complete(self, batches: Sequence[PendingBatch]) -> list[CompletePrompt]:
-        """Return newly complete prompts, without waiting.
-
-        Raises:
-            SamplingError: an engine or an environment failed.
-        """
+        """Return newly complete prompts, without waiting; SamplingError if an engine or environment failed."""
         complete: list[CompletePrompt] = []
         streams = {stream: (batch, worker) for batch in batches for stream, worker in batch.streams.items()}
         # One question for all workers, since this is called for every prompt or two that become complete.
@@ -214,11 +184,7 @@ class RolloutPool(RolloutWorkers):
         return complete
 
     def take(self, complete: Sequence[CompletePrompt]) -> list[SampledGroup]:
-        """Fetch the groups of prompts; workers then forget them.
-
-        Raises:
-            SamplingError: a worker failed, or too many of the rollouts failed.
-        """
+        """Fetch the groups of prompts, which workers then forget; SamplingError if too many rollouts failed."""
         by_worker: defaultdict[int, list[CompletePrompt]] = defaultdict(list)
         for prompt in complete:
             by_worker[prompt.worker].append(prompt)
@@ -244,24 +210,15 @@ class RolloutPool(RolloutWorkers):
         return groups
 
     def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
-        """Wait until `list_complete` may return a prompt.
+        """Wait until `list_complete` may return a prompt of all pending batches.
 
-        Args:
-            batches: all pending batches.
-            since: time.monotonic() from which the deadlines of generation and scoring count.
-
-        Raises:
-            SamplingError: no group became complete within the deadline.
+        Raises SamplingError after the deadlines of generation and scoring, which count from `since` (time.monotonic()).
         """
         streams = {stream: worker for batch in batches for stream, worker in batch.streams.items()}
         self._wait_for_call(streams, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 
     def _wait_for_call(self, calls: Mapping[Any, int], since: float, deadline_s: float, phase_name: str) -> Any | None:
-        """Wait until a call ends; None: lost engines were replaced.
-
-        `calls` maps a call to its worker's number. Raises SamplingError, naming the late workers, `deadline_s` after
-        `since` (time.monotonic()).
-        """
+        """Wait until a call, given with its worker, ends; None: lost engines were replaced."""
         try:
             return self._replacer.wait_for_call(list(calls), since + deadline_s - time.monotonic())
         except TimeoutError:
@@ -269,10 +226,7 @@ class RolloutPool(RolloutWorkers):
             raise SamplingError(str(build_overdue_error(phase_name, workers, deadline_s))) from None
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """Take each engine's counts since the last call.
-
-        A failed engine has zeros; its next request reports the failure.
-        """
+        """Take each engine's counts since the last call; zeros if it failed, as its next request reports."""
         calls = [call_actor(engine, Engine.take_counts) for engine in self.engines]
         ended = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])
         counts = []

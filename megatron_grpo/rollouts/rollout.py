@@ -3,29 +3,66 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX, Span, StopReason, Trajectory, list_suspicions
 from megatron_grpo.config.data_schema import LEAST_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.scores import EnvironmentRequest, Scored
+from megatron_grpo.data.scores import EnvironmentRequest, Scored, TrainerState
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sample_seed
 
 ATTEMPTS = 2
 """Attempts at a rollout, and at scoring it."""
 _SHORT_SHARE = 0.25  # of the median length of a group, below which a rewarded response is unusually short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """The common settings of the rollouts of one generation batch.
+
+    Example:
+        RolloutSettings(
+            samples_per_prompt=8,
+            sampling=SamplingSettings(max_new_tokens=512, temperature=1.0),
+            run_seed=42,
+            step=7,
+            max_total_sequence_length=1024,
+            timeout_s=600.0,
+        )
+    """
+
+    samples_per_prompt: int
+    sampling: SamplingSettings
+    run_seed: int
+    step: int  # number of the generation batch, which is part of every sample's seed
+    max_total_sequence_length: int  # of prompt, responses and observations together, in tokens
+    max_turns: int = 1  # most responses of one rollout
+    timeout_s: float  # deadline of an attempt at a rollout, and of a second attempt at scoring it
+    trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
+
+
+def compute_sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
+    """Compute the seed of one response, in [0, 2^62).
+
+    It depends only on the response's identity, so that a resume or another layout draws equal tokens.
+    """
+    # The first turn is not part of the identity: its seed is that of a rollout with a single turn.
+    identity = struct.pack("<4q", run_seed, step, prompt_idx, sample) + (struct.pack("<q", turn) if turn else b"")
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2
 
 
 class GroupRollout:
@@ -40,15 +77,7 @@ class GroupRollout:
         environment: EnvironmentClient,
         endpoint: Endpoint | None = None,
     ) -> None:
-        """
-        Args:
-            group: number of the prompt in its batch.
-            datum: the prompt.
-            settings: samples of the prompt, sampling settings, seeds and deadlines.
-            engines: the worker's engines, from which a second attempt gets another one.
-            environment: environment of the prompt's task.
-            endpoint: where the environment's agent calls the model; None: the environment has no agent.
-        """
+        """Take a prompt with its number; without `endpoint` the environment has no agent."""
         self._group, self._datum, self._settings = group, datum, settings
         self._engines, self._environment, self._endpoint = engines, environment, endpoint
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
@@ -58,10 +87,7 @@ class GroupRollout:
         self._deadline = 0.0
 
     async def sample(self, engine: EngineClient) -> None:
-        """Run the turns of every sample, first on this engine.
-
-        The engine's load already includes these samples. Raises SamplingError if an engine failed.
-        """
+        """Run the turns of every sample, first on this engine, whose load already includes them."""
         self._deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
         samples = [
             asyncio.create_task(self._run_sample(number, engine)) for number in range(self._settings.samples_per_prompt)
@@ -74,11 +100,7 @@ class GroupRollout:
             raise
 
     async def score(self) -> list[Trajectory]:
-        """Score the samples; each gets a score or a failure.
-
-        Raises:
-            SamplingError: a process of the environment could not be replaced.
-        """
+        """Score the samples; each gets a score or a failure."""
         sampled = [(trajectory, state) for trajectory, state in self._sampled if trajectory.failure is None]
         if sampled:
             for (trajectory, _), scored in zip(sampled, await self._request_scores(sampled), strict=True):
@@ -154,7 +176,6 @@ class GroupRollout:
             await engine.wait_replaced()
 
     async def _run_turns(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Run one sample in which the environment answers the responses."""
         datum, settings = self._datum, self._settings
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
@@ -179,7 +200,6 @@ class GroupRollout:
             pieces.append(turn.observation)
 
     async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Run one sample whose calls an agent makes."""
         datum, settings = self._datum, self._settings
         assert self._endpoint is not None
         conversation = Conversation(
@@ -249,14 +269,10 @@ def _concatenate(pieces: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def flag_suspicious(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
-    """Flag unusually short rewarded responses; remove suspect rewards.
+    """Flag unusually short rewarded responses in a prompt's samples; remove suspect rewards.
 
-    A response without a reward is in no baseline and not in the loss. It counts as incorrect: nothing shows that it is
-    right.
-
-    Args:
-        group: the samples of one prompt, scored; those without a reward, such as failed ones, are not flagged.
-        leave_out: names of figures (without suspect/); responses with one of these above 0 lose their reward.
+    A response with a figure of `leave_out` (names without suspect/) above 0 loses its reward, so it is in no baseline
+    and not in the loss. It counts as incorrect: nothing shows that it is right.
     """
     scored = [(trajectory, trajectory.reward) for trajectory in group if trajectory.reward is not None]
     # The environment may call a response correct; where it does not say, a reward above the mean counts.

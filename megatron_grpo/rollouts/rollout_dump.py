@@ -21,11 +21,9 @@ from megatron_grpo.batch.rollout_files import (
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.rollouts.partitions import gather_partitions, locate_sequences
-from megatron_grpo.rollouts.stored_groups import PackedGroups, store_groups
+from megatron_grpo.rollouts.partitions import PackedGroups, gather_partitions, locate_sequences, store_groups
 
-FETCHED_GROUPS = 64
-"""Number of groups that are fetched at a time to be written."""
+FETCHED_GROUPS = 64  # at a time, to be written
 
 
 def load_rollouts(file: Path) -> tuple[StepFacts, PackedGroups]:
@@ -50,14 +48,10 @@ def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[i
 def dump_rollouts(
     groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
 ) -> None:
-    """Write trajectories to Parquet; the file appears when complete.
+    """Write the `chosen` samples of each group to Parquet; the file appears when complete.
 
-    Args:
-        groups: the step's groups; the batch has their sequences in this order.
-        chosen: indices of the samples of each group to write.
-        batch: the step's batch, for advantages and log-probabilities; None: the run does not train.
-        file: file to write.
-        record: facts of the step for the file.
+    Advantages and log-probabilities come from `batch`, which has the sequences in this order; None: the run does not
+    train.
     """
     values = None if batch is None else fetch_trained_values(batch)
 
@@ -77,10 +71,9 @@ def dump_rollouts(
 
 
 def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
-    """Fetch a step's advantages and log-probabilities so far.
+    """Fetch a step's advantages and log-probabilities so far, by name and sequence: [tokens], float32.
 
-    Returns:
-        By name, an array for each sequence: [tokens], float32. A field that was lost with its process is left out.
+    A field that was lost with its process is left out.
     """
     values: dict[str, Sequence[NDArray[np.float32]]] = {}
     for name in ("advantages", "prev_logprobs"):

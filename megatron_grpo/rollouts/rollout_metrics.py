@@ -15,10 +15,7 @@ from megatron_grpo.config.metric_names import TASK_METRICS
 
 
 def compute_rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Compute reward, accuracy and length statistics.
-
-    reward and accuracy are means over the responses that have one, and are left out if none has.
-    """
+    """Compute length statistics, and mean reward and accuracy of the responses that have one."""
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     correct = [outcome.correct for outcome in outcomes if outcome.correct is not None]
     lengths = [float(outcome.response_tokens) for outcome in outcomes]
@@ -33,11 +30,7 @@ def compute_rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def compute_task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
-    """Compute task_reward/NAME, task_accuracy/NAME and task_response_length/NAME.
-
-    They are means over the responses of one environment; there are none if `tasks`, the names of the run's
-    environments, has only one name.
-    """
+    """Compute task_reward/NAME, task_accuracy/NAME and task_response_length/NAME of several environments."""
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
         of_task = [outcome for outcome in outcomes if outcome.task_name == task]
@@ -47,9 +40,8 @@ def compute_task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) ->
 
 
 def compute_length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Compute percentiles of response lengths, and the untruncated share."""
+    """Compute percentiles of response lengths (tokens, interpolated), and the untruncated share."""
     lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
-    # Percentiles are in tokens, linearly interpolated.
     metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in (50, 90, 99)}
     metrics["natural_termination_rate"] = fmean(not outcome.truncated for outcome in outcomes)
     return metrics
@@ -58,11 +50,9 @@ def compute_length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
     """Compare the samples of a prompt, neighbours in `outcomes`.
 
-    Returns:
-        reward_std: mean of the groups' standard deviations (divisor n - 1), as in TRL; with one sample per prompt, the
-        standard deviation of all rewards. groups_all_wrong, groups_mixed and groups_all_right: shares of groups with
-        no, some and only correct responses, among the groups whose responses are all judged; left out without such
-        groups.
+    reward_std is the mean of the groups' standard deviations (divisor n - 1), as in TRL; with one sample per prompt,
+    the standard deviation of all rewards. groups_all_wrong, groups_mixed and groups_all_right are shares of the groups
+    whose responses are all judged, and left out without such groups.
     """
     starts = range(0, len(outcomes), samples_per_prompt)
     groups = [outcomes[start : start + samples_per_prompt] for start in starts]
@@ -86,11 +76,10 @@ def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) 
 
 
 def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Compute reward/NAME and reward_std/NAME of each reward function.
+    """Compute mean and deviation (divisor n - 1) of each reward function, and reported figures.
 
-    They are the mean and the standard deviation (divisor n - 1) of its rewards. With reward functions also
-    unscored_rate, the share of responses that no function scored; with failures that env.NAME.on_reward_error=none
-    ignores also reward_errors, their number. Figures that environments report are env/NAME or suspect/NAME, and means
+    With reward functions also unscored_rate, the share of responses that no function scored; with failures that
+    env.NAME.on_reward_error=none ignores also reward_errors, their number. Figures that environments report are means
     over the responses that have them; of very many, only the first MAX_METRICS.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
@@ -111,15 +100,9 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
 
 
 def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
-    """Compute ages of trajectories, and their numbers of versions.
+    """Compute ages of trajectories, and their numbers of versions; 0 without a token.
 
-    Args:
-        outcomes: outcomes that the step trains on; failed rollouts without a token do not count.
-        version: version of the weights with which the step begins.
-
-    Returns:
-        trajectory_age and trajectory_age_max: steps since the weights of a trajectory's oldest token;
-        trajectory_versions and trajectory_versions_max. All 0 without a token.
+    The age is in steps from the weights of a trajectory's oldest token to `version`, with which the step begins.
     """
     sampled = [outcome for outcome in outcomes if outcome.versions]
     ages = [float(version - outcome.oldest_version) for outcome in sampled] or [0.0]

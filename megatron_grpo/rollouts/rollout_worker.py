@@ -24,18 +24,19 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.partitions import TokenFunction, build_partitions, compute_over_tokens
-from megatron_grpo.rollouts.rollout import GroupRollout
+from megatron_grpo.rollouts.partitions import (
+    PackedGroups,
+    TokenFunction,
+    build_partitions,
+    compute_over_tokens,
+    store_groups,
+)
+from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
 from megatron_grpo.rollouts.rollout_dump import dump_rollouts, load_rollouts
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings
-from megatron_grpo.rollouts.stored_groups import PackedGroups, store_groups
 
 
 class RolloutWorker:
-    """Ray actor that runs rollouts.
-
-    Rollouts stay in the object store as long as a reference to them exists.
-    """
+    """Ray actor that runs rollouts, which stay in the object store while a reference to them exists."""
 
     def __init__(
         self,
@@ -66,20 +67,10 @@ class RolloutWorker:
     async def collect(
         self, batch: int, settings: RolloutSettings, prompts: list[tuple[int, DatumSpec]]
     ) -> AsyncIterator[list[int]]:
-        """Sample and score responses to prompts.
+        """Sample and score responses to prompts; yields numbers of those whose groups are complete.
 
-        It is called as a streaming generator of Ray.
-
-        Args:
-            batch: number of the batch among those that the driver has begun (`PendingBatch.number`).
-            settings: samples of each prompt, sampling settings, seeds and deadlines.
-            prompts: prompts with their numbers in the batch.
-
-        Yields:
-            Numbers of prompts whose groups have become complete.
-
-        Raises:
-            SamplingError: an engine failed, or a process of an environment could not be replaced.
+        It is called as a streaming generator of Ray. Raises SamplingError if an engine failed, or a process of an
+        environment could not be replaced.
         """
         sampled, groups_to_sample = self._sampled[batch], len(prompts)
         deadline = asyncio.create_task(self._engines.lose_overdue(self._generation_timeout_s))
@@ -113,55 +104,44 @@ class RolloutWorker:
                 task.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
-        """Return groups and remarks for the log; forget them.
-
-        Why `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
-        generator. `complete`: numbers of batch and prompt of each group.
-        """
+        """Return groups, by numbers of batch and prompt, and remarks for the log; forget them."""
+        # `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
+        # generator.
         remarks = [text for client in self._environments.values() for text in client.remarks]
         for client in self._environments.values():
             client.remarks.clear()
         return store_groups([self._complete.pop(key) for key in complete]).to_message(), remarks
 
     async def wait_sampled(self, batch: int) -> None:
-        """Wait until a batch is sampled or has failed."""
         await self._sampled[batch].wait()
         del self._sampled[batch]
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
-        """Wait until engines are lost; returns losses by number.
-
-        Rollouts on these engines wait until the engines are replaced or given up.
-        """
+        """Wait until engines are lost; rollouts on them wait until they are replaced or given up."""
         return await self._engines.wait_for_losses()
 
     async def replace_engine(self, number: int, actor: Any) -> None:
-        """Use another actor as this engine; requests are repeated."""
         self._engines.find(number).replace(actor)
 
     async def give_up_engine(self, number: int, reason: str) -> None:
-        """Let rollouts on a lost engine fail with this text."""
         self._engines.find(number).give_up(reason)
 
-    # These run on a thread, so that rollouts continue meanwhile.
+    # The functions of these calls run on a thread, so that rollouts continue meanwhile.
 
     @phase("build partitions")
     async def build_partitions(
         self, groups: PackedGroups, located: Sequence[NDArray[np.int32]], routed: RoutedForm | None
     ) -> tuple[NDArray[Any], ...]:
-        """Build the arrays of partitions (`partitions.build_partitions`)."""
         return await asyncio.to_thread(build_partitions, groups, located, routed)
 
     @phase("compute")
     async def compute(
         self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], arguments: Sequence[Any]
     ) -> tuple[dict[str, list[Any]], Any]:
-        """Run a function over the tokens of a step (`partitions.compute_over_tokens`)."""
         return await asyncio.to_thread(compute_over_tokens, fn, batch, fields, arguments)
 
     @phase("read rollouts")
     async def load(self, file: Path) -> tuple[StepFacts, PackedGroups]:
-        """Read a step's file of rollouts into the object store."""
         facts, groups = await asyncio.to_thread(load_rollouts, file)
         return facts, groups.to_message()
 
@@ -169,5 +149,4 @@ class RolloutWorker:
     async def dump(
         self, groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
     ) -> None:
-        """Write a step's file of rollouts (`rollout_dump.dump_rollouts`)."""
         await asyncio.to_thread(dump_rollouts, groups, chosen, batch, file, record)

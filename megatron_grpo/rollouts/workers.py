@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +25,15 @@ from megatron_grpo.environments.environment_processes import EnvironmentPool
 from megatron_grpo.environments.environment_status import STARTUP_S
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import EndpointSettings
-from megatron_grpo.rollouts.partitions import TokenFunction, list_rollout_fields, locate_sequences
+from megatron_grpo.rollouts.partitions import (
+    TokenFunction,
+    list_rollout_fields,
+    locate_sequences,
+    pack_groups,
+    store_groups,
+)
 from megatron_grpo.rollouts.rollout_dump import choose_evenly
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
-from megatron_grpo.rollouts.stored_groups import pack_groups, store_groups
 
 ENGINES_PER_WORKER = 8
 
@@ -35,10 +41,7 @@ Value = TypeVar("Value")
 
 
 class RolloutWorkers:
-    """The actors of a `RolloutPool`, and calls on stored tokens.
-
-    The driver holds only references to tokens.
-    """
+    """The actors of a `RolloutPool`, and calls on stored tokens, of which the driver holds only references."""
 
     def __init__(
         self,
@@ -61,7 +64,6 @@ class RolloutWorkers:
         self._started_at = 0.0
 
     def start(self) -> None:
-        """Begin to start the environments and the workers."""
         self._started_at = time.monotonic()
         engines = len(self.engines)
         workers = self._number or max(1, round(engines / ENGINES_PER_WORKER))
@@ -74,12 +76,15 @@ class RolloutWorkers:
         self._shares = [sum(1 / users[engine] for engine in numbers) / max(engines, 1) for numbers in self._engines_of]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(self._engines_of):
+            endpoint = self._endpoint
+            if endpoint is not None and endpoint.port:  # workers listen on consecutive ports
+                endpoint = replace(endpoint, port=endpoint.port + index)
             worker = actor.remote(
                 index,
                 engines={number: self.engines[number] for number in numbers},
                 environments={name: by_worker[index] for name, by_worker in handles.items()},
                 generation_timeout_s=self._timeout_s,
-                endpoint=None if self._endpoint is None else self._endpoint.with_worker_port(index),
+                endpoint=endpoint,
             )
             self.actors.append(worker)
         self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
@@ -98,16 +103,10 @@ class RolloutWorkers:
     def build_partitions(
         self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Make the workers store a step's tokens as arrays.
+        """Make the workers store a step's tokens as arrays, partition by partition; returns at once.
 
-        Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
-
-        Args:
-            groups: rollouts of the step, a group for each prompt.
-            partitions: indices of the sequences of each partition, int64, ascending, group by group.
-
-        Returns:
-            By field (`concatenate_trajectories`), for each partition a reference to an array [tokens of the partition].
+        Returns `StepBatch.fields` with what `concatenate_trajectories` makes. Fetching an array waits until it is
+        stored, and raises if its worker failed.
         """
         fields = list_rollout_fields(self._routed)
         located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
@@ -132,16 +131,10 @@ class RolloutWorkers:
         return stored
 
     def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
-        """Compute new fields of a step's tokens in a worker.
+        """Compute new fields of a step's tokens in a worker, and add them to the batch; returns the summary.
 
-        Args:
-            fn: called with the lengths, the arrays of `fields` and `args`; it must be importable in the worker.
-            batch: the step's batch, which gets the new fields.
-            fields: names of the fields that the function reads.
-            args: further arguments of the function.
-
-        Raises:
-            RunError: the function raised, or the worker failed.
+        `fn` is called with the lengths, the arrays of `fields` and `args`, and must be importable in the worker. Raises
+        RunError if it raised, or the worker failed.
         """
         call = self._call_next(RolloutWorker.compute, fn, batch, list(fields), args)
         ((new_fields, summary),) = self._gather(call, self._timeout_s, "computation over a step's tokens")
@@ -149,11 +142,7 @@ class RolloutWorkers:
         return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
-        """Fetch the trajectories of a few groups into the driver.
-
-        Raises:
-            RunError: a trajectory was lost with its worker, or did not arrive in time.
-        """
+        """Fetch the trajectories of a few groups; RunError if one was lost with its worker, or is overdue."""
         try:
             return pack_groups(groups).fetch(self._timeout_s)
         except RayError as error:
@@ -166,11 +155,7 @@ class RolloutWorkers:
         return store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """Read a step's rollouts from an earlier run's file.
-
-        Raises:
-            RunError: the file cannot be read in time.
-        """
+        """Read a step's rollouts from an earlier run's file; RunError if it cannot be read in time."""
         call = self._call_next(RolloutWorker.load, file)
         ((facts, packed),) = self._gather(call, self._timeout_s, "reading of rollouts")
         return facts, packed.unpack()
@@ -185,19 +170,11 @@ class RolloutWorkers:
         *,
         sample: int | None = None,
     ) -> Any:
-        """Begin to write a step's rollouts into rollouts/step_N.parquet.
+        """Begin to write a step's rollouts into rollouts/step_N.parquet; returns the argument of `wait_dump`.
 
-        Args:
-            step: number of the training step, for the file's name.
-            groups: rollouts of the step; the column `group` of the file is a group's index here.
-            batch: the step's batch, whose advantages and log-probabilities are written as far as it has them; None: the
-                run does not train.
-            run_dir: the run's folder.
-            record: facts of the step for the file.
-            sample: write only this many rollouts, evenly spread over the step; None: all.
-
-        Returns:
-            The argument of `wait_dump`.
+        The column `group` of the file is the index in `groups`. Advantages and log-probabilities are written as far as
+        `batch` has them (None: the run does not train). With `sample` only this many rollouts are written, evenly
+        spread over the step.
         """
         chosen = choose_evenly([len(group.outcomes) for group in groups], sample)
         file = locate_rollouts_file(run_dir, step)
@@ -208,7 +185,6 @@ class RolloutWorkers:
         self._gather(dump, self._timeout_s, "writing of rollouts")
 
     def _share_out(self, values: Sequence[Value]) -> list[list[Value]]:
-        """Divide values among workers, in proportion to their engines."""
         # Rounding the bounds, not the sizes, gives every value to exactly one worker.
         bounds = [round(len(values) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         return [list(values[begin:end]) for begin, end in pairwise(bounds)]
@@ -216,18 +192,12 @@ class RolloutWorkers:
     def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, Any]:
-        """Call a method of the next worker, round robin."""
         worker = next(self._turn) % len(self.actors)
         return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
 
     @staticmethod
     def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:
-        """Wait for the answers to calls by worker's number.
-
-        Raises:
-            SamplingError: a worker failed or missed the deadline.
-            RunError: a worker raised this error itself; its class and message are kept.
-        """
+        """Wait for answers by worker's number; SamplingError, or the RunError that a worker raised itself."""
         names = [WORKER_NAME(worker) for worker in calls]
         try:
             return gather(list(calls.values()), deadline_s=deadline_s, phase_name=phase_name, name=names.__getitem__)

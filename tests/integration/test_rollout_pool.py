@@ -26,7 +26,7 @@ from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt, RolloutPool
-from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
+from megatron_grpo.rollouts.rollout import compute_sample_seed
 from tests.support.made_up_pool import (
     PROMPTS,
     SAMPLES,

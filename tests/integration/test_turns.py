@@ -21,7 +21,7 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
+from megatron_grpo.rollouts.rollout import compute_sample_seed
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 

@@ -22,7 +22,7 @@ from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings
+from megatron_grpo.rollouts.rollout import RolloutSettings
 
 Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
 """(prompts, samples of each) -> the samples of each prompt."""

@@ -17,7 +17,7 @@ from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
+from megatron_grpo.rollouts.rollout import compute_sample_seed
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24

@@ -18,8 +18,7 @@ from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
-from megatron_grpo.rollouts.rollout import GroupRollout
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sample_seed
+from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 from tests.unit.rollouts.test_rollout import DATUM
 
 BATCH_SETTINGS = RolloutSettings(

@@ -17,8 +17,7 @@ from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, Turn
 from megatron_grpo.rollouts.failures import RolloutFailure
-from megatron_grpo.rollouts.rollout import GroupRollout
-from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sample_seed
+from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 
 BATCH_SETTINGS = RolloutSettings(
     samples_per_prompt=3,
