@@ -37,8 +37,7 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
-from megatron_grpo.rollouts.lost_engines import RestoreEngines, refuse_to_restore
-from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
 from megatron_grpo.run.launch import (

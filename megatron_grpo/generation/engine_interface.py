@@ -29,7 +29,6 @@ class Engine(Protocol):
 
     async def start(self) -> EngineStart:
         """Start with the weights of the model folder."""
-        ...
 
     def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
@@ -41,15 +40,12 @@ class Engine(Protocol):
         there is none. Raises EngineLostError if a process of the engine has ended, and RuntimeError with the reason if
         the engine cannot sample.
         """
-        ...
 
     async def abort(self, call: str, indices: list[int]) -> None:
         """Stop some requests of a call; each gets the reason as its answer."""
-        ...
 
     def take_counts(self) -> EngineCounts:
         """Return the counts of the work since the last call."""
-        ...
 
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
@@ -57,19 +53,15 @@ class Engine(Protocol):
         `source` is the weight map, and `rendezvous`; with files, `folder` and `session`. `first_receiver` is the total
         number of workers of the engines before this one.
         """
-        ...
 
     async def receive_weights(self, version: int) -> None:
         """Receive a version; until its commit requests are refused, or wait with updates in flight."""
-        ...
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
         """Serve the weights if every worker confirms them, or only after `check_canary`."""
-        ...
 
     async def check_canary(self, prompt: CanaryPrompt) -> float:
         """Serve the committed weights if `CanaryPrompt.require_agreement` does not raise; returns the same."""
-        ...
 
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]: ...
 
@@ -92,4 +84,3 @@ class EngineWorker(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Describe the server for checks, or return {"problem": ...}."""
-        ...

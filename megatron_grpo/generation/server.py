@@ -259,21 +259,14 @@ class ServerEngine(Engine):
         if not awaits_canary:
             await self._post("/resume")
 
-    async def _call_workers(
-        self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> list[Any]:
-        return require_answers(await self._collect_answers(method, *args, **kwargs), f"{self._url}: ")
-
-    async def _collect_answers(
-        self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs
-    ) -> list[Any]:
+    async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
         answer = await self._post("/collective_rpc", {"method": method.__name__, "args": list(args)})
-        return list(answer["results"])
+        return require_answers(answer["results"], f"{self._url}: ")
 
     async def _require_fitting_server(self) -> None:
         url = self._url
         try:
-            worker, *_ = await self._collect_answers(EngineWorker.describe)
+            worker, *_ = await self._call_workers(EngineWorker.describe)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{url} cannot be refitted: {error}; start it with python -m megatron_grpo.serve"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -29,13 +30,74 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.failures import require_few_failures
-from megatron_grpo.rollouts.lost_engines import EngineReplacer, RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.rollouts.workers import RolloutWorkers
 
 COUNTS_S = 20.0  # deadline for fetching the counts of all engines
 GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose messages are more specific
+
+
+RestoreEngines = Callable[[Mapping[int, str]], None]
+"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
+
+
+def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
+    """Raise SamplingError with the reasons; replaces no engine."""
+    raise SamplingError("; ".join(dict.fromkeys(lost_engines.values())))
+
+
+class EngineReplacer:
+    """Replaces the engines that rollout workers report as lost; `restore` puts actors into `engines`."""
+
+    def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
+        self._engines, self._restore = engines, restore
+        self._announced = list(engines)  # the actors that workers use
+        self._restarts = [0] * len(engines)
+        self._users: list[tuple[Any, Sequence[int]]] = []
+        self._reports: dict[Any, Any] = {}  # open calls of `wait_for_losses`, each with its worker
+
+    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
+        """Listen to the reports of a worker that uses these engines."""
+        self._users.append((worker, numbers))
+        self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
+
+    def announce_replacements(self) -> None:
+        """Tell workers about replaced engines, such as those of a refit."""
+        for number, actor in enumerate(self._engines):
+            if actor is not self._announced[number]:
+                self._announced[number] = actor
+                self._restarts[number] += 1
+                for worker in self._list_users(number):
+                    call_actor(worker, RolloutWorker.replace_engine, number, actor)
+
+    def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
+        """Wait until a call has ended, and return it, or replace lost engines; TimeoutError otherwise."""
+        # Reports are open calls like any other, so one wait notices both.
+        self.announce_replacements()
+        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
+        if not ready:
+            raise TimeoutError
+        if ready[0] not in self._reports:
+            return ready[0]
+        worker, lost_engines = self._reports.pop(ready[0]), {}
+        with suppress(RayError):  # if the worker died, its other calls raise the error
+            losses = ray.get(ready[0])
+            self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
+            # Another worker may have reported the loss, and the engine may be replaced already.
+            lost_engines = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+        try:
+            if lost_engines:
+                self._restore(lost_engines)
+        except SamplingError as error:
+            for number in lost_engines:
+                for user in self._list_users(number):
+                    call_actor(user, RolloutWorker.give_up_engine, number, str(error))
+        self.announce_replacements()
+        return None
+
+    def _list_users(self, number: int) -> list[Any]:
+        return [worker for worker, numbers in self._users if number in numbers]
 
 
 class CompletePrompt(NamedTuple):

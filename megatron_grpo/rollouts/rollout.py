@@ -25,8 +25,7 @@ from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
 
-ATTEMPTS = 2
-"""Attempts at a rollout, and at scoring it."""
+ATTEMPTS = 2  # at a rollout, and at scoring it
 _SHORT_SHARE = 0.25  # of the median length of a group, below which a rewarded response is unusually short
 
 
@@ -36,12 +35,8 @@ class RolloutSettings:
 
     Example:
         RolloutSettings(
-            samples_per_prompt=8,
-            sampling=SamplingSettings(max_new_tokens=512, temperature=1.0),
-            run_seed=42,
-            step=7,
-            max_total_sequence_length=1024,
-            timeout_s=600.0,
+            samples_per_prompt=8, sampling=SamplingSettings(max_new_tokens=512), run_seed=42, step=7,
+            max_total_sequence_length=1024, timeout_s=600.0,
         )
     """
 
