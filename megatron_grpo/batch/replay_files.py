@@ -123,7 +123,7 @@ def write_figures(file: Path, figures: StepFigures) -> None:
 
 
 def read_figures(file: Path) -> StepFigures | None:
-    """Read a file of `write_figures`; None: no file. ValueError if damaged or of another version."""
+    """Read a file of `write_figures`; None: no file. ValueError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

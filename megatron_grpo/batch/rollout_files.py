@@ -56,7 +56,7 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Read the rollouts that a run wrote, of one step or of all steps in order.
+    """Read a run's rollouts, of one step or of all in order.
 
     Yields a dict with the step and the fields of `Trajectory` and `TrainedValues` for each. Token ids and values of
     tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Raises FileNotFoundError if there

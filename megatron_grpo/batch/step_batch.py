@@ -22,7 +22,7 @@ TokenArrays = dict[str, NDArray[Any]]
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """The sequences that a step trains on, without their tokens; it lives on the driver.
+    """The sequences that a step trains on, without their tokens.
 
     The samples of a prompt are neighbours. A partition is the sequences whose tokens lie together in the object store.
 

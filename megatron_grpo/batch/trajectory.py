@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory(Outcome):
-    """An outcome with its tokens and text, in a rollout worker or the object store.
+    """An outcome with its tokens and text, outside the driver.
 
     Token ids are the truth; the text is only for people and environments. Counts are taken from the arrays when a
     trajectory is made: `replace` it rather than assign other arrays.

@@ -81,7 +81,7 @@ async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], 
 
 
 def prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind workers to cores, and begin to import vLLM for them; call it before this process imports vLLM."""
+    """Bind workers to cores, and begin to import vLLM, before this process does."""
     ranks = settings.config.parallel.ranks_per_engine
     total = settings.config.parallel.data * ranks
     cores = assign_cores(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)

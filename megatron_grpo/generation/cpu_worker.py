@@ -41,8 +41,8 @@ def localize_choices(weights: Tensor, chosen: Tensor, local_index: Tensor, exper
 
 
 def patch_expert_layers() -> None:
-    """Make vLLM's CPU layers respect which experts a rank has; call it once, before the model is made."""
-    # Their kernel indexes a rank's experts by global numbers.
+    """Make vLLM's CPU layers respect which experts a rank has."""
+    # Their kernel indexes a rank's experts by global numbers. This is called once, before the model is made.
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     original = CPUUnquantizedExperts.apply
@@ -64,7 +64,7 @@ Rows = dict[int, NDArray[np.int16]]
 
 
 class RoutingRecorder:
-    """Records each token's experts in this rank's layers; the engine must have no prefix cache."""
+    """Records each token's experts in this rank's layers, without a prefix cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -81,7 +81,7 @@ class RoutingRecorder:
         self._step[layer] = experts.to(torch.int16).numpy().copy()
 
     def end_step(self, scheduled: Any, order: list[str]) -> None:
-        """Divide the experts of a pass (vLLM's SchedulerOutput) among requests in the `order` of their tokens."""
+        # `scheduled` is vLLM's SchedulerOutput; `order` has the requests in the order of their tokens.
         cached = scheduled.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         step, self._step = self._step, {}
@@ -96,7 +96,7 @@ class RoutingRecorder:
                 begin += count
 
     def take(self, name: str) -> Rows:
-        """Return a finished request's experts by layer, and forget it; empty if it never ran."""
+        """Return and forget a finished request's experts; empty if it never ran."""
         # vLLM appends a hyphen and random characters to the name as which a request was added.
         vllm_name = next((request for request in self._requests if request.rpartition("-")[0] == name), None)
         if vllm_name is None:
@@ -138,7 +138,7 @@ class PipelineCPUWorker(CPUWorker):
         return output
 
     def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
-        """Return and forget the experts of finished requests, by name and number of a layer of this stage.
+        """Return and forget the experts of finished requests, by name and layer.
 
         Experts are the bytes of [tokens, experts of a token], int16, since vLLM's messages carry no arrays.
         """

@@ -37,7 +37,7 @@ class VllmGeneration:
     def __init__(
         self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
     ) -> None:
-        """Take the Ray options (resources, placement) of the engine with an index as a function."""
+        # `actor_options`: Ray options (resources, placement) of the engine with an index.
         self.routed, self.config = settings.routed, settings.config
         self._settings = [replace(settings, index=index) for index in range(self.config.parallel.data)]
         self._actor_options = actor_options
@@ -103,7 +103,7 @@ class VllmGeneration:
         return [call_actor(self.engines[number], method, *args, **kwargs) for number in numbers]
 
     def sleep(self) -> None:
-        """Put all engines to sleep; RunError if one has responses in flight, failed, or is overdue."""
+        """Put all engines to sleep; RunError if one does not."""
         calls = self.submit(VllmEngine.sleep)
         try:
             self._gather(calls, "engines going to sleep")

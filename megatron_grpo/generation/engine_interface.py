@@ -55,7 +55,7 @@ class Engine(Protocol):
         """
 
     async def receive_weights(self, version: int) -> None:
-        """Receive a version; until its commit requests are refused, or wait with updates in flight."""
+        """Receive a version; requests are refused or wait until its commit."""
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
         """Serve the weights if every worker confirms them, or only after `check_canary`."""

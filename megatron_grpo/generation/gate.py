@@ -101,7 +101,7 @@ class Gate:
 
     @asynccontextmanager
     async def admission(self, requests: int) -> AsyncIterator[None]:
-        """Context in which requests are added; weights cannot change, and a paused engine resumes at its end."""
+        """Context in which requests are added; a paused engine resumes after it."""
         async with self._admission_lock:
             self._count(requests)  # from here on no pause begins
             try:
@@ -122,7 +122,7 @@ class Gate:
 
     @asynccontextmanager
     async def running_scheduler(self) -> AsyncIterator[None]:
-        """Context in which a closed engine's scheduler runs, with new requests kept out as before."""
+        """Context in which a closed engine's scheduler runs, without new requests."""
         await self._resume()
         try:
             yield

@@ -32,7 +32,7 @@ _registered = False
 
 
 def register() -> None:
-    """Prepare a process of our engines and servers; idempotent, and nothing in other processes of vLLM.
+    """Prepare a process of our engines and servers, but no other; idempotent.
 
     All of them load the run's tokenizer. In an engine's process, further parts of vLLM are replaced (CPU) or checked
     (CUDA), the log is opened, and a thread ends the process when its parent is gone.
@@ -70,13 +70,13 @@ def _describe_role() -> str:
 
 
 def begin_process() -> None:
-    """Open the log; end this process when its parent ends. A fork needs this again, since it copies no threads."""
+    """Open the log; end with the parent. A fork copies no threads."""
     begin_process_log(f"{os.environ[ENGINE_MARKER]} {_describe_role()}", lasting_phase="serve")
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 
 def is_parent_gone() -> bool:
-    """True once the process that requested this one has ended; the fork server in between may still live."""
+    # The parent is the process that requested this one; the fork server in between may still live.
     parent = multiprocessing.parent_process()
     if isinstance(multiprocessing.current_process(), ForkServerProcess):
         return parent is None or not parent.is_alive()

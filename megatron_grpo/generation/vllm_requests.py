@@ -112,7 +112,7 @@ def describe_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """Read each request's experts: [prompt and response tokens but the last, experts recorded per token]."""
+    """Read requests' experts: [prompt and response tokens but the last, experts recorded]."""
     from megatron_grpo.platform.device import detect_platform  # imports torch, which rollout workers do without
 
     if detect_platform().name == "cpu":

@@ -35,7 +35,7 @@ class Conversation:
         compute_seed: Callable[[int], int],
         max_length: int,
     ) -> None:
-        """`compute_seed` is a function of a response's number; `max_length` is of prompts and responses together."""
+        # `compute_seed` is a function of a response's number; `max_length` is of prompts and responses together.
         self.pieces: list[NDArray[np.int32]] = []
         """Context and sampled tokens, alternating, [tokens] each, int32."""
         self.outputs: list[GenerationOutput] = []
@@ -78,7 +78,7 @@ class Conversation:
             return output
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
-        """Sample the response to a text or to token ids that begins with the conversation; raises as `chat`."""
+        """Sample the response to a text or token ids; raises as `chat`."""
         async with self._lock:
             output = await self._sample(self._encode_prompt(prompt), max_tokens)
             self._history = prompt + output.text if isinstance(prompt, str) else None

@@ -50,7 +50,7 @@ class EngineClient:
     """
 
     def __init__(self, actor: Any, index: int, user: str) -> None:
-        """Take an `Engine` actor and its number; the name of the calling process makes its calls' names unique."""
+        # `user`, the name of the calling process, makes the names of its calls unique.
         self.name, self.number = ENGINE_NAME(index), index
         self.load = 0  # rollouts that are assigned to this engine and still sampling
         self.loss: EngineLoss | None = None

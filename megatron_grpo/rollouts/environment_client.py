@@ -89,7 +89,7 @@ class EnvironmentClient:
         return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """Return a score for each sample, or why it has none; SamplingError if a process is not replaced."""
+        """Return a score for each sample, or the reason why it has none."""
         try:
             return await self._ask(EnvironmentWorker.score, requests)
         except RolloutFailure:

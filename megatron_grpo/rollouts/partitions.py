@@ -90,7 +90,7 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
 def locate_sequences(
     partitions: Sequence[NDArray[np.int64]], group_sizes: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Find each sequence's group, and its index in the group; sequences are numbered group by group."""
+    """Find each sequence's group, and its index in the group."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
     ends = np.cumsum(group_sizes)
     begins = ends - np.asarray(group_sizes)

@@ -72,7 +72,7 @@ class EngineReplacer:
                     call_actor(worker, RolloutWorker.replace_engine, number, actor)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Wait until a call has ended, and return it, or replace lost engines; TimeoutError otherwise."""
+        """Return the next call that ends; None: lost engines were replaced. Raises TimeoutError."""
         # Reports are open calls like any other, so one wait notices both.
         self.announce_replacements()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
@@ -195,7 +195,7 @@ class RolloutPool(RolloutWorkers):
         return self.finish(batch, timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> PendingBatch:
-        """Begin a batch of prompts by number, ascending; then call `finish`, or `list_complete` and `take`."""
+        """Begin a batch of prompts by number, ascending, for `finish` or `take`."""
         # A refit may have replaced engines since the last batch; requests to the old actors would fail.
         self._replacer.announce_replacements()
         batch = next(self._batches)
@@ -246,7 +246,7 @@ class RolloutPool(RolloutWorkers):
         return complete
 
     def take(self, complete: Sequence[CompletePrompt]) -> list[SampledGroup]:
-        """Fetch the groups of prompts, which workers then forget; SamplingError if too many rollouts failed."""
+        """Take the groups of prompts from workers; SamplingError if too many failed."""
         by_worker: defaultdict[int, list[CompletePrompt]] = defaultdict(list)
         for prompt in complete:
             by_worker[prompt.worker].append(prompt)
@@ -288,7 +288,8 @@ class RolloutPool(RolloutWorkers):
             raise SamplingError(str(build_overdue_error(phase_name, workers, deadline_s))) from None
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """Take each engine's counts since the last call; zeros if it failed, as its next request reports."""
+        """Take each engine's counts since the last call."""
+        # A failed engine has zeros; its next request reports the failure.
         calls = [call_actor(engine, Engine.take_counts) for engine in self.engines]
         ended = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])
         counts = []

@@ -82,7 +82,7 @@ class GroupRollout:
         self._deadline = 0.0
 
     async def sample(self, engine: EngineClient) -> None:
-        """Run the turns of every sample, first on this engine, whose load already includes them."""
+        """Run every sample, first on this engine, whose load includes them."""
         self._deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
         samples = [
             asyncio.create_task(self._run_sample(number, engine)) for number in range(self._settings.samples_per_prompt)

@@ -36,7 +36,7 @@ from megatron_grpo.rollouts.rollout_dump import dump_rollouts, load_rollouts
 
 
 class RolloutWorker:
-    """Ray actor that runs rollouts, which stay in the object store while a reference to them exists."""
+    """Ray actor that runs rollouts, and puts them into the object store."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RolloutWorker:
                 task.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
-        """Return groups, by numbers of batch and prompt, and remarks for the log; forget them."""
+        """Return and forget groups, by batch and prompt, and remarks for the log."""
         # `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
         # generator.
         remarks = [text for client in self._environments.values() for text in client.remarks]
@@ -117,7 +117,7 @@ class RolloutWorker:
         del self._sampled[batch]
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
-        """Wait until engines are lost; rollouts on them wait until they are replaced or given up."""
+        # Rollouts on these engines wait until the engines are replaced or given up.
         return await self._engines.wait_for_losses()
 
     async def replace_engine(self, number: int, actor: Any) -> None:

@@ -41,7 +41,7 @@ Value = TypeVar("Value")
 
 
 class RolloutWorkers:
-    """The actors of a `RolloutPool`, and calls on stored tokens, of which the driver holds only references."""
+    """The actors of a `RolloutPool`, and calls on the tokens that they stored."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class RolloutWorkers:
     def build_partitions(
         self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Make the workers store a step's tokens as arrays, partition by partition; returns at once.
+        """Make the workers store a step's tokens as arrays, by partition.
 
-        Returns `StepBatch.fields` with what `concatenate_trajectories` makes. Fetching an array waits until it is
-        stored, and raises if its worker failed.
+        Returns `StepBatch.fields` with what `concatenate_trajectories` makes, at once: fetching an array waits until it
+        is stored, and raises if its worker failed.
         """
         fields = list_rollout_fields(self._routed)
         located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
@@ -131,7 +131,7 @@ class RolloutWorkers:
         return stored
 
     def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
-        """Compute new fields of a step's tokens in a worker, and add them to the batch; returns the summary.
+        """Add new fields, computed in a worker, to the batch; returns the summary.
 
         `fn` is called with the lengths, the arrays of `fields` and `args`, and must be importable in the worker. Raises
         RunError if it raised, or the worker failed.
@@ -142,7 +142,7 @@ class RolloutWorkers:
         return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
-        """Fetch the trajectories of a few groups; RunError if one was lost with its worker, or is overdue."""
+        """Fetch the trajectories of a few groups; RunError if one was lost."""
         try:
             return pack_groups(groups).fetch(self._timeout_s)
         except RayError as error:
@@ -155,7 +155,7 @@ class RolloutWorkers:
         return store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """Read a step's rollouts from an earlier run's file; RunError if it cannot be read in time."""
+        """Read a step's rollouts from an earlier run's file; raises RunError."""
         call = self._call_next(RolloutWorker.load, file)
         ((facts, packed),) = self._gather(call, self._timeout_s, "reading of rollouts")
         return facts, packed.unpack()
@@ -197,7 +197,7 @@ class RolloutWorkers:
 
     @staticmethod
     def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:
-        """Wait for answers by worker's number; SamplingError, or the RunError that a worker raised itself."""
+        """Wait for answers; SamplingError, or the RunError that a worker raised."""
         names = [WORKER_NAME(worker) for worker in calls]
         try:
             return gather(list(calls.values()), deadline_s=deadline_s, phase_name=phase_name, name=names.__getitem__)
