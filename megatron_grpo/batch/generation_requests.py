@@ -56,8 +56,7 @@ class GenerationRequest:
     """All tokens before the response: [prompt tokens], int32."""
     seed: int
     """Seed of this request alone, so that its tokens do not depend on other requests in flight."""
-    max_new_tokens: int
-    """Most tokens of this response; the settings' max_new_tokens limits it too."""
+    max_new_tokens: int  # most tokens of this response; the settings' max_new_tokens limits it too
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,8 +74,7 @@ class GenerationOutput:
     """Sampled tokens, with the stop token if one was sampled: [response tokens], int32."""
     logprobs: NDArray[np.float32]
     """Log-probability of each token after penalties, temperature and filters: [response tokens], float32."""
-    text: str
-    """The text of `decode_response`."""
+    text: str  # the text of `decode_response`
     stop_reason: StopReason
     spans: list[Span]
     """Spans of tokens that one committed weight version sampled; positions count from the first response token."""

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import PolicyConfig
 
-Lengths = Sequence[int] | NDArray[np.integer]
-"""Tokens of each sequence, [sequences]."""
+Lengths = Sequence[int] | NDArray[np.integer]  # tokens of each sequence, [sequences]
 BIN_GROWTH = 1.01  # if the sequences do not fit n bins, try 1 % more
 
 
@@ -22,12 +21,10 @@ class Cost:
     """Cost of computing a sequence, in any unit."""
 
     per_token: float
-    per_pair: float
-    """Cost of a pair of a query and a key that it attends to."""
+    per_pair: float  # cost of a pair of a query and a key that it attends to
     window: int | None = None
     """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
-    per_windowed_pair: float = 0.0
-    """Cost of a pair in the layers with a sliding window."""
+    per_windowed_pair: float = 0.0  # cost of a pair in the layers with a sliding window
 
     def compute(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Compute the cost of each sequence: [sequences], float64."""
@@ -38,8 +35,7 @@ class Cost:
         return cost + self.per_windowed_pair * (within * (within + 1) / 2 + self.window * (lengths - within))
 
 
-OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)
-"""Cost by length alone, as if attention were free."""
+OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)  # cost by length alone, as if attention were free
 
 # Why packing is done as it is. Two aims pull apart. Every microbatch has a fixed overhead (kernel launches, and with
 # pipelines and expert parallelism a collective per layer), so there should be as few as the memory of one allows. And
@@ -62,8 +58,7 @@ class SequencePacker:
 
     microbatch_tokens: int
     """Most tokens of a microbatch, padding included; a sequence that is longer alone gets one of its own."""
-    multiple: int
-    """Number of tokens of which the length of every padded sequence is a multiple."""
+    multiple: int  # number of tokens of which the length of every padded sequence is a multiple
     cost: Cost
 
     def assign_to_replicas(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
@@ -81,13 +76,10 @@ class SequencePacker:
     def make_microbatches(self, replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
         """Make the microbatches of replicas whose sequences are fixed.
 
-        Args:
-            replicas: for each replica the tokens of each sequence, [sequences], int64.
-
-        Returns:
-            For each replica its microbatches, costliest first, each a list of indices into its lengths; equally many on
-            each replica that has enough sequences.
+        Returns lists of indices into each replica's lengths, costliest first; equally many on each replica that has
+        enough sequences.
         """
+        # Replicas that share experts go through their microbatches in step, so the neediest decides for all.
         count = max(len(self._fill_fewest_bins(lengths, 1)) for lengths in replicas)
         while True:
             filled = [self._fill_bins(lengths, min(count, len(lengths))) for lengths in replicas]
@@ -160,8 +152,7 @@ class SequencePadder:
 
     microbatch_tokens: int
     """Most tokens of a rectangle; a sequence that is longer alone gets one of its own."""
-    multiple: int
-    """Number of columns of which the width of every rectangle is a multiple."""
+    multiple: int  # number of columns of which the width of every rectangle is a multiple
 
     def assign_to_replicas(self, lengths: Lengths, replicas: int) -> list[list[int]]:
         """Divide sequences among replicas, as `SequencePacker.assign_to_replicas` does."""

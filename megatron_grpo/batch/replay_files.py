@@ -18,8 +18,7 @@ REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
 # Distributions whose versions are recorded, where they are installed.
 _PACKAGES = ("megatron_grpo", "torch", "megatron-core", "transformer-engine", "triton", "vllm", "transformers", "numpy")
-WATCHED_TOKENS = 32
-"""Most tokens of a step whose hidden states are recorded."""
+WATCHED_TOKENS = 32  # most tokens of a step whose hidden states are recorded
 _STATE = "hidden state"
 
 
@@ -30,12 +29,10 @@ class TensorFigure:
     kind: Literal["weight", "gradient", "update"]
     """A weight before the step; the gradient of an optimizer step, before clipping; or the change of a weight over all
     optimizer steps of the step."""
-    optimizer_step: int
-    """Number of the optimizer step in the step, from 0; 0 for weights and updates."""
+    optimizer_step: int  # number of the optimizer step in the step, from 0; 0 for weights and updates
     name: str
     norm: float
-    sketch: list[float]
-    """Random projections (`trainer.step_record.sketch`)."""
+    sketch: list[float]  # random projections (`trainer.step_record.sketch`)
 
 
 def choose_watched_tokens(tokens: int) -> NDArray[np.int64]:
@@ -49,10 +46,8 @@ class StateFigure:
     """A sketch of a token's hidden state at one point (`trainer.hidden_states`)."""
 
     point: str
-    token: int
-    """Index of the token in the step, whose sequences lie end to end."""
-    sketch: list[float]
-    """Random projections (`trainer.step_record.sketch_rows`), rounded to float32."""
+    token: int  # index of the token in the step, whose sequences lie end to end
+    sketch: list[float]  # random projections (`trainer.step_record.sketch_rows`), rounded to float32
 
 
 def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
@@ -73,10 +68,8 @@ class StepFigures:
     grad_norm: float
     learning_rate: float
     tensors: list[TensorFigure]
-    config: dict[str, Any]
-    """The configuration of the run when it made the step."""
-    device: str
-    """Name that the vendor gives the device of a rank; "cpu" without a GPU."""
+    config: dict[str, Any]  # the configuration of the run when it made the step
+    device: str  # name that the vendor gives the device of a rank; "cpu" without a GPU
     versions: dict[str, str] = field(default_factory=lambda: find_library_versions())
     states: list[StateFigure] = field(default_factory=list)
     """Hidden states of the watched tokens; empty: an earlier version recorded none."""

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 ROLLOUTS_FOLDER = "rollouts"
 _ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")  # a value for each token or sampled token
-ROW_GROUP_TOKENS = 4 * 2**20
-"""Tokens that are gathered in memory before they are written as a row group."""
+ROW_GROUP_TOKENS = 4 * 2**20  # tokens that are gathered in memory before they are written as a row group
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +203,7 @@ def count_rollouts(file: Path) -> int:
     return rows
 
 
-METADATA_KEY = b"megatron_grpo"
-"""Key of the Parquet file's own metadata."""
+METADATA_KEY = b"megatron_grpo"  # key of the Parquet file's own metadata
 _TOKEN_IDS = "token_ids.list.element"
 
 
@@ -217,23 +215,20 @@ class RunFacts:
     samples_per_prompt: int
     max_num_steps: int  # planned, because learning-rate schedules depend on it
     vocab: int  # number of tokens in the model's vocabulary
-    vocabulary: str | None
-    """Digest of the tokens with their numbers (`compute_vocabulary_digest`); None: not known."""
+    vocabulary: str | None  # digest of the tokens with their numbers (`compute_vocabulary_digest`); None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """Facts about the sampling of a step."""
 
-    position: dict[str, Any]
-    """State of the loader of training prompts after the step (JSON)."""
+    position: dict[str, Any]  # state of the loader of training prompts after the step (JSON)
     longest: int  # tokens of the longest sequence
     dropped: list[Outcome] = field(default_factory=list)
     """Samples that dynamic sampling dropped: their rollouts are not in the file, but metrics of sampling count them."""
     carried: int = 0
     """Number of groups, first in the file, that were sampled, and counted in metrics, before the run was resumed."""
-    dynamic_sampling: dict[str, float] = field(default_factory=dict)
-    """Metrics of dynamic sampling; empty without it."""
+    dynamic_sampling: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling; empty without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +258,7 @@ class RecordedFile:
 
     record: StepRecord
     rollouts: int
-    largest_token: int | None
-    """Largest token id of any rollout; None: the file has no statistics."""
+    largest_token: int | None  # largest token id of any rollout; None: the file has no statistics
 
 
 def find_recorded_steps(path: str | Path) -> dict[int, Path]:

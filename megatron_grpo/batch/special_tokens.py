@@ -22,8 +22,7 @@ class StopConditions:
     """Tokens and texts that end a response."""
 
     token_ids: tuple[int, ...] = ()
-    strings: tuple[str, ...] = ()
-    """Texts to find in the response with its special tokens."""
+    strings: tuple[str, ...] = ()  # texts to find in the response with its special tokens
 
 
 def find_stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Path) -> StopConditions:

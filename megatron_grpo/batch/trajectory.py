@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length"]
 SUSPECT_PREFIX = "suspect/"  # of metrics that hint at reward hacking, e.g. suspect/equal_outputs
-REWARD_REMOVED = "suspects_left_out"
-"""Metric of a response: 1 if it lost its reward because it is suspect, else 0."""
+REWARD_REMOVED = "suspects_left_out"  # metric of a response: 1 if it lost its reward because it is suspect, else 0
 
 
 def list_suspicions(metrics: Mapping[str, float]) -> list[str]:
@@ -59,8 +58,7 @@ class Outcome:
     """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
     correct: bool | None = False  # None: the environment cannot say
     loss_multiplier: float = 1.0  # weight of the rollout in the loss, from 0 (it is left out) to 1
-    failure: str | None = None
-    """Reason why the rollout failed, on its second attempt too; None: it did not fail."""
+    failure: str | None = None  # reason why the rollout failed, on its second attempt too; None: it did not fail
     task_name: str = ""  # the environment that answered and scored the rollout
     tokens: int  # of the whole sequence, prompt and responses
     response_tokens: int  # sampled tokens of the sequence

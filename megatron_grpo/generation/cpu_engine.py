@@ -143,10 +143,6 @@ class ForkedCoreContext(ForkServerContext):
     Process = ForkedCore
 
 
-def is_in_core() -> bool:
-    return isinstance(multiprocessing.current_process(), ForkedCore)
-
-
 def remove_sockets() -> None:
     """Remove the processes' sockets, so that an engine that is killed leaves no files.
 

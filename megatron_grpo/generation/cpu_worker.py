@@ -5,6 +5,7 @@ It also records the experts of each token: vLLM's own record needs its second mo
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections import defaultdict
 from functools import partial, wraps
@@ -18,7 +19,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from megatron_grpo.generation.cpu_engine import RECORD_ROUTING, is_in_core
+from megatron_grpo.generation.cpu_engine import RECORD_ROUTING, ForkedCore
 from megatron_grpo.generation.vllm_plugin import begin_process
 from megatron_grpo.platform.hooks import check_hooks
 
@@ -113,7 +114,8 @@ class PipelineCPUWorker(CPUWorker):
     def __init__(self, *args: Any, local_rank: int, **kwargs: Any) -> None:
         # vLLM binds OpenMP by environment variables, which a process reads when it begins, not when it is forked.
         os.sched_setaffinity(0, parse_id_list(os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")[local_rank]))
-        if not is_in_core():  # the core has begun already, and is the worker of a model of one rank
+        # The core has begun already, and is the worker of a model of one rank.
+        if not isinstance(multiprocessing.current_process(), ForkedCore):
             begin_process()
         super().__init__(*args, local_rank=local_rank, **kwargs)
 

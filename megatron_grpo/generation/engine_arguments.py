@@ -27,8 +27,7 @@ class VllmSettings:
     config: GenerationConfig
     precision: str  # dtype of weights and activations, unless config.engine.dtype is set
     max_total_sequence_length: int  # of prompt and response together, in tokens
-    routed: RoutedForm | None = None
-    """Form of the experts recorded for responses; None: none are recorded."""
+    routed: RoutedForm | None = None  # form of the experts recorded for responses; None: none are recorded
     in_flight: AsyncGRPOConfig | None = None
     """Settings for weight changes under responses in flight; None: there are none."""
     token: str | None = field(default_factory=paths.read_token, repr=False)

@@ -23,14 +23,11 @@ class CanaryPrompt:
     """
 
     version: int
-    sequences: tuple[tuple[int, ...], ...]
-    """Token ids of each sequence; no two are equally long."""
+    sequences: tuple[tuple[int, ...], ...]  # token ids of each sequence; no two are equally long
     expected: tuple[tuple[float, ...], ...]
     """Log-probability of every token but the first of each sequence, at temperature 1."""
-    limit: float
-    """Largest difference, in nats, that rounding explains (`require_agreement`)."""
-    rounding: float = 0.0
-    """Difference, in nats, below which an engine is not taken for one without adapters."""
+    limit: float  # largest difference, in nats, that rounding explains (`require_agreement`)
+    rounding: float = 0.0  # difference, in nats, below which an engine is not taken for one without adapters
     base: tuple[tuple[float, ...], ...] | None = None
     """Log-probabilities without the policy's adapters; None: it has none."""
 

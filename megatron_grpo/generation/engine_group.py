@@ -57,8 +57,7 @@ class VllmGeneration:
 
     def wait_ready(self) -> None:
         """Wait until every engine can generate; RunError otherwise."""
-        remaining_s = self._startup_timeout_s - (time.monotonic() - self._started_at)
-        deadline_s = max(remaining_s, 0.0)
+        deadline_s = max(self._startup_timeout_s - (time.monotonic() - self._started_at), 0.0)
         self._starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
         self.startup_s = [start.seconds for start in self._starts]
         self.settings_in_use = [start.settings for start in self._starts]

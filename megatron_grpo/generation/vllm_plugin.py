@@ -59,19 +59,16 @@ def register() -> None:
     begin_process()
 
 
-def _describe_role() -> str:
-    vllm_name = multiprocessing.current_process().name
-    if vllm_name.startswith("EngineCore"):
-        return "core"
-    if vllm_name.startswith("VllmWorker-"):
-        return f"worker {vllm_name.removeprefix('VllmWorker-')}"
-    # A process of the Ray executor has no rank yet.
-    return f"worker {socket.gethostname()} {os.getpid()}"
-
-
 def begin_process() -> None:
-    """Open the log; end with the parent. A fork copies no threads."""
-    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_describe_role()}", lasting_phase="serve")
+    """Open the log; end this process when its parent ends."""
+    # Each process of an engine calls this, because a fork does not copy threads.
+    vllm_name = multiprocessing.current_process().name
+    role = f"worker {vllm_name.removeprefix('VllmWorker-')}"
+    if vllm_name.startswith("EngineCore"):
+        role = "core"
+    elif not vllm_name.startswith("VllmWorker-"):  # a process of the Ray executor has no rank yet
+        role = f"worker {socket.gethostname()} {os.getpid()}"
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {role}", lasting_phase="serve")
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 

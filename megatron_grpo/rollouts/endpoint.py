@@ -44,8 +44,7 @@ class EndpointSettings:
     port: int  # 0: any free port
     token: str | None = field(repr=False)
     """Bearer token; None: none is required, because only this machine reaches the endpoint."""
-    tokenizer: Any = field(repr=False)
-    """Folder with the tokenizer, or the tokenizer that a script passed."""
+    tokenizer: Any = field(repr=False)  # folder with the tokenizer, or the tokenizer that a script passed
 
 
 def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:

@@ -29,8 +29,7 @@ class PackedGroups:
         PackedGroups([ref_a, ref_b], array([[0, 0], [0, 1], [1, 0]]))
     """
 
-    references: list[Any]
-    """Ray's references to lists of groups."""
+    references: list[Any]  # ray's references to lists of groups
     indices: NDArray[np.int32]
     """[groups, 2], int32: for each group the index of its reference, and its index in that list."""
     outcomes: list[list[Outcome]] = field(default_factory=list)

@@ -120,8 +120,7 @@ class PendingBatch:
     """
 
     number: int  # unique
-    sampled: dict[int, Any]
-    """By worker, a reference that is ready when all its responses are sampled."""
+    sampled: dict[int, Any]  # by worker, a reference that is ready when all its responses are sampled
     streams: dict[Any, int]
     """Ray generators of lists of complete prompts' numbers, each with its worker; removed when the worker is done."""
 

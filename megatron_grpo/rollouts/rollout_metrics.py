@@ -78,9 +78,9 @@ def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) 
 def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Compute each reward function's mean and deviation, and reported figures.
 
-    The deviation has the divisor n - 1. With reward functions also unscored_rate, the share of responses that no function scored; with failures that
-    env.NAME.on_reward_error=none ignores also reward_errors, their number. Figures that environments report are means
-    over the responses that have them; of very many, only the first MAX_METRICS.
+    The deviation has the divisor n - 1. With reward functions also unscored_rate, the share of responses that no
+    function scored; with failures that env.NAME.on_reward_error=none ignores also reward_errors, their number. Figures
+    that environments report are means over the responses that have them; of very many, only the first MAX_METRICS.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     reported: defaultdict[str, list[float]] = defaultdict(list)
