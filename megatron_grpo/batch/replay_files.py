@@ -110,6 +110,7 @@ def write_figures(file: Path, figures: StepFigures) -> None:
     ]
     table = pa.Table.from_pylist(rows, schema.with_metadata({_METADATA_KEY: json.dumps(metadata)}))
     file.parent.mkdir(parents=True, exist_ok=True)
+    # The file gets its name when it is complete, so a run that is killed leaves no part of one.
     unfinished = file.with_name(f".{file.name}")
     pq.write_table(table, unfinished, compression="zstd")
     unfinished.rename(file)

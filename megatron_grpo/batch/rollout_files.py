@@ -83,6 +83,7 @@ def write_rollouts(
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}")
     schema = _make_schema().with_metadata(metadata)
+    # Row groups are large, because readers pay for each, and bounded, because one is held in memory.
     with pq.ParquetWriter(unfinished, schema, compression="zstd", compression_level=1) as writer:
         rows: list[tuple[int, Trajectory, TrainedValues | None]] = []
         tokens = 0
@@ -285,6 +286,7 @@ def examine_file(file: Path) -> RecordedFile:
         metadata = pq.read_metadata(file)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    # The largest token tells whether the rollouts fit a model's vocabulary, without reading them.
     statistics = [column.statistics for column in columns if column.path_in_schema == _TOKEN_IDS]
     has_largest = bool(statistics) and all(chunk is not None and chunk.has_min_max for chunk in statistics)
     record = StepRecord.from_metadata(metadata.metadata)
@@ -297,4 +299,5 @@ def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]
     with _translate_damage():
         rows = [{name: value for name, value in row.items() if name in ROW_FIELDS} for row in _decode_rows(0, file)]
     trajectories = [Trajectory.from_row(row) for row in rows]
+    # The samples of a prompt are neighbours in the file.
     return record.step, [list(group) for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group)]

@@ -88,9 +88,7 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)  # however busy the other threads are
 
 
-@cache
-def load_engine_tokenizer(folder: str) -> Any:
-    return load_tokenizer(folder)
+load_engine_tokenizer = cache(load_tokenizer)
 
 
 class EngineTokenizer:

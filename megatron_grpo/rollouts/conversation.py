@@ -147,6 +147,7 @@ class Conversation:
         try:
             output = await self._sampling
         except asyncio.CancelledError:
+            # `end` cancels the sampling, not the agent's call, which still needs an answer.
             if self._is_over:
                 raise BadCallError(OVER) from None
             raise

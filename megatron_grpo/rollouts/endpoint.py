@@ -112,6 +112,7 @@ class Endpoint:
         task.cancel()
 
     async def _watch_connections(self) -> None:
+        # Agents may keep connections open, or begin requests and never end them; each one takes a file descriptor.
         while True:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()

@@ -169,6 +169,7 @@ class EnvironmentClient:
         """Send calls to a process; returns why it failed, or None."""
         name, timeout_s, pid = self._handle.name, self._handle.config.timeout_s, process.status.pid
         process_name = f"environment {name} worker {pid}"
+        # One message for a process's whole share, because every call of an actor has a cost of its own.
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -197,8 +198,11 @@ class RolloutPool(RolloutWorkers):
         """Begin a batch of prompts by number, ascending, for `finish` or `take`."""
         # A refit may have replaced engines since the last batch; requests to the old actors would fail.
         self._replacer.announce_replacements()
-        batch = next(self._batches)
-        by_worker = {number: part for number, part in enumerate(self._share_out(list(prompts.items()))) if part}
+        batch, numbered = next(self._batches), list(prompts.items())
+        # Workers get prompts in proportion to their engines. Rounding the bounds, not the sizes, gives every prompt to
+        # exactly one worker.
+        bounds = [round(len(numbered) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
+        by_worker = {number: numbered[begin:end] for number, (begin, end) in enumerate(pairwise(bounds)) if begin < end}
         streams = {
             stream_actor(self.actors[number], RolloutWorker.collect, batch, settings, part): number
             for number, part in by_worker.items()

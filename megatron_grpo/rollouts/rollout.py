@@ -175,6 +175,7 @@ class GroupRollout:
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
         outputs: list[GenerationOutput] = []
+        # A turn's prompt is the tokens so far, never text that is tokenized again: training needs the sampled tokens.
         while True:
             request = GenerationRequest(
                 prompt_ids=_concatenate(pieces),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -36,8 +36,6 @@ from megatron_grpo.rollouts.rollout_dump import choose_evenly
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 
 ENGINES_PER_WORKER = 8
-
-Value = TypeVar("Value")
 
 
 class RolloutWorkers:
@@ -183,11 +181,6 @@ class RolloutWorkers:
     def wait_dump(self, dump: Any) -> None:
         """Wait until a `dump` is written; RunError if that fails."""
         self._gather(dump, self._timeout_s, "writing of rollouts")
-
-    def _share_out(self, values: Sequence[Value]) -> list[list[Value]]:
-        # Rounding the bounds, not the sizes, gives every value to exactly one worker.
-        bounds = [round(len(values) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
-        return [list(values[begin:end]) for begin, end in pairwise(bounds)]
 
     def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
