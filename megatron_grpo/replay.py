@@ -150,7 +150,7 @@ def _to_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[st
                 "first": comparison.first,
                 "second": comparison.second,
                 "agrees": comparison.agrees,
-                "place": comparison.place,
+                "place": comparison.first_difference,
                 "differences": [
                     asdict(difference) | {"agrees": difference.agrees, "layer": difference.layer}
                     for difference in comparison.differences
@@ -180,8 +180,8 @@ def _print_comparisons(
             token = "" if difference.token is None else f"token {difference.token} of sequence {difference.sequence}"
             position = ", ".join(part for part in (difference.tensor, token) if part)
             print(f"  {difference.quantity:17} {apart}  {verdict:6}  {position}")
-        if comparison.place is not None:
-            print(f"  first difference: {_format_first_difference(comparison.place)}")
+        if comparison.first_difference is not None:
+            print(f"  first difference: {_format_first_difference(comparison.first_difference)}")
 
 
 def _format_first_difference(position: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,28 +121,29 @@ def build_rank_memory(
         weights = _list_parts(report, "onload", before).get("weights", 0)
         phases = {**phases, "refit": phases["refit"] - before + weights + engine_weights}
     peak = max(phases.values())
-    by_phase = {name: _list_parts(report, name, size) for name, size in phases.items()}
-    moment = max(
-        (sizes for sort, sizes in report.moments.items() if sort[0] in phases), key=lambda sizes: sum(sizes.values())
-    )
-    holders = [
-        Holder(_name(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
-        for kind, size in sorted(moment.items(), key=lambda item: -item[1])
-        if size >= 2**20
-    ]
-    parts = list_reserve_parts(config, peak, hardware, model=model)
     return RankMemory(
         trace.stage,
         trace.rank,
         trace.layers,
         trace.expert_skew,
         phases,
-        by_phase,
-        sum(parts.values()) + beside,
-        holders,
+        {name: _list_parts(report, name, size) for name, size in phases.items()},
+        sum(list_reserve_parts(config, peak, hardware, model=model).values()) + beside,
+        _list_holders(trace, phases),
         report.end_bytes.get("offload", 0),
         model,
     )
+
+
+def _list_holders(trace: RankTrace, phases: Container[str]) -> list[Holder]:
+    """Tensors of at least 1 MiB at the peak, the largest first."""
+    moments = (sizes for sort, sizes in trace.report.moments.items() if sort[0] in phases)
+    fullest = max(moments, key=lambda sizes: sum(sizes.values()))
+    return [
+        Holder(_name(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
+        for kind, size in sorted(fullest.items(), key=lambda item: -item[1])
+        if size >= 2**20
+    ]
 
 
 def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:

@@ -139,19 +139,7 @@ def run_tracked(
     try:
         with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
             with mode.phase("build"):
-                has_reference = config.uses_reference and shape.value_head is None
-                settings = RankSettings(
-                    config=_without_engine(config),
-                    shape=shape,
-                    folder="",
-                    reference=replace(config.reference, offload=False) if has_reference else None,
-                    temperature=config.generation.temperature,
-                    decay_steps=config.decay_steps,
-                )
-                policy = _build_rank(settings, platform)
-                if config.policy.fp8.is_on_device:
-                    require_fp8(config.policy.fp8, shape, platform)
-                    _multiply_in_fp8(policy, config.policy.fp8)
+                policy = _build_rank(config, shape, platform)
                 if config.reference.offload:
                     mode.discount(list_reference_weights(policy))
             mode.name_kind(iter_gradients(policy), "gradients")
@@ -267,19 +255,30 @@ def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
             layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
-def _build_rank(settings: RankSettings, platform: Platform) -> PolicyRank | ValueRank:
-    """Build a rank without numbers.
-
-    Its microbatches are made of real numbers, outside of the modes; only the platform's `move` leaves the numbers
-    behind. The head has the fused kernel's tensors, unless the configuration asks for the chunked kernel.
-    """
-    config, shape = settings.config, settings.shape
-    maker = MicrobatchMaker(config, shape, platform, scope=_disable_current_modes)
+def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> PolicyRank | ValueRank:
+    """Build a rank of the policy or the value model without numbers."""
+    has_reference = config.uses_reference and shape.value_head is None
+    settings = RankSettings(
+        config=_without_engine(config),
+        shape=shape,
+        folder="",
+        reference=replace(config.reference, offload=False) if has_reference else None,
+        temperature=config.generation.temperature,
+        decay_steps=config.decay_steps,
+    )
+    # Microbatches are made of real numbers, outside of the modes: packing looks at lengths. Only the platform's
+    # `move` leaves the numbers behind.
+    maker = MicrobatchMaker(settings.config, shape, platform, scope=_disable_current_modes)
+    rank: PolicyRank | ValueRank
     if shape.value_head is not None:
-        return ValueRank(settings, platform, _load_nothing, maker)
-    rank = PolicyRank(settings, platform, _load_nothing, maker)
-    if config.logprob_kernel != "chunked":
-        rank.head_kernel = ShapedLogprobs()
+        rank = ValueRank(settings, platform, _load_nothing, maker)
+    else:
+        rank = PolicyRank(settings, platform, _load_nothing, maker)
+        if settings.config.logprob_kernel != "chunked":  # the head then has the fused kernel's tensors
+            rank.head_kernel = ShapedLogprobs()
+    if config.policy.fp8.is_on_device:
+        require_fp8(config.policy.fp8, shape, platform)
+        _multiply_in_fp8(rank, config.policy.fp8)
     return rank
 
 

@@ -137,10 +137,9 @@ def search_layouts(
     """
     began = time.monotonic()
     gpu, config = find_profile(config), as_planned(config)
-    shares = _iterate_shares(config, shape, gpu)
     chosen: tuple[Share, list[PlannedLayout]] | None = None
     reason, unfit = "", ""
-    for share, why in shares:
+    for share, why in _iterate_shares(config, shape, gpu):
         layouts = list(_run_candidates(share.candidates, shape, pool, began + _RANKING * budget_s, enough))
         if chosen is None or _select_fitting(layouts):
             chosen, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
@@ -148,17 +147,17 @@ def search_layouts(
             break
         if not share.candidates and _find_least_gib(config, shape) >= gpu.memory_gib - gpu.reserve_gib:
             break  # the policy is too large for all GPUs together, so for any share of them
-        unfit = unfit or "no layout {} fits".format("of policy and engines on {} + {} GPUs".format(*share.gpus))
+        policy_gpus, engine_gpus = share.gpus
+        unfit = unfit or f"no layout of policy and engines on {policy_gpus} + {engine_gpus} GPUs fits"
     assert chosen is not None, "without a share there is an error"
     share, layouts = chosen
     if not layouts and share.candidates:
         raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
     layouts = list(_confirm_fastest(layouts, shape, pool, began + budget_s))
     fitting = _select_fitting(layouts)
-    unfit_layouts = [layout for layout in layouts if layout.plan is None or layout.plan.problems]
     return Search(
         best=[replace(layout, reason=explain_slower(layout.plan, fitting[0].plan)) for layout in fitting],
-        failed=unfit_layouts,
+        failed=[layout for layout in layouts if layout.plan is None or layout.plan.problems],
         legal=len(share.candidates) + share.too_large,
         too_large=share.too_large,
         skipped=len(share.candidates) - len(layouts),

@@ -78,7 +78,8 @@ class _Model:
     assumptions: list[str] = field(default_factory=list)
 
     def time_phases(self, name: str) -> list[PhaseSeconds]:
-        """The seconds of every pipeline stage in a phase; stages that were not traced are like the last one before."""
+        """Seconds of every pipeline stage in a phase."""
+        # Inner stages are alike, so only the first of them is traced: the others take the times of the one before.
         traced = {
             traced_rank.stage: sum_phase(
                 traced_rank.report.work, traced_rank.report.passes, name, self.hardware, self.overlap
@@ -89,7 +90,10 @@ class _Model:
         return [traced[max(traced_stage for traced_stage in traced if traced_stage <= stage)] for stage in stages]
 
     def form_batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
-        """The samples of an optimizer step, with their lengths, as microbatches of at most `most_tokens` tokens."""
+        """Microbatches of an optimizer step on samples of these lengths.
+
+        `most_tokens`: most tokens of a microbatch.
+        """
         policy = self.config.policy
         longest = min(policy.max_total_sequence_length, most_tokens)
         dry = most_tokens // longest * longest
@@ -168,14 +172,16 @@ def build_step_times(
     Raises:
         ValueError: an engine does not fit its GPUs.
     """
-    model = _Model(config, ranks, hardware, overlap or overlap_of(config))
-    model.assumptions.append(lengths.source)
-    totals, gpus = lengths.totals, config.policy.parallel.world_size
+    model = _Model(config, ranks, hardware, overlap or overlap_of(config), [lengths.source])
     if workload == "pretrain":
-        train, phase_s = _time_learning(model, totals, 1)
-        return StepTimes(
-            phase_s, sum(phase_s.values()), None, float(totals.sum()), gpus, 0.0, 0, model.assumptions, train
-        )
+        train, phase_s = _time_learning(model, lengths.totals, 1)
+        gpus, tokens = config.policy.parallel.world_size, float(lengths.totals.sum())
+        return StepTimes(phase_s, sum(phase_s.values()), None, tokens, gpus, 0.0, 0, model.assumptions, train)
+    return _time_rl_step(model, shape, lengths, value_ranks)
+
+
+def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_ranks: Sequence[RankTrace]) -> StepTimes:
+    config, hardware, totals = model.config, model.hardware, lengths.totals
     steps = config.optimizer_steps_per_step
     train, learning_s = _time_learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
     has_engines = config.needs_generation and not config.generation.server.urls
@@ -190,7 +196,7 @@ def build_step_times(
         **_time_logprobs(model, totals),
         **_time_value_model(config, value_ranks, hardware, totals),
         **learning_s,
-        **(_time_moves(config, [*ranks, *value_ranks], hardware) if has_engines else {}),
+        **(_time_moves(config, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
     }
     ahead, asynchronous = config.training_loop.async_grpo, None
@@ -213,7 +219,7 @@ def build_step_times(
 
 
 def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
-    """The schedule of an optimizer step on samples of these lengths, and the seconds of `steps` such steps by phase."""
+    """Schedule of one optimizer step, and seconds of `steps` by phase."""
     phases = model.time_phases("train")
     batch = model.form_batch(totals, model.config.policy.microbatch_tokens)
     schedule = model.run(phases, batch, forward_only=False)
@@ -225,7 +231,7 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
 
 
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
-    """Seconds of the log-probabilities that a step needs before it learns, of the policy and of the reference."""
+    """Seconds of the log-probabilities of policy and reference that a step needs."""
     config, policy = model.config, model.config.policy
     batch = model.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
     needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
@@ -302,9 +308,8 @@ def _time_generation(
         )
     decoder, copies = build_decoder(config, shape, hardware), config.training_loop.num_generations_per_prompt
     engines = generation.parallel.data
-    responses_of_engine = np.sort(responses)[::-1][::engines][
-        ::-1
-    ]  # the fullest engine, where they do not share out evenly
+    # The fullest engine sets the time, where the responses do not share out evenly.
+    responses_of_engine = np.sort(responses)[::-1][::engines][::-1]
     # Responses start in random order, because their lengths are not known.
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
     alone = generate(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)

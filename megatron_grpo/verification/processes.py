@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
@@ -60,24 +60,33 @@ def run_on_ranks(
         folder = Path(temporary)
         arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
         ranks = start_processes(_serve, arguments, world, join=False, daemon=True, start_method="forkserver")
-        try:
-            while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
-                if time.monotonic() >= end:
-                    pending = ranks.sentinels.values()
-                    overdue = ", ".join(f"{rank} (in {_name_phase(folder, rank)})" for rank in sorted(pending))
-                    raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
-        except ProcessRaisedException as error:
-            rank, text = error.error_index, error.msg.partition("following error:\n")[2]
-            raise RunError(f"rank {rank} failed in {_name_phase(folder, rank)}:\n{text}") from None
-        except ProcessExitedException as error:
-            rank, code = error.error_index, error.exit_code
-            raise RunError(f"rank {rank} died in {_name_phase(folder, rank)}, with exit code {code}") from None
-        finally:
-            for process in ranks.processes:
-                process.kill()
-            for process in ranks.processes:
-                process.join()
-        return [torch.load(folder / f"{rank}.found", weights_only=True) for rank in range(world)]
+        _wait_for_ranks(ranks, folder, end, timeout_s)
+        return [torch.load(folder / f"{rank}.results", weights_only=True) for rank in range(world)]
+
+
+def _wait_for_ranks(ranks: ProcessContext, folder: Path, end: float, timeout_s: float) -> None:
+    """Wait until every rank has ended, and leave no process behind.
+
+    Raises:
+        RunError: names the ranks that failed or are late, with their phase.
+    """
+    try:
+        while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
+            if time.monotonic() >= end:
+                pending = ranks.sentinels.values()
+                overdue = ", ".join(f"{rank} (in {_name_phase(folder, rank)})" for rank in sorted(pending))
+                raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
+    except ProcessRaisedException as error:
+        rank, text = error.error_index, error.msg.partition("following error:\n")[2]
+        raise RunError(f"rank {rank} failed in {_name_phase(folder, rank)}:\n{text}") from None
+    except ProcessExitedException as error:
+        rank, code = error.error_index, error.exit_code
+        raise RunError(f"rank {rank} died in {_name_phase(folder, rank)}, with exit code {code}") from None
+    finally:
+        for process in ranks.processes:
+            process.kill()
+        for process in ranks.processes:
+            process.join()
 
 
 def _name_phase(folder: Path, rank: int) -> str:
@@ -107,4 +116,4 @@ def _serve(
     store = connect_store("127.0.0.1", port, timeout_s)
     initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)
     result = body(task, (folder / f"{rank}.phase").write_text)
-    torch.save(result, folder / f"{rank}.found")
+    torch.save(result, folder / f"{rank}.results")

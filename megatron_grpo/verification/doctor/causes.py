@@ -174,7 +174,7 @@ class Causes:
             settings = read_engine_settings(self._run_dir, self._config, side.oracle.model.config)
             first += [
                 partial(iterate_engine_settings, settings),
-                partial(iterate_prompt_suspects, self._prompts.other_sequences),
+                partial(iterate_prompt_suspects, self._prompts.build_other_sequences),
             ]
             first += [partial(iterate_stale_caches, version, nearest, self.load_oracle)]
         else:

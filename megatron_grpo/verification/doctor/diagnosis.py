@@ -112,38 +112,28 @@ def record_findings(
     def count_surplus(row: dict[str, Any]) -> int:
         return sum(end - start for start, end, _ in row["spans"]) - len(row["logprobs"])
 
-    checks = (
-        (
-            "stop_token",
-            [row for row in evidence.rows if is_beyond_stop(row)],
-            "has tokens in the loss behind a stop token",
-        ),
-        (
-            "stop_token",
-            [row for row in single if row["stop_reason"] == "length" and is_stopped(row)],
-            "ends in a stop token, and was ended by a limit of its length",
-        ),
-        (
-            "stop_token",
-            [row for row in evidence.rows if count_surplus(row) == 1 and is_stopped(row)],
-            "counts a stop token as sampled that has no log-probability",
-        ),
-        (
-            "lost_tokens",
-            [row for row in evidence.rows if count_surplus(row) and not (count_surplus(row) == 1 and is_stopped(row))],
-            "has more or fewer sampled tokens than log-probabilities",
-        ),
-        (
-            "truncated",
-            [row for row in single if row["stop_reason"] == "stop" and stops and not (stop_strings or is_stopped(row))],
-            "has stopped without a stop token",
-        ),
-    )
-    for name, wrong, text in checks:
+    def has_unsampled_stop(row: dict[str, Any]) -> bool:
+        return count_surplus(row) == 1 and is_stopped(row)
+
+    rows = evidence.rows
+    beyond_stop, unsampled_stop = list(filter(is_beyond_stop, rows)), list(filter(has_unsampled_stop, rows))
+    lost_tokens = [row for row in rows if count_surplus(row) and not has_unsampled_stop(row)]
+    cut_at_stop = [row for row in single if row["stop_reason"] == "length" and is_stopped(row)]
+    # Without stop tokens, or with stop strings, a response may rightly stop at any token.
+    no_stop = [
+        row for row in single if row["stop_reason"] == "stop" and stops and not (stop_strings or is_stopped(row))
+    ]
+    for wrong, name, mistake in (
+        (beyond_stop, "stop_token", "has tokens in the loss behind a stop token"),
+        (cut_at_stop, "stop_token", "ends in a stop token, and was ended by a limit of its length"),
+        (unsampled_stop, "stop_token", "counts a stop token as sampled that has no log-probability"),
+        (lost_tokens, "lost_tokens", "has more or fewer sampled tokens than log-probabilities"),
+        (no_stop, "truncated", "has stopped without a stop token"),
+    ):
         if wrong:
             first = f"prompt {wrong[0]['prompt_idx']}, sample {wrong[0]['sample']}"
-            text_found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
-            yield Finding(name, "tokens", text_found, STOP_KEY if name == "stop_token" else LOST)
+            text = f"{len(wrong)} of {len(rows)} rollouts: each {mistake} (first: {first})"
+            yield Finding(name, "tokens", text, STOP_KEY if name == "stop_token" else LOST)
 
 
 def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
@@ -155,9 +145,9 @@ def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding
     if wrong:
         group, numbers = next(iter(wrong.items()))
         count = sum(map(len, groups.values()))
-        numbers_found = ", ".join(map(str, sorted(numbers)))
+        recorded = ", ".join(map(str, sorted(numbers)))
         text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups"
-        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {numbers_found}", LOST)
+        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {recorded}", LOST)
 
 
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"

@@ -110,13 +110,13 @@ def _make_hook(model: Any, states: dict[str, list[Tensor]]) -> None:
     """
 
     def keep(point: str) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+        def keep_output(_module: Any, _inputs: Any, output: Any) -> None:
             parts = output if isinstance(output, tuple) else (output,)
             is_layer = point.count(".") == 1
             value = parts[0] + parts[1] if is_layer and len(parts) > 1 and parts[1] is not None else parts[0]
             states.setdefault(point, []).append(value.detach().float().cpu().clone())
 
-        return hook
+        return keep_output
 
     inner = model.model
     inner.embed_tokens.register_forward_hook(keep("embedding"))

@@ -94,14 +94,14 @@ class Law:
         for token, number in self.bias:
             logits = logits.index_add(1, torch.tensor([token]), torch.full((len(logits), 1), number))
         if self.penalises:
-            logits = self._penalise(logits, tokens)
+            logits = self._apply_penalties(logits, tokens)
         if self.temperature > GREEDY:
             logits = logits / self.temperature
         if self.filters:
             logits = self._filter(logits)
         return logits.log_softmax(-1)
 
-    def _penalise(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def _apply_penalties(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Logits after the penalties.
 
         `repetition_penalty` counts the prompt too, the others only the response.

@@ -74,7 +74,7 @@ class Prompts:
         else:
             yield Finding("damaged_record", "record", text, CHANGED)
 
-    def other_sequences(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, Sequence[Tokens]]]:
+    def build_other_sequences(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, Sequence[Tokens]]]:
         """Rollouts with the prompts of other data settings, with keys."""
         settings = [] if self._configured is None else [self._configured, *self._candidates]
         sequences: dict[str, tuple[str, Sequence[Tokens]]] = {}

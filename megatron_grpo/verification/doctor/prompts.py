@@ -46,7 +46,10 @@ def render_configured(config: Config, model: Path, rows: Sequence[int]) -> Rende
 
 
 def iterate_other_renderings(config: Config, model: Path, rows: Sequence[int]) -> Iterator[Rendering]:
-    """The prompts under other settings that can be used with this data; takes the same as `render_configured`."""
+    """The prompts under other settings that this data allows.
+
+    Takes the same arguments as `render_configured`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for text, key, changes in _iterate_settings(config, Path(folder)):
             data: Any = replace(config.data, **changes)
@@ -79,7 +82,7 @@ def _iterate_settings(config: Config, folder: Path) -> Iterator[tuple[str, str, 
 
 
 def _read_prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list[int]]:
-    """Token ids of the prompts of some rows; ValueError if there are no such prompts."""
+    """Token ids of the prompts of some rows; ValueError: no such prompts."""
     if config.data.streaming:
         raise ValueError("data.streaming=true: rows of a stream cannot be read again")
     loader = load_prompt_data(

@@ -38,7 +38,10 @@ HIDDEN_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RecordedFigures:
-    """The figures of a step, as the run recorded them; NaN where a figure was not finite, None where there is none."""
+    """The figures of a step, as the run recorded them.
+
+    NaN: a figure was not finite; None: the run has no such figure.
+    """
 
     error: float | None = None
     worst: float | None = None
@@ -210,7 +213,7 @@ def _describe_versions(record: RecordedStep) -> str:
 
 
 def _find_first(compared: Comparison) -> str:
-    location = compared.place
+    location = compared.first_difference
     assert location is not None, "it does not agree"
     layer = "" if location["layer"] is None else f" of layer {location['layer']}"
     at = location["point"] or location["tensor"] or ""

@@ -140,7 +140,7 @@ class Comparison:
         return all(difference.agrees for difference in self.differences)
 
     @property
-    def place(self) -> dict[str, str | int | None] | None:
+    def first_difference(self) -> dict[str, str | int | None] | None:
         """Where the sides first differ, in the order of computation; None: they agree.
 
         Quantity, layer and tensor are those of the first quantity past its tolerance. Point, sequence and token are of
@@ -279,11 +279,11 @@ def _find_states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDAr
     """
     as_sketches = any(side.is_sketched for side in sides)
 
-    def states(side: Replayed) -> Tensor:
+    def read_states(side: Replayed) -> Tensor:
         rows = side.hidden[point][torch.from_numpy(np.searchsorted(side.captured, captured))]
         return (sketch_rows(rows, point) if as_sketches and not side.is_sketched else rows).float()
 
-    return states(sides[0]), states(sides[1])
+    return read_states(sides[0]), read_states(sides[1])
 
 
 def _describe_at_token(

@@ -67,7 +67,7 @@ def moved(record: RecordedStep, kind: str, *names: str, by: float) -> Replayed:
 def test_equal_sides_agree_in_everything(record: RecordedStep) -> None:
     found = compare(("a", "b"), record, (side(record), side(record)), LIMITS)
     assert found.agrees
-    assert found.place is None
+    assert found.first_difference is None
     assert [one.quantity for one in found.differences] == list(LIMITS), "in the order of computation"
     assert {one.difference for one in found.differences} == {0.0}
 
@@ -137,13 +137,13 @@ def test_hidden_states_of_tokens_that_predict_nothing_are_left_out(record: Recor
     assert not compare(("a", "b"), record, pair, limits).agrees, "there they are sampled, and predict the next"
     prompt = side(record)
     prompt.hidden["embedding"][0] += 5.0
-    first = compare(("a", "b"), record, (prompt, side(record)), limits).place
+    first = compare(("a", "b"), record, (prompt, side(record)), limits).first_difference
     assert first is not None
     assert (first["sequence"], first["token"]) == (0, 0), "the response attends to the prompt"
     between = record.trajectories[1].spans[0].end
     turns = side(record)
     turns.hidden["embedding"][int(ends[0]) + between] += 5.0
-    second = compare(("a", "b"), record, (turns, side(record)), limits).place
+    second = compare(("a", "b"), record, (turns, side(record)), limits).first_difference
     assert second is not None
     assert (second["sequence"], second["token"]) == (1, between), "so does a second turn to the words between"
 
@@ -185,7 +185,7 @@ def test_a_tie_of_experts_is_rounding_and_a_router_that_differs_is_not(record: R
 
     half = TOLERANCES["bfloat16"]
     assert compare(("a", "b"), record, (routed(3), routed(0)), half).agrees
-    place = compare(("a", "b"), record, (routed(len(tokens) // 4), routed(0)), half).place
+    place = compare(("a", "b"), record, (routed(len(tokens) // 4), routed(0)), half).first_difference
     assert place is not None
     assert (place["layer"], place["point"]) == (1, "layers.1.mlp.router")
     assert not compare(("a", "b"), record, (routed(3), routed(0)), LIMITS).agrees, "float32 has no such ties"
@@ -280,7 +280,7 @@ def test_log_probabilities_and_numbers_of_the_step(record: RecordedStep) -> None
     assert (found["log-probabilities"].sequence, found["log-probabilities"].token) == (1, 5)
     assert found["loss"].difference == pytest.approx(1e-4), "absolute below 1"
     assert found["gradient norm"].difference == pytest.approx(5e-4)
-    place = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS).place
+    place = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS).first_difference
     assert place is not None
     assert (place["quantity"], place["sequence"], place["token"]) == ("log-probabilities", 1, 5)
 

@@ -58,7 +58,7 @@ def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
     """
     ours, bare = side.oracle.list_tensors(), load(0).list_tensors()
 
-    def scaled(factor: float) -> AbstractContextManager[None]:
+    def scale_adapters(factor: float) -> AbstractContextManager[None]:
         return side.oracle.replaced(
             {
                 name: bare[name] + factor * (ours[name] - bare[name])
@@ -68,7 +68,7 @@ def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
         )
 
     def predict(factor: float, some: Side) -> Tensor:
-        with scaled(factor):
+        with scale_adapters(factor):
             return some.predict()
 
     best = fit(side, FACTORS, lambda factors: (predict(factor, side) for factor in factors))

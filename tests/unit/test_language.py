@@ -1,0 +1,146 @@
+"""Names and first lines of docstrings throughout the package: what docs/extending.md asks of them, counted."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_grpo"
+VERBS = frozenset((ROOT / "tests" / "support" / "verbs.txt").read_text().split())
+REFUSED = frozenset((ROOT / "tests" / "support" / "refused_names.txt").read_text().split())
+"""Pronouns and bare participles, which do not say what they name."""
+
+MOST_WORDS, MEDIAN_WORDS = 14, 10
+MOST_FUNCTION_LINES, MOST_FILE_LINES = 60, 420
+
+QUANTITIES = ("losses",)
+"""Folders whose functions are formulas and have the name of what they compute, like `leave_one_out_baseline`."""
+NOUNS = frozenset(
+    {
+        "main",
+        # Names that users of NeMo RL know, or that the documents promise.
+        "async_grpo_train",
+        "grpo_step",
+        "grpo_train",
+        "math_data_processor",
+        "ppo_step",
+        "ppo_train",
+        "dynamic_sampling",
+        "refit_policy_generation",
+        "setup",
+    }
+)
+CONVERSIONS = ("as_", "from_", "in_", "of_", "on_", "to_", "with_", "without_")
+"""Beginnings of conversions, constructors of other forms, and of functions that an event calls."""
+NOUN_DECORATORS = frozenset(
+    {"property", "cached_property", "setter", "contextmanager", "asynccontextmanager", "staticproperty", "override"}
+)
+"""What is used like a value or like a phrase after `with`; and methods that a library names."""
+OF_LIBRARIES = frozenset({"backward", "fileno", "isatty", "sharded_state_dict", "unshare"})
+"""Methods that torch, Megatron-Core and Python call by these names, where `override` does not say so."""
+WRITTEN_BY_USERS = frozenset(
+    {
+        ("data/scores.py", "done"),  # a field of `Turn`, which users' environments set
+        ("environments/tasks.py", "whole"),  # an option of an environment
+        ("environments/tools.py", "found"),  # a parameter of a tool, which its description shows to the model
+        ("verification/doctor/diagnosis.py", "others"),  # a key of doctor's JSON
+    }
+)
+"""Refused names that stand in users' files or calls, so that another name would break them."""
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def trees(*, without: tuple[str, ...] = ()) -> Iterator[tuple[Path, ast.Module]]:
+    """The sources of the package but for some folders, parsed."""
+    for source in SOURCES:
+        path = source.relative_to(PACKAGE)
+        if path.parts[0] not in without:
+            yield path, ast.parse(source.read_text())
+
+
+def names_of(tree: ast.Module) -> Iterator[str]:
+    """Names that are assigned or are parameters, functions or attributes of classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, Function):
+            yield node.name
+
+
+def nameless_functions(tree: ast.Module) -> Iterator[str]:
+    """Functions whose name begins with no verb, and has no reason not to."""
+    for node in ast.walk(tree):
+        if not isinstance(node, Function) or node.name.startswith("__"):
+            continue
+        decorators = {ast.unparse(decorator).split("(")[0].split(".")[-1] for decorator in node.decorator_list}
+        name = node.name.strip("_")
+        if decorators & NOUN_DECORATORS or name in NOUNS | OF_LIBRARIES or name.startswith(CONVERSIONS):
+            continue
+        if name.split("_")[0] not in VERBS and not name.startswith("visit_"):
+            yield node.name
+
+
+def first_lines(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Functions and classes with the number of words in the first line of their docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef) and (text := ast.get_docstring(node)):
+            yield node.name, len(text.split("\n")[0].split())
+
+
+def test_names_say_what_they_name() -> None:
+    refused = {(str(path), name) for path, tree in trees() for name in names_of(tree) if name.strip("_") in REFUSED}
+    assert refused == WRITTEN_BY_USERS
+
+
+def test_functions_begin_with_a_verb() -> None:
+    nameless = [f"{path}: {name}" for path, tree in trees(without=QUANTITIES) for name in nameless_functions(tree)]
+    assert nameless == []
+
+
+def test_first_lines_say_the_meaning_alone() -> None:
+    lines = [(f"{path}: {name}", words) for path, tree in trees() for name, words in first_lines(tree)]
+    assert [f"{name}: {words} words" for name, words in lines if words > MOST_WORDS] == []
+    assert statistics.median(words for _, words in lines) <= MEDIAN_WORDS
+
+
+def test_no_module_name_stands_twice() -> None:
+    counts = Counter(source.name for source in SOURCES if source.name != "__init__.py")
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_functions_and_files_are_short() -> None:
+    long = [
+        f"{path}: {node.name}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and (node.end_lineno or 0) - node.lineno >= MOST_FUNCTION_LINES
+    ]
+    assert long == []
+    assert [source.name for source in SOURCES if source.read_text().count("\n") > MOST_FILE_LINES] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("for one in range(3): pass", "one"),
+        ("def made(): pass", "made"),
+        ("class A:\n    def _f(self, given): pass", "given"),
+    ],
+)
+def test_a_pronoun_is_noticed(source: str, problem: str) -> None:
+    assert problem in {name for name in names_of(ast.parse(source)) if name in REFUSED}
+
+
+def test_a_function_without_a_verb_is_noticed() -> None:
+    source = "def joined(): pass\ndef join(): pass\n@property\ndef parts(self): pass\ndef as_text(): pass\n"
+    assert list(nameless_functions(ast.parse(source))) == ["joined"]
