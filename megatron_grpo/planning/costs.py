@@ -149,6 +149,7 @@ def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int
     local, number = max(domains.values()), len(domains)
     inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
     if "alltoall" in name:
+        # A token's copies for experts of one domain may travel as one and be copied there (see `copies`).
         way = number * (1 - (1 - 1 / number) ** copies) / copies
         remote = nbytes * (count - local) / count * way
         return max(remote / outside, nbytes * (count - 1) / count / inside) + reached.message_s
@@ -191,6 +192,7 @@ def sum_phase(
             key, share = (piece.chunk, piece.is_backward), times / number[piece.chunk]
             seconds_of_pass = total.passes.setdefault(key, PassSeconds())
             _add_work(seconds_of_pass, piece, share, hardware, overlap, rings[key])
+    # Ring attention passes keys on while it computes, so only what takes longer than the attention is exposed.
     for key, (ring, attention) in rings.items():
         total.passes[key].exposed += max(0.0, ring - attention)
     return total
@@ -215,12 +217,10 @@ def _add_work(
 
 
 def _find_hidden_share(message: Work, overlap: Overlap, reached: Efficiency) -> float:
-    """Share of a message of a pass that nothing waits for.
-
-    In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
-    scatters this gradient while it computes the weight's; the row-parallel layer's gathering is not hidden. So all that
-    is scattered or reduced is hidden, and half of what is gathered.
-    """
+    """Share of a message of a pass that nothing waits for."""
+    # In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
+    # scatters this gradient while it computes the weight's; the row-parallel layer's gathering is not hidden. So all
+    # that is scattered or reduced is hidden, and half of what is gathered.
     if "alltoall" in message.name:
         return reached.hidden if overlap.experts else 0.0
     if message.name not in _OF_TENSOR:

@@ -305,6 +305,9 @@ def generate(
     clock, decoded, area = 0.0, 0.0, 0.0
     running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
     began = 0.0
+    # The heap holds running sequences by the token count of the engine at which they end. Lengths are absolute there,
+    # so that a step adds to one number, not to every sequence; `began` is the sum of their beginnings, for the mean
+    # context.
     while running or waiting:
         while waiting and len(running) < most_at_once:
             length = waiting.pop()

@@ -79,6 +79,8 @@ def run_schedule(
     if chunks > 1 and microbatches % stages:
         raise ValueError(f"an interleaved pipeline of {stages} stages takes no {microbatches} microbatches")
     orders = [order_passes(stages, stage, chunks, microbatches, forward_only=forward_only) for stage in range(stages)]
+    # The stages take turns: each goes on through its own order of passes until it needs an input that is not there yet.
+    # An order that deadlocks would stop all stages at once.
     ends: dict[tuple[int, Slot], float] = {}
     free, busy, positions = [0.0] * stages, [0.0] * stages, [0] * stages
     waiting = list(range(stages))
@@ -108,6 +110,8 @@ def _find_input_time(
     ends: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
 ) -> float | None:
     """Time at which a pass's input is there; None: not yet known."""
+    # With virtual stages the model's chunks go round the pipeline: stage 0 of chunk 1 follows the last stage of chunk
+    # 0.
     step = -1 if not slot.is_backward else 1
     neighbour, chunk = stage + step, slot.chunk
     if neighbour in (-1, stages):  # the neighbouring chunk is on the other end of the pipeline

@@ -65,21 +65,21 @@ class _Depth:
 def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
     """Pipeline stages that differ in layers, embedding or head.
 
-    Returns the numbers of the layers of each. Of stages that are alike it has the first, which holds activations of the
-    most microbatches. With `few`, stages with the layers of the first one are left out too, which takes more memory: it
-    has the embedding and one more microbatch.
+    Returns the numbers of the layers of each; of stages that are alike, the first. With `few`, stages with as many
+    layers as the first one are left out too, since it takes more memory: it has the embedding and one more microbatch.
     """
     parallel = config.policy.parallel
     ranks_per_stage = parallel.world_size // parallel.pipeline
     stages: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
     for stage, shard in enumerate(split_policy(parallel, shape)[::ranks_per_stage]):
         sorts = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
+        # The first of stages that are alike holds activations of the most microbatches.
         stages.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
     return dict(stages.values())
 
 
 def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
-    """Layers that compute in bfloat16 although the others compute in FP8."""
+    # Some layers at either end compute in bfloat16 although the others compute in FP8.
     fp8 = config.policy.fp8
     if not fp8.is_on_device:
         return frozenset()
@@ -87,12 +87,10 @@ def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
 
 
 def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
-    """Choose the dry runs that give a stage's memory: one, or two shallow.
-
-    The bytes alive at any one moment are linear in the number of layers, all alike, of which the rank has equally many
-    in each chunk. Dense layers before those with experts stay in both runs. Every stage of a shallow model is like the
-    stage of the rank, which sees no other stage's layers.
-    """
+    """Choose the dry runs that give a stage's memory: one, or two shallow."""
+    # The bytes alive at any one moment are linear in the number of layers, as long as these are alike and equally many
+    # in each chunk: two shallow runs give the line. Dense layers before those with experts stay in both runs. Every
+    # stage of a shallow model is like the stage of the rank, which sees no other stage's layers.
     parallel, chunks, full = config.policy.parallel, config.policy.parallel.virtual_pipeline, len(layers)
     sorts = [shape.has_experts(layer) for layer in layers]
     dense = sorts.index(True) if True in sorts else 0
@@ -167,11 +165,10 @@ def name_phase_before_refit(report: DryReport) -> str:
 
 
 def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
-    """The work of a rank with more layers.
-
-    Operators of a layer occur more often. Sizes of others grow with the number of layers, such as the messages of
-    buckets of gradients: their operations and bytes are added up and extrapolated, in as many operators as `high` has.
-    """
+    """The work of a rank with more layers."""
+    # Operators of a layer occur more often in a deeper model. Others grow in size instead, such as the messages of
+    # buckets of gradients: their operations and bytes are added up and extrapolated, in as many operators as `high`
+    # has.
     total: Counter[Work] = Counter()
     grown: dict[Work, list[float]] = {}
     for work in low.keys() | high.keys():

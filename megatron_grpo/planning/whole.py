@@ -139,6 +139,7 @@ class Plan:
         )
         if not self.config.generation.is_colocated:
             return
+        # vLLM takes its share of the whole GPU when it wakes, whatever else is on it by then.
         share, has = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
         if share * has * GIB + self.beside_engine > has * GIB:
             yield (
@@ -196,6 +197,7 @@ class Plan:
         worst = self.fullest
         parts = list_reserve_parts(self.config, worst.phases[worst.phase], self.hardware, model=worst.model)
         unexplained = worst.reserve - sum(parts.values())
+        # `RankMemory.reserve` also has what the other model keeps on a shared GPU, which no part of the list explains.
         parts |= {"the other model on the GPU": unexplained} if unexplained else {}
         reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
         tokens = self.config.policy.microbatch_tokens
@@ -236,6 +238,7 @@ def find_profile(config: Config) -> Hardware:
     if name is None:
         raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(list_profiles())}")
     gpu = load_hardware(name)
+    # A node may have fewer GPUs than NVLink could join, such as four of eight.
     domain = gpu.gpus_per_domain  # a rack's reaches over nodes, a node's has at most its GPUs
     per_node = config.cluster.gpus or domain
     return replace(gpu, gpus_per_domain=min(domain, per_node)) if domain <= _MOST_OF_NODE else gpu

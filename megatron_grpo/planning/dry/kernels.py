@@ -41,6 +41,7 @@ class Product:
 
     def note(self, m: int, k: int, n: int) -> None:
         """Record the product, or that of a gradient in the given sizes."""
+        # Memory traffic is in bytes of the operands' type, the product's speed in operations of that type.
         width = {"fp8": 1, "float32": 4}.get(self.dtype, 2)
         sort: WorkKind = "grouped_matmul" if self.number > 1 else "matmul"
         note_product("linear", m, k, n, self.dtype, number=self.number, kind=sort, width=width)
@@ -92,17 +93,16 @@ class Kernel:
             note_message(message.name, message.nbytes, message.group)
 
     def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
-        """Record the backward pass: a product for each gradient.
-
-        Attention's products are five there, not two.
-        """
+        """Record the backward pass: a product for each gradient."""
         if self.product is not None:
             m, k, n = self.product.m, self.product.k, self.product.n
             if of_input:
                 self.product.note(m, n, k)
             if of_weights:
+                # Grouped products keep the tokens as rows, because their number differs from expert to expert.
                 self.product.note(n, m, k) if self.product.number == 1 else self.product.note(m, k, n)
         elif self.attention_flops:
+            # Flash attention computes the scores again, which makes five products of the forward pass's two.
             note("attention", self.kind, flops=2.5 * self.attention_flops, nbytes=2 * moved)
         else:
             note("elementwise", self.kind, nbytes=moved)
@@ -127,6 +127,7 @@ class _Run(torch.autograd.Function):
                 [_make_like(like, tensor) for tensor in tensors]
                 for tensors in (kernel.forward, kernel.outputs, kernel.saved)
             )
+        # Tensors of the forward pass alone count for the peak and go before anything is saved.
         del work
         inputs_to_keep = [inputs[number] for number in kernel.keeps]
         ctx.save_for_backward(*inputs_to_keep, *(outputs[:1] if kernel.keeps_output else ()), *saved)
@@ -182,6 +183,7 @@ def run_attention(
         (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if context_tokens is None else (context_tokens, 0.5)
     )
     pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
+    # Ring attention passes keys and values once round all ranks, and their gradients back beside them.
     turns = parts * count_bytes([key, value])
     kernel = Kernel(
         "attention",
@@ -215,6 +217,7 @@ class ShapedLogprobs:
         """Gradients in the shapes and dtypes of hidden states and weight."""
         for _ in range(3 if inputs.of_weight else 2):  # the logits again, and a product for each gradient
             _note_logits(head)
+        # The kernel adds the gradient of hidden states up in float32, block by block of the vocabulary.
         summed = torch.empty_like(head.hidden, dtype=torch.float32)
         block = head.hidden.new_empty(min(CHUNK_NUMBERS, len(head.local) * head.columns))
         grad_weight = torch.empty_like(head.weight) if inputs.of_weight else None
@@ -282,6 +285,7 @@ def _permute_tokens(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_toke
 
     Returns the copies, their weights, and the map of rows.
     """
+    # Transformer Engine's map has for each token the rows of its copies, their experts, and their number.
     rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
     results = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
     permuted, weights = run(Kernel("dispatch", results), tokens, probs)  # `_merge_tokens` keeps the map for both
@@ -311,9 +315,10 @@ def _sort(tokens: Tensor, *companions: Any) -> Any:
 def _count_tokens(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
     """Tokens of each of this rank's experts, [local experts].
 
-    They stand in place of a copy from the device. Every rank sends alike. Each local expert gets `skew` times the mean,
-    the others share the rest. The arguments and attributes are those of Megatron-Core's dispatcher.
+    Each local expert gets `skew` times the mean, those of other ranks share the remainder; every rank sends alike.
     """
+    # Megatron-Core's dispatcher copies these counts from the device, where a dry run has no numbers. The arguments and
+    # the attributes set here are those of its method.
     total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
     local_experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
     share = np.ones(count)
@@ -322,6 +327,7 @@ def _count_tokens(self: Any, point: str, _tokens_per_expert: Any = None, *, skew
     share[: local_experts.start] = share[local_experts.stop :] = (count - skew * self.num_local_experts) / max(
         remote_count, 1
     )
+    # Rounding the running sum, not each share, keeps the total.
     ends = np.rint(np.cumsum(share) / share.sum() * total).astype(np.int64)
     tokens_per_expert = np.diff(ends, prepend=0)
     local, peers = tokens_per_expert[local_experts], self.tp_size * self.ep_size
@@ -349,12 +355,12 @@ STAGE_SHAPE = [0, 0, 0]
 def _list_shapes(
     self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> tuple[list[int], list[int]]:
-    """The shapes that the neighbours of a pipeline stage announce."""
+    # The neighbours of a pipeline stage would announce these shapes by messages.
     return list(STAGE_SHAPE), list(STAGE_SHAPE)
 
 
 def _gather_objects(gathered: list[Any], local: Any, group: Any = None) -> None:
-    """Stand-in for `all_gather_object`: every rank has the object of this one."""
+    # In place of `all_gather_object`: every rank has the object of this one.
     gathered[:] = [local] * len(gathered)
 
 

@@ -86,6 +86,8 @@ class Quantizable:
         matrix: list[Made] = [(hidden.shape, hidden.dtype)]
         backward = list(backward)
         if self.fp8 is not None:
+            # Gradients of the output are quantized twice, because the two products of the backward pass read them in
+            # different directions.
             matrix = _make_quantized(hidden.shape, self.fp8)
             backward += 2 * _make_quantized(output, self.fp8)
             self._keep_copies(weights)
@@ -109,7 +111,7 @@ class Quantizable:
         return result
 
     def _build_product(self, hidden: Tensor, weights: Sequence[Tensor], output: Sequence[int]) -> Product:
-        """The product; its rows are tokens of the longer of input and output."""
+        # With sequence parallelism the input is gathered before the product, or the output scattered after it.
         rows = max(math.prod(hidden.shape[:-1]), math.prod(output[:-1]))
         dtype = name_of(hidden.dtype) if self.fp8 is None else "fp8"
         number = sum(weight.dim() == 2 for weight in weights)
@@ -153,6 +155,7 @@ class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
         output = (tokens, *input_.shape[1:-1], self.weight.shape[0])
         numbers, group = tokens * math.prod(input_.shape[1:]), self.tp_group
         nbytes = numbers * input_.element_size()
+        # In FP8 the input is quantized before it is gathered, one byte for each number; gradients travel as they are.
         gather = [Collective("allgather", nbytes if self.fp8 is None else numbers, group)] if gathered else []
         multiplied = self.multiply(
             input_,
@@ -175,7 +178,7 @@ class ShapedNormColumnLinear(ShapedColumnLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: Any) -> None:
         super().__init__(input_size, output_size, config=config, **keywords)
         weight: Any = torch.nn.Parameter(self.weight.new_empty(input_size))
-        weight.sequence_parallel = config.sequence_parallel
+        weight.sequence_parallel = config.sequence_parallel  # Megatron-Core adds up its gradient over the ranks
         self.layer_norm_weight = weight
 
 
@@ -231,6 +234,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
             empty = torch.empty(*sizes, dtype=config.params_dtype, device=config.platform.device)
             weight: Any = torch.nn.Parameter(empty)
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_axis, stride=1)
+            # Megatron-Core reads this mark to reduce gradients over the data-parallel ranks of the expert.
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{number}", weight)
 
@@ -262,6 +266,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
 
 def make_shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
     """Counterpart of Megatron-Core's layer spec for Transformer Engine."""
+    # As there, the norms before dense layers are parts of the linear layers that follow them.
     of_head = ShapedNorm if qk_layernorm else IdentityOp
     parts = SelfAttentionSubmodules(
         linear_qkv=ShapedNormColumnLinear,

@@ -86,6 +86,7 @@ class MemoryTracker(TorchDispatchMode):
     def name_kind(self, tensors: Iterable[Tensor], name: str) -> None:
         """Change the kind of existing storages."""
         for tensor in tensors:
+            # torch makes a new Python object for a storage each time; `_cdata` is the address of the one in C++.
             key = tensor.untyped_storage()._cdata
             if key in self._storages:
                 reference, before, size = self._storages[key]
@@ -147,6 +148,7 @@ class MemoryTracker(TorchDispatchMode):
     def _note_peak(self, kind: str) -> None:
         """Compare the bytes alive with the peaks so far."""
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
+        # One moment for each sort, not one for all: the fullest moment of a deeper model may be of another sort.
         sort = self._phase, kind, self._operator
         if self._total > self._fullest.get(sort, -1):
             self._fullest[sort] = self._total
@@ -155,7 +157,7 @@ class MemoryTracker(TorchDispatchMode):
             self.peak, self.holders = self._total, self.moments[sort]
 
     def _read_sizes(self) -> None:
-        """Read the sizes again: resizing a storage is no operator."""
+        # Resizing a storage (`untyped_storage().resize_`) is no operator, so nobody told of it.
         for key, (reference, _, _) in list(self._storages.items()):
             storage = reference()
             if storage is not None:
@@ -199,14 +201,17 @@ class DryMode(MemoryTracker):
             self.log.note_writer(name, args)
             return args[0]
         if name == "aten::_local_scalar_dense":
+            # A host that reads a number, such as a loss or the norm of gradients, goes on as if all were well.
             number = args[0]
             return True if number.dtype == torch.bool else 1.0 if number.is_floating_point() else 1
         if name == "aten::masked_select":
+            # The number of selected rows depends on numbers that a dry run lacks; the router's mask selects top_k each.
             counts = args[0].new_zeros(args[1].shape[-1] * self._top_k)
             self.follow(counts)
             self.log.note_operator(func, args, counts)
             return counts
         if name.startswith("c10d::"):
+            # A collective writes into tensors that its caller made, so nothing is allocated here.
             self.log.note_message(name, args)
             results = [
                 _build_finished_work() if "Work" in str(returned.type) else args[0] for returned in func._schema.returns

@@ -43,6 +43,7 @@ class Work(NamedTuple):
 class WorkLog:
     """Counts the work of operators."""
 
+    # Equal operators are counted, not listed: a step of a large model has millions, and few are distinct.
     def __init__(self) -> None:
         self.found: Counter[Work] = Counter()
         self.passes: Counter[tuple[str, int]] = Counter()
@@ -72,6 +73,7 @@ class WorkLog:
             flops, moved = 2.0 * number * m * k * n, count_bytes((first, second, result))
             self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(first.dtype))
         elif sort == "gather":
+            # A gather reads as much as it writes, whatever the size of its source.
             self.note("elementwise", name, nbytes=2 * count_bytes(result))
         else:
             self.note("elementwise", name, nbytes=count_bytes(args) + count_bytes(result))
@@ -114,14 +116,12 @@ class WorkLog:
         chunk = named.get("vp_stage") or 0
         with self.one_pass(chunk, is_backward=False):
             result = original(*args, **named)
+        # Backward passes are not told their chunk; the output of the forward pass tells which one it is.
         self._chunk_of_output[id(_find_first(result[0]))] = chunk
         return result
 
     def backward_step(self, original: Any, input_: Any, output: Any, *args: Any, **named: Any) -> Any:
-        """Megatron-Core's `schedules.backward_step`, as a pass.
-
-        A chunk is known by the output of its forward pass.
-        """
+        """Megatron-Core's `schedules.backward_step`, as a pass."""
         with self.one_pass(self._chunk_of_output.pop(id(_find_first(output))), is_backward=True):
             return original(input_, output, *args, **named)
 
