@@ -79,8 +79,7 @@ def run_schedule(
     if chunks > 1 and microbatches % stages:
         raise ValueError(f"an interleaved pipeline of {stages} stages takes no {microbatches} microbatches")
     orders = [order_passes(stages, stage, chunks, microbatches, forward_only=forward_only) for stage in range(stages)]
-    # The stages take turns: each goes on through its own order of passes until it needs an input that is not there yet.
-    # An order that deadlocks would stop all stages at once.
+    # The stages take turns: each goes on through its order of passes until it needs an input that is not there yet.
     ends: dict[tuple[int, Slot], float] = {}
     free, busy, positions = [0.0] * stages, [0.0] * stages, [0] * stages
     waiting = list(range(stages))

@@ -110,6 +110,7 @@ class Oracle:
                 options["position_ids"] = torch.nn.utils.rnn.pad_sequence(plain, batch_first=True)
             hidden = self.model.model(padded, **options).last_hidden_state
             for number, tokens, states in zip(numbers, batch, hidden, strict=True):
+                # The hidden state of a token gives the logits of the next one.
                 logits = self._compute_logits(states[tokens.chosen - 1])
                 logprobs[number] = torch.stack([law.compute_logprobs(logits, tokens) for law in laws])
         return torch.cat([logprobs[number] for number in range(len(sequences))], dim=1)
@@ -158,6 +159,8 @@ class Oracle:
             logprobs.append(law.compute_logprobs(self._compute_logits(states[0][tokens.chosen - 1 - cut]), tokens))
         return torch.cat(logprobs)
 
+    # The methods below change the model in place and put it back: a copy for each suspect would take as much memory as
+    # the model, and a search tries thousands.
     @contextmanager
     def other_head(self, weight: Tensor) -> Iterator[None]:
         """Multiply the last hidden states by another matrix, [vocabulary, width]; the embedding stays."""
@@ -214,6 +217,7 @@ class Oracle:
         """Compute the body with other rotary embeddings; `rope`: transformers' rope_parameters."""
         config = copy.deepcopy(self.model.config)
         config.rope_parameters = dict(rope)
+        # Transformers computes the frequencies when the module is built, so the module is built anew.
         rotary = self.model.model.rotary_emb
         attentions = [layer.self_attn for layer in self.layers]
         scales = [attention.scaling for attention in attentions]
@@ -249,10 +253,10 @@ class Oracle:
     def find_first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
         """Position of the first token whose experts rounding may change.
 
-        It is the sequence's length if there is none. At such a token a chosen expert and one that is not chosen have
-        equal scores within `TIE`, so that two correct programs may compute different experts for it, and different
-        numbers for what follows.
+        It is the sequence's length if there is none.
         """
+        # At such a token a chosen expert and one that is not chosen have equal scores within `TIE`: two correct
+        # programs may compute different experts for it, and different numbers for all that follows.
         closest: list[Tensor] = []
         handles = [
             router.register_forward_hook(lambda module, _, output: closest.append(_compute_margins(module, output)))

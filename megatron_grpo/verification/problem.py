@@ -91,6 +91,8 @@ def _make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
 
     Biases, and norms around their initial 1 or 0, are random too.
     """
+    # Weights as released models have them would hide mistakes: zero biases, norms of 1, and numbers so small that every
+    # layer is nearly the identity.
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
@@ -128,6 +130,7 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
     lengths[0] = longest
     total = int(lengths.sum())
     mask = (torch.rand(total, generator=draw) < 0.7).float()
+    # The mask differs from token to token, so that a token in the wrong row or rank changes the loss.
     starts = (lengths.cumsum(0) - lengths).tolist()
     mask[starts] = 0.0  # a first token has no log-probability
     mask[starts[0] + 1] = 1.0
@@ -195,6 +198,7 @@ def _solve_cached(folder: Path, batch: TokenBatch) -> Truth:
             total = total + sum(
                 compute_router_losses(router_logits, experts) for router_logits in output.router_logits
             ) / len(batch)
+        # A sequence's first token is predicted by nothing.
         logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
     of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

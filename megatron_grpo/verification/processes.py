@@ -83,6 +83,7 @@ def _wait_for_ranks(ranks: ProcessContext, folder: Path, end: float, timeout_s: 
         rank, code = error.error_index, error.exit_code
         raise RunError(f"rank {rank} died in {_name_phase(folder, rank)}, with exit code {code}") from None
     finally:
+        # All are killed before the first is waited for: a rank in a collective ends only with its peers.
         for process in ranks.processes:
             process.kill()
         for process in ranks.processes:
@@ -112,7 +113,7 @@ def _serve(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = numbers[rank] if gpus else ""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads)  # otherwise every rank would take all cores
     store = connect_store("127.0.0.1", port, timeout_s)
     initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)
     result = body(task, (folder / f"{rank}.phase").write_text)

@@ -125,10 +125,9 @@ def _join_shards(rank: PolicyRank) -> dict[str, Tensor]:
 
 
 def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
-    """Export the gradients like weights.
-
-    Each is copied into its parameter for the export.
-    """
+    """Export the gradients like weights."""
+    # The export joins shards, experts and fused matrices of parameters. With the gradients in their place it does the
+    # same for gradients, so that one weight map is tested by both.
     parameters = rank.gather_parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:

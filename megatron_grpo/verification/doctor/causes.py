@@ -145,6 +145,7 @@ class Causes:
     def _explain_side(
         self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]
     ) -> Finding:
+        # One or two changed numbers are certain; more of them may also be the mark of another cause, which comes first.
         edits = find_edits(side, base, rounding)
         if edits is not None and edits[1] <= ONE_EDIT:
             return edits[0]
@@ -156,6 +157,7 @@ class Causes:
             text = f"not every cause was tried on the {side.name} within timeout_s={self._timeout_s:g}"
             self._remarks.append(text)
         finding = search.conclude()
+        # A refit moves weights into engines, so it is no remedy for a trainer.
         if finding is not None and side.name == "trainer" and REFIT in finding.key:
             finding = replace(finding, key=self._name_command(side))
         if finding is None and edits is not None:
@@ -167,6 +169,8 @@ class Causes:
 
         A tier is tried only if none before it reproduces the record.
         """
+        # The order is that of cost and of doubt: whole models and options first, then parts of the weights, whose many
+        # thousand combinations would explain by chance what a simple cause explains exactly.
         nearest = self._describe_near(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
         first: list[Group] = [partial(iterate_sampling_suspects, stops)]
@@ -189,6 +193,7 @@ class Causes:
         pipelines = [policy.pipeline, generation.pipeline]
         parts = list_parts(side.oracle, pipelines, [policy.tensor, generation.tensor, policy.expert, generation.expert])
         near = self._describe_near(version)
+        # The version before is what a refit leaves behind; the farthest one differs most, so little is mistaken for it.
         earlier = list(dict.fromkeys([*near[:1], *near[-1:]]))
         texts = {number: self._name_of(number, has_adapters) for number in earlier}
         stale = [

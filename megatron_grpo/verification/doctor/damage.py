@@ -102,6 +102,7 @@ def _find_other_units(side: Side, base: Tensor, rounding: Distance) -> Finding |
     if int(finite.sum()) < 8:
         return None
     finite_values, plain = side.recorded[finite].double(), base[finite].double()
+    # The straight line of least squares through (transformers, recorded).
     slope = float(
         ((finite_values - finite_values.mean()) @ (plain - plain.mean()))
         / (plain - plain.mean()).square().sum().clamp(min=1e-12)
@@ -140,6 +141,7 @@ def _find_exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | N
     for number, numbers in enumerate(recorded):
         for source, predicted in enumerate(plain):
             size = min(len(numbers), len(predicted))
+            # Short rollouts may agree by chance, and rollouts of the same text do agree.
             is_own = Distance.measure(numbers, plain[number]).is_within(rounding)
             if number == source or is_own or size < LEAST_MATCH:
                 continue
@@ -201,6 +203,7 @@ def _find_original_id(
 
     Returns what is predicted with it, too.
     """
+    # Only ids whose probability is the recorded one can have been the original; the numbers behind it decide.
     (chances,) = side.oracle.compute_chances([sequence], side.law)
     nearest = (chances[first].log() - recorded[first]).abs()
     for token_id in nearest.argsort()[:MOST_IDS].tolist():

@@ -91,6 +91,7 @@ def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Roll
     positions_of_spans = [np.arange(span.start, span.end) for span in spans]
     of_version = np.repeat([span.version == version for span in spans], [len(span) for span in positions_of_spans])
     if not recomputed:
+        # Behind a change of version the cache has keys of the older one, so only the first span is of one version.
         of_version = np.logical_and.accumulate(of_version)
     begins = np.concatenate([np.full(end - start, start) for start, end in join_spans(row)] or [np.zeros(0, int)])
     selected = np.flatnonzero(of_version[: len(row["logprobs"])])
@@ -269,11 +270,8 @@ def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config,
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Put rollouts in the order of scoring.
-
-    In turn those that differ most, and others of all prompts. Samples of a prompt may come from different engines, so
-    each prompt begins with another sample.
-    """
+    """Take turns between rollouts that differ most and those of all prompts."""
+    # Samples of a prompt may come from different engines, so each prompt begins with another sample.
     samples = max((row["sample"] for row in rows), default=0) + 1
     spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
     differing = sorted((row for row in rows if _measure_difference(row) > 0), key=_measure_difference, reverse=True)

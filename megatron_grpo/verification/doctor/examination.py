@@ -107,6 +107,8 @@ def examine_run(
     suspicious = find_suspicious_steps(
         figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled
     )
+    # A few tokens are enough for most mistakes. If the run recorded a larger error than they show, the mistake is in
+    # rollouts that were not scored, so more are.
     examination = None
     for token_count in (tokens, MORE_TOKENS * tokens):
         evidence = read_evidence(run_dir, step, suspicious, weights, config, token_count)
@@ -171,6 +173,7 @@ class Examination:
         """
         evidence, version = self._evidence, self._evidence.step - 1
         recorded = evidence.read_column("prev_logprobs")
+        # Step N trains on version N - 1. Without these weights, those that sampled stand for the trainer's.
         if version not in self._weights.versions:
             version, recorded = evidence.version, None
         if recorded is None:

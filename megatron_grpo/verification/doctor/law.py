@@ -87,6 +87,7 @@ class Law:
 
         Takes the same as `compute_logprobs`.
         """
+        # The order is vLLM's: bias, penalties, temperature, then min_p, top_k and top_p.
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * self.cap
         if self.rounds_logits:
@@ -118,12 +119,13 @@ class Law:
         if self.min_p > 0:
             probabilities = logits.softmax(-1)
             logits = logits.masked_fill(probabilities < self.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
-        values, order = logits.sort(-1)  # ascending, as in vLLM
+        # vLLM sorts in ascending order and removes from the low end: at ties another order would keep other tokens.
+        values, order = logits.sort(-1)
         if self.top_k:
             values = values.masked_fill(values < values[:, -min(self.top_k, values.shape[1])][:, None], -torch.inf)
         if self.top_p < 1:
             removed = values.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            removed[:, -1] = False
+            removed[:, -1] = False  # the most likely token always stays
             values = values.masked_fill(removed, -torch.inf)
         return torch.empty_like(logits).scatter_(1, order, values)
 

@@ -224,6 +224,7 @@ def compare(
         )
     if first.result is not None and second.result is not None:
         first_result, second_result = first.result, second.result
+        # A loss may be close to 0, where a relative difference says nothing, so it is taken relative to at least 1.
         loss = abs(first_result.loss - second_result.loss) / max(1.0, abs(second_result.loss))
         norm = abs(first_result.grad_norm - second_result.grad_norm) / (second_result.grad_norm or 1.0)
         differences.append(Difference("loss", loss, limits["loss"]))
@@ -253,6 +254,7 @@ def _of_hidden_states(
     for point in (name for name in sides[0].hidden if name in sides[1].hidden):
         rows, second_rows = _find_states_at(point, sides, captured)
         if is_coarse and point.endswith(ROUTER):
+            # Weights of experts are 0 where an expert was not chosen, so other zeros are other experts.
             moved = ((rows != 0) != (second_rows != 0)).any(dim=1)
             if int(moved.sum()) <= max(FEWEST_TIES, TIES * len(captured)):
                 captured, rows, second_rows = captured[~moved.numpy()], rows[~moved], second_rows[~moved]
@@ -263,7 +265,7 @@ def _of_hidden_states(
         apart = (rows - second_rows).norm(dim=1) / scale.clamp(min=SMALL * float(finite.mean()) if len(finite) else 1.0)
         tail = STATES_TAIL if is_coarse else None
         difference = _describe_at_token(record, "hidden states", point, apart, limit, captured, tail)
-        if not difference.agrees:
+        if not difference.agrees:  # every later point differs because of this one
             yield difference
             return
         if largest is None or difference.difference > largest.difference:
@@ -306,7 +308,7 @@ def _describe_at_token(
         numbers: [tokens], int64, ascending: numbers of these tokens in the step.
         tail: what rounding may do to single tokens; None: none may be past the tolerance.
     """
-    apart = apart.nan_to_num(nan=math.inf)
+    apart = apart.nan_to_num(nan=math.inf)  # NaN is larger than no limit, and would pass for agreement
     past = torch.nonzero(apart > limit)
     token_index = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
     sequence = int(np.searchsorted(np.cumsum(record.lengths), token_index, side="right"))
@@ -380,6 +382,7 @@ def _of_tensors(
 
 def _with_experts_together(figures: Figures) -> Figures:
     """One figure for a layer's router and experts, named by the worst."""
+    # A token that rounding sends to another expert moves gradient from one expert to the other; their sum stays.
     together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
     layers: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for step, name in figures.keys() - together.keys():
@@ -401,10 +404,8 @@ def _is_routed(name: str) -> bool:
 
 
 def _of_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:
-    """The change of all weights together, with the worst tensor.
-
-    Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
-    """
+    """The change of all weights together, with the worst tensor."""
+    # Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
     figures = _compute_distances("update", sides)
     if figures:
         distance = math.hypot(*(apart for apart, _ in figures.values()))

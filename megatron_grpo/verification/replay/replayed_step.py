@@ -127,6 +127,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     _require_replayable(record, settings)
     outcomes = [trajectory.outcome for trajectory in record.trajectories]
     step, batch = StepBatch.from_outcomes(config, outcomes), record.join_tokens()
+    # The run excluded sequences by its own log-probabilities, which the record has; those of the replay come too late.
     threshold = config.training_loop.seq_logprob_error_threshold
     if threshold is not None:
         mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
@@ -221,6 +222,7 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
         find_token_indices(np.asarray(task.batch.lengths), members),
     )
     enter("log-probabilities")
+    # Nothing but tokens goes into the forward pass, as in a run: a mask or an advantage must not change it.
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
     plan = _select_own(task.logprobs, members)
     numbers = np.cumsum(task.captured) - 1  # of the captured tokens alone, whose states are gathered in one tensor
@@ -256,11 +258,12 @@ def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
-    """Send outputs to all ranks, [tokens of the batch], float32.
+    """Send outputs to all ranks, [tokens of the batch], float32, on the host.
 
-    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, [tokens of
-    the replica], and all ranks of the last pipeline stage need them for the loss.
+    Collective over all ranks. `values`: [tokens of the replica] on the replica's output rank, else None.
     """
+    # The ranks of the last pipeline stage need them all for the loss. Each token has one output rank, and the others
+    # add zeros, so the sum is exact.
     device = detect_platform().device
     all_values = torch.zeros(sum(task.batch.lengths), device=device)
     if values is not None:

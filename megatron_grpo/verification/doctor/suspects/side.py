@@ -94,6 +94,8 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
         predict: the log-probabilities that follow from numbers.
         rounds: most times that numbers are tried; fewer if the best one predicts the record, or no longer improves.
     """
+    # The error need not have one minimum, so a grid is refined around its best number; a method that follows the slope
+    # would stop at the first minimum.
     best, before, idle = tried[0], math.inf, 0
     for _ in range(rounds):
         errors = [float(compute_residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]

@@ -115,6 +115,7 @@ def _predict_behind_interruption(load: Load, number: int, version: int, side: Si
 
 
 def _predict_behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:
+    # A token is predicted by the hidden state before it, which has to be computed anew by the newer model.
     firsts = [int(tokens.chosen[0]) if len(tokens.chosen) else 0 for tokens in side.tokens]
     allowed = [min(cut, max(0, first - 1)) for cut, first in zip(cuts, firsts, strict=True)]
     return side.oracle.compute_logprobs_behind(oracle, side.tokens, allowed, side.law)
