@@ -71,7 +71,7 @@ class CodeEnvironment(Environment):
         self._share = reward == "share"
         self._allow = untrusted_tests == "allow"
         self._pool = ThreadPoolExecutor(programs_at_once)
-        self._logged: set[str] = set()
+        self._logged: set[str] = set()  # reasons that were logged, each once
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         return list(self._pool.map(self._score, requests))
@@ -81,8 +81,10 @@ class CodeEnvironment(Environment):
         program = extract_program(request.response)
         verdict = check_program(self._sandbox, program, tests, every=self._share, allow=self._allow)
         for reason in verdict.untrusted:
-            verb = "counts, though" if self._allow else "fails:"
-            self._log_once(f"a test of a program {verb} it depends on {reason}")
+            if reason not in self._logged:
+                self._logged.add(reason)
+                verb = "counts, though" if self._allow else "fails:"
+                _log.warning("a test of a program %s it depends on %s", verb, reason)
         share = verdict.passed / verdict.tests if verdict.tests else 0.0
         return EnvironmentReturn(
             reward=share if self._share else float(share == 1.0),
@@ -96,21 +98,14 @@ class CodeEnvironment(Environment):
             notes={"untrusted tests": "; ".join(verdict.untrusted)} if verdict.untrusted else {},
         )
 
-    def _log_once(self, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            _log.warning(message)
-
 
 def check_program(
     sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool, allow: bool = False
 ) -> Verdict:
     """Run the tests of a row against a Python program.
 
-    Args:
-        tests: Python statements, or (input, output) pairs.
-        every: continue after a failed test; an endless program uses its whole time limit in each pair.
-        allow: count tests whose verdict cannot be trusted.
+    Tests are Python statements, or (input, output) pairs. `every`: continue after a failed test; an endless program
+    uses its whole time limit in each pair. `allow`: count tests whose verdict cannot be trusted.
     """
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:

@@ -39,14 +39,12 @@ def extract_program(response: str) -> str:
     if not blocks or reader.is_program(response):  # fences may stand in the strings of a program without a block
         return response
     by_kind: dict[Kind, list[str]] = {"python": [], "untagged": [], "other": []}
-    for kind, code in blocks:
+    for kind, code in reversed(blocks):
         by_kind[kind].append(code)
     if by_kind["python"]:
-        return by_kind["python"][-1]
-    for code in (*reversed(by_kind["untagged"]), *reversed(by_kind["other"])):
-        if reader.is_program(code):
-            return code
-    return by_kind["untagged"][-1] if by_kind["untagged"] else response
+        return by_kind["python"][0]
+    programs = (code for code in (*by_kind["untagged"], *by_kind["other"]) if reader.is_program(code))
+    return next(programs, by_kind["untagged"][0] if by_kind["untagged"] else response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,17 @@ class _Fence:
     mark: str  # three or more backticks or tildes
     indent: int  # blanks before the mark
     is_at_start: bool  # only blanks and marks of lists and quotations stand before the mark
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A candidate for the end of a block."""
+
+    line: int  # line that the content ends before, or in
+    column: int | None  # column of that line at which a fence ends the content; None: it ends before the line
+    is_closing: bool  # the line is a closing fence and no more, or opens a Python block
+    next_line: int  # line after the block
+    rest: str = ""  # text after the fence, if it has another fence
 
 
 class _Reader:
@@ -140,20 +149,7 @@ class _Reader:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A candidate for the end of a block."""
-
-    line: int  # line that the content ends before, or in
-    column: int | None
-    """Column of that line at which a fence ends the content; None: the content ends before the line."""
-    is_closing: bool  # the line is a closing fence and no more, or opens a Python block
-    next_line: int  # line after the block
-    rest: str = ""  # text after the fence, if it has another fence
-
-
 def _parse_opening(line: str) -> _Fence | None:
-    """Parse the fence with which a line opens a block, or None."""
     text = line.lstrip(" \t")
     if text.startswith("~~~"):
         info = text.lstrip("~")
@@ -175,7 +171,6 @@ def _parse_opening(line: str) -> _Fence | None:
 
 
 def _parse_end(line: str, number: int, fence: _Fence) -> _End | None:
-    """Parse the end of a block, or None."""
     opening = _parse_opening(line)
     if opening is not None and opening.kind == "python" and opening.is_at_start:
         return _End(number, None, is_closing=True, next_line=number)

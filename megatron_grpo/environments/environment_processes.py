@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megatron_grpo.environments.environment_status import EnvironmentStatus
-from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.interface import EnvironmentSettings, EnvironmentStatus
+from megatron_grpo.environments.reward_model import start_reward_model
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import EnvironmentConfig
@@ -40,10 +40,8 @@ class EnvironmentHandle:
     name: str  # task name of the environment
     config: EnvironmentConfig
     settings: EnvironmentSettings
-    rewards: ray.ObjectRef | None
-    """Reward functions and clients of reward models, by their entry in reward_funcs."""
-    actors: list[Any] = field(default_factory=list)
-    """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
+    rewards: ray.ObjectRef | None  # functions and clients of reward models, by their entry in reward_funcs
+    actors: list[Any] = field(default_factory=list)  # `EnvironmentWorker`s, each with a copy of the environment
 
     def spawn(self) -> Any:
         """Start another process, which ends with the calling process."""
@@ -60,32 +58,25 @@ class EnvironmentPool:
     name: str  # task name of the environment
     config: EnvironmentConfig
     settings: EnvironmentSettings
-    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Reward functions that a script passed, by their entry in reward_funcs; they are not imported."""
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # of a script, by entry in reward_funcs
     _actors: list[Any] = field(default_factory=list, init=False)
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
         """Begin to start processes for `shares` rollout workers, at least one each."""
-        rewards = self._store_rewards()
-        handles = [EnvironmentHandle(self.name, self.config, self.settings, rewards) for _ in range(shares)]
+        rewards: dict[str, Any] = {
+            name: function for name, function in self.rewards.items() if name in self.config.reward_funcs
+        }
+        for folder in self.config.reward_model_folders:
+            rewards[folder], workers = start_reward_model(folder, self.config.reward_model)
+            self._actors += workers
+        stored_rewards = ray.put(rewards) if rewards else None  # once for all processes
+
+        handles = [EnvironmentHandle(self.name, self.config, self.settings, stored_rewards) for _ in range(shares)]
         for index in range(max(self.config.num_workers, shares)):
             actor = handles[0].spawn()
             self._actors.append(actor)
             handles[index % shares].actors.append(actor)
         return handles
-
-    def _store_rewards(self) -> ray.ObjectRef | None:
-        """Store a script's reward functions and started reward models."""
-        rewards: dict[str, Any] = {
-            name: function for name, function in self.rewards.items() if name in self.config.reward_funcs
-        }
-        if self.config.reward_model_folders:
-            from megatron_grpo.environments.reward_model import start_reward_model
-
-            for folder in self.config.reward_model_folders:
-                rewards[folder], workers = start_reward_model(folder, self.config.reward_model)
-                self._actors += workers
-        return ray.put(rewards) if rewards else None
 
     def shutdown(self) -> None:
         """End the processes; idempotent."""
@@ -101,11 +92,7 @@ def build_environments(
 ) -> dict[str, EnvironmentPool]:
     """Make a pool for each environment of the configuration; starts nothing.
 
-    Args:
-        config: the section `env`, by task name.
-        settings: maps a task name to the settings of its environment.
-        rewards: reward functions that a script passed, by their entry in reward_funcs.
+    `settings` maps a task name to the settings of its environment; `rewards` are functions that a script passed.
     """
-    return {
-        name: EnvironmentPool(name, environment, settings(name), rewards or {}) for name, environment in config.items()
-    }
+    rewards = rewards or {}
+    return {name: EnvironmentPool(name, section, settings(name), rewards) for name, section in config.items()}

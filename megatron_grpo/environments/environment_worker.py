@@ -20,15 +20,14 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
-from megatron_grpo.environments.environment_status import STARTUP_S, EnvironmentStatus
-from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
 
 Value = TypeVar("Value")
 
-# Deadline in seconds for loading a reward model. It ends before the deadline of the process that waits for the model,
-# so that the message names the model.
+# Deadline in seconds for loading a reward model: before that of the process that waits, so that the message names the
+# model.
 REWARD_MODEL_STARTUP_S = STARTUP_S - 100.0
 
 
@@ -70,7 +69,7 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """Call several methods of this class; returns their results."""
+        """Call several methods of this class."""
         return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
@@ -95,7 +94,7 @@ class EnvironmentWorker:
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> bytes | str:
-        """Run the agent; returns the rollout's state, pickled, or an error message."""
+        """Run the agent; returns the rollout's state as `reset` does."""
         return self._catch_errors(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
@@ -111,7 +110,17 @@ class EnvironmentWorker:
         scores = self._environment.score(requests)
         if len(scores) != len(requests):
             raise RunError(f"{len(scores)} scores for {len(requests)} responses")
-        return [_convert_score(score) for score in scores]
+        return [
+            replace(  # with Python's types: files refuse those of NumPy and torch
+                score,
+                reward=None if score.reward is None else float(score.reward),
+                correct=None if score.correct is None else bool(score.correct),
+                parts={name: float(part) for name, part in score.parts.items()},
+                metrics=name_reported_metrics(score.metrics),
+                notes={str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()},
+            )
+            for score in scores
+        ]
 
     def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
         try:
@@ -120,13 +129,3 @@ class EnvironmentWorker:
             return f"environment {self._name}: {error}"
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
             return f"environment {self._name}: {type(error).__name__}: {error}"
-
-
-def _convert_score(score: EnvironmentReturn) -> EnvironmentReturn:
-    """Convert to Python's types: files refuse those of NumPy and torch."""
-    reward = None if score.reward is None else float(score.reward)
-    correct = None if score.correct is None else bool(score.correct)
-    parts = {name: float(part) for name, part in score.parts.items()}
-    notes = {str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()}
-    metrics = name_reported_metrics(score.metrics)
-    return replace(score, reward=reward, correct=correct, parts=parts, metrics=metrics, notes=notes)

@@ -1,11 +1,11 @@
-"""Interface of environments, which answer the model and score its responses."""
+"""Interface of environments, their settings, and the answer of a ready process."""
 
 from __future__ import annotations
 
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import Config
     from megatron_grpo.environments.sandbox.sandbox import Sandbox
+
+
+STARTUP_S = 900.0  # deadline in seconds for the start of an environment process, and of all rollout workers
 
 
 class Environment(ABC):
@@ -52,31 +55,20 @@ class Environment(ABC):
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """Return the first state of a rollout.
 
-        Args:
-            prompt: the prompt as it stands in the data.
-            extra_env_info: the row's other columns, and the reference answer under `REFERENCE`.
+        `prompt` stands as in the data; `extra_env_info` has the row's other columns, and the reference answer under
+        `REFERENCE`.
         """
         return None
 
     def step(self, state: Any, response: str) -> Turn:
-        """Answer a response with another turn, or end the rollout.
-
-        Args:
-            state: state of the rollout, from `reset` or the previous turn.
-            response: the model's text in this turn.
-        """
+        """Answer the model's text with another turn, or end the rollout."""
         return Turn(done=True, state=state)
 
     def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         """Run an agent to its end; returns the rollout's state.
 
-        The agent's calls to the model make up the rollout: one conversation, in which every call repeats all messages
-        so far and adds new ones. If `act` raises, the rollout fails.
-
-        Args:
-            prompt: as in `reset`.
-            extra_env_info: as in `reset`.
-            access: address of the model for this rollout.
+        The agent's calls to the model at `access` make up the rollout: one conversation, in which every call repeats
+        all messages so far and adds new ones. If `act` raises, the rollout fails.
         """
         raise NotImplementedError
 
@@ -104,29 +96,36 @@ class EnvironmentSettings:
     """Folders that the user's modules are imported from."""
 
     def open_sandbox(self) -> Sandbox:
-        """Open a sandbox for programs.
-
-        Raises:
-            SandboxUnavailableError: this machine does not allow the required isolation.
-        """
+        """Open a sandbox; SandboxUnavailableError if this machine cannot isolate as required."""
         from megatron_grpo.environments.sandbox.sandbox import open_sandbox
 
         return open_sandbox(self.sandbox)
 
     def load_tokenizer(self) -> Any:
-        """Load the policy's tokenizer."""
         assert self.tokenizer is not None, "an environment with texts for the model needs the run's tokenizer"
         return load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
 
 
+def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
+    """Score each sample: reward 1 if it is correct, else 0."""
+    return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in verdicts]
+
+
 def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
     """Make the settings of a task's environment."""
-    return EnvironmentSettings(
-        sandbox=config.sandbox,
-        tokenizer=tokenizer,
-        prompts=make_task_spec(config.data, task),
-        import_folders=list_import_folders(),
-    )
+    prompts, folders = make_task_spec(config.data, task), list_import_folders()
+    return EnvironmentSettings(sandbox=config.sandbox, tokenizer=tokenizer, prompts=prompts, import_folders=folders)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStatus:
+    """Answer of an environment process that is ready."""
+
+    node_id: str  # Ray's id of its machine
+    pid: int
+    multi_turn: bool
+    has_agent: bool
+    reads_token_ids: bool
 
 
 def list_import_folders() -> tuple[str, ...]:

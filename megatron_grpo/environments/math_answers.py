@@ -12,21 +12,26 @@ import subprocess
 import sys
 import unicodedata
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.math_text import AnswerText, has_same_words, rewrite_answer, rewrite_tail
+from megatron_grpo.data.math_text import has_same_words, rewrite_answer, rewrite_tail
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
 
+HANGS_AFTER_S = 20.0  # seconds without an answer after which the process is killed; math-verify's limits add up to 15 s
+STARTS_WITHIN_S = 120.0  # seconds for the process to import math-verify
+MEMORY_BYTES = 4 * 2**30  # memory that the process may add to its size when ready; an answer that needs more is wrong
+TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
+
 _BOX = "\\boxed{"
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
-TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
+_READY = b"r"
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
 
@@ -34,12 +39,9 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceba
 def is_correct(response: str, answer: str) -> bool:
     """Compare the response's final answer with the reference answer by value.
 
-    Main thread only: math-verify limits its time with SIGALRM, which Python delivers there.
-
-    Args:
-        response: text of the model.
-        answer: the reference answer: a number, expression or LaTeX, without a box. Both are brought to one form first
-            (`data.math_text`). An answer that math-verify cannot parse is compared as text.
+    Main thread only: math-verify limits its time with SIGALRM, which Python delivers there. `answer` is a number,
+    expression or LaTeX, without a box. Both are brought to one form first (`data.math_text`). An answer that
+    math-verify cannot parse is compared as text.
     """
     return _are_equal(find_final_answer(response), answer)
 
@@ -55,21 +57,17 @@ def _are_equal(final: str, answer: str) -> bool:
         return True
     if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False
-    return any(_has_equal_value(*pair, is_boxed) for pair in _list_readings(expected, actual, is_boxed))
-
-
-def _list_readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
-    """Yield pairs of texts, of which one must be equal in value."""
     # Where only one of the answers has a percent sign, the other may be the percentage or the share. In a text without
     # a box, percent signs beside the answer count for nothing.
     actual_has_percent = actual.has_percent
     if actual_has_percent and not is_boxed:
         actual_has_percent = _parse(actual.text) != _parse(actual.as_share)
-    yield expected.text, actual.text
+    readings = [(expected.text, actual.text)]
     if expected.has_percent and not actual_has_percent:
-        yield expected.as_share, actual.text
+        readings.append((expected.as_share, actual.text))
     if actual_has_percent and not expected.has_percent:
-        yield expected.text, actual.as_share
+        readings.append((expected.text, actual.as_share))
+    return any(_has_equal_value(*texts, is_boxed) for texts in readings)
 
 
 def _has_equal_value(expected: str, actual: str, is_boxed: bool) -> bool:
@@ -102,15 +100,6 @@ def _parse(text: str) -> list[Any]:
     return list(parse(text, parsing_timeout=ANSWER_TIMEOUT_S))
 
 
-HANGS_AFTER_S = 20.0  # seconds without an answer after which the process is killed; math-verify's limits add up to 15 s
-
-STARTS_WITHIN_S = 120.0  # seconds for the process to import math-verify
-
-MEMORY_BYTES = 4 * 2**30  # memory that the process may add to its size when ready; an answer that needs more is wrong
-
-_READY = b"r"
-
-
 class Verifier:
     """A process that compares answers; not safe for several threads."""
 
@@ -121,22 +110,20 @@ class Verifier:
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Call `is_correct` in the process for (response, reference answer) pairs.
 
-        Raises:
-            RunError: the process does not start.
+        An answer on which the process hangs or dies is wrong. RunError if the process does not start.
         """
-        return [self._verify(pair) for pair in pairs]
-
-    def _verify(self, pair: tuple[str, str]) -> bool:
-        # An answer on which the process hangs or dies is wrong.
-        try:
-            self._connection.sendall(json.dumps(pair).encode() + b"\n")
-            answer = self._connection.recv(1)
-        except OSError:  # a timeout, or a closed connection
-            answer = b""
-        if not answer:
-            self._end()
-            self._start()
-        return answer == b"1"
+        results: list[bool] = []
+        for pair in pairs:
+            try:
+                self._connection.sendall(json.dumps(pair).encode() + b"\n")
+                answer = self._connection.recv(1)
+            except OSError:  # a timeout, or a closed connection
+                answer = b""
+            if not answer:
+                self._end()
+                self._start()
+            results.append(answer == b"1")
+        return results
 
     def _start(self) -> None:
         self._connection, process_end = socket.socketpair()

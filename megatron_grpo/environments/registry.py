@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import GenericAlias
 from typing import Any
 
@@ -27,10 +28,7 @@ def create_environment(
 ) -> Environment:
     """Make the configured environment; imports only the modules that it needs.
 
-    Args:
-        config: the environment's section.
-        settings: settings of the run, if any.
-        rewards: reward functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
+    `rewards` are functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
 
     Raises:
         RunError: the class cannot be imported or is not an environment, or the options do not fit.
@@ -42,16 +40,16 @@ def create_environment(
         functions = {
             parse_reward_name(entry): rewards.get(entry) or load_reward_function(entry) for entry in config.reward_funcs
         }
-        scoring: dict[str, Any] = {
-            "functions": functions,
-            "weights": config.function_weights,
-            "correctness": config.correctness_function,
-            "timeout_s": config.reward_timeout_s,
-            "tolerant": config.on_reward_error == "none",
-        }
-        if config.agent_func is None:
-            return RewardFunctionEnvironment(**scoring)
-        return AgentEnvironment(agent_function=load_agent_function(config.agent_func), **scoring)
+        make: Callable[..., Environment] = RewardFunctionEnvironment
+        if config.agent_func is not None:
+            make = partial(AgentEnvironment, agent_function=load_agent_function(config.agent_func))
+        return make(
+            functions=functions,
+            weights=config.function_weights,
+            correctness=config.correctness_function,
+            timeout_s=config.reward_timeout_s,
+            tolerant=config.on_reward_error == "none",
+        )
     kind = import_environment_class(config.type)
     arguments, problems = convert_options(kind, config.options)
     if problems:
@@ -71,28 +69,24 @@ def import_environment_class(kind: str) -> type[Environment]:
     except ValueError as error:
         raise RunError(str(error)) from error
     if not (inspect.isclass(environment) and issubclass(environment, Environment)):
-        text = "is not a subclass of megatron_grpo.environments.interface.Environment"
-        raise RunError(f"{text}{_format_advice(environment)}")
+        advice = ""
+        if hasattr(environment, "remote"):
+            advice = (
+                "; take ray.remote away: the run starts the processes of environments itself (env.NAME.num_workers)"
+            )
+        elif hasattr(environment, "global_post_process_and_metrics"):
+            advice = "; docs/migrating.md says how to carry an environment of NeMo RL over"
+        raise RunError(f"is not a subclass of megatron_grpo.environments.interface.Environment{advice}")
     if inspect.isabstract(environment):
         raise RunError(f"does not define {', '.join(sorted(environment.__abstractmethods__))}")
     return environment
 
 
-def _format_advice(environment: Any) -> str:
-    if hasattr(environment, "remote"):
-        return "; take ray.remote away: the run starts the processes of environments itself (env.NAME.num_workers)"
-    if hasattr(environment, "global_post_process_and_metrics"):
-        return "; docs/migrating.md says how to carry an environment of NeMo RL over"
-    return ""
-
-
 def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Convert options to the types of the constructor's parameters.
 
-    Values are converted like those of the configuration: "3" is accepted as a number, "three" is not.
-
-    Returns:
-        The converted options, and problems as pairs of NAME=VALUE and reason.
+    Values are converted like those of the configuration: "3" is accepted as a number, "three" is not. Problems are
+    pairs of NAME=VALUE and reason.
     """
     parameters = {name: parameter for name, parameter in _list_parameters(kind).items() if name != SETTINGS}
     arguments: dict[str, Any] = {}
@@ -120,10 +114,9 @@ def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[d
 
 
 def _list_parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
-    """List the keyword parameters of a constructor."""
     try:
         signature = inspect.signature(kind, eval_str=True)
-    except NameError:
+    except NameError:  # an annotation names a class that only type checkers import
         signature = inspect.signature(kind)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: parameter for name, parameter in signature.parameters.items() if parameter.kind in by_keyword}

@@ -33,10 +33,7 @@ class Retriever:
         self._mean_length = sum(self._lengths) / max(len(self._lengths), 1)
 
     def search(self, query: str, count: int) -> list[str]:
-        """Find up to `count` documents that share a term, best first.
-
-        Among equal scores the earlier document is first.
-        """
+        """Find up to `count` documents, best first; among equals the earlier first."""
         scores = self.compute_scores(query)
         best = heapq.nlargest(count, scores, key=lambda index: (scores[index], -index))
         return [self._documents[index] for index in best]
@@ -56,10 +53,8 @@ class Retriever:
 def read_documents(path: str | Path) -> list[str]:
     """Read documents: lines of a JSONL file, or paragraphs of another file.
 
-    A line of JSONL is a text, or an object with "text".
-
-    Raises:
-        ValueError: the file is not UTF-8, or a line is neither a text nor such an object; the message names the line.
+    A line of JSONL is a text, or an object with "text". ValueError names the line that is neither, or another coding
+    than UTF-8.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -94,13 +89,14 @@ _LETTERS = (  # scripts without blanks whose words are of several letters
 )  # Thai and Lao, Tibetan, Burmese, Khmer, Tai
 
 
+_RUNS = re.compile(rf"(?P<ideographs>[{_IDEOGRAPHS}]+)|(?P<letters>[{_LETTERS}]+)|[^{_IDEOGRAPHS}{_LETTERS}]+")
+
+
 @cache
-def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _compile_word() -> re.Pattern[str]:
     # The letters of a word may carry combining marks, which \w does not match.
     marks = [chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M"]
-    word = re.compile(rf"[\w{''.join(marks)}]+")
-    runs = re.compile(rf"(?P<ideographs>[{_IDEOGRAPHS}]+)|(?P<letters>[{_LETTERS}]+)|[^{_IDEOGRAPHS}{_LETTERS}]+")
-    return word, runs
+    return re.compile(rf"[\w{''.join(marks)}]+")
 
 
 def split_terms(text: str) -> Iterator[str]:
@@ -112,9 +108,8 @@ def split_terms(text: str) -> Iterator[str]:
     if text.isascii():
         yield from _PLAIN_WORD.findall(text.lower())
         return
-    word, runs = _compile_patterns()
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    for run in (run for match in word.finditer(folded) for run in runs.finditer(match[0])):
+    for run in (run for match in _compile_word().finditer(folded) for run in _RUNS.finditer(match[0])):
         term, kind = run[0], run.lastgroup
         if kind is None:
             yield term

@@ -49,9 +49,13 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
+
+    def raise_in_body(signum: int, frame: FrameType | None) -> None:
+        raise TimeLimitPassed
+
     # The signal is SIGUSR2, because reward functions may use SIGALRM themselves (math-verify does).
     main = threading.get_ident()
-    before = signal.signal(signal.SIGUSR2, _raise_in_body)
+    before = signal.signal(signal.SIGUSR2, raise_in_body)
     timer = threading.Timer(seconds, lambda: signal.pthread_kill(main, signal.SIGUSR2))
     timer.daemon = True
     timer.start()
@@ -65,18 +69,13 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 
 
-def _raise_in_body(signum: int, frame: FrameType | None) -> None:
-    raise TimeLimitPassed
-
-
 class RewardError(RunError):
     """A reward function raised, took too long, or returned no rewards."""
 
     is_timeout = False
 
 
-CallOutcome = list[float | None] | RewardError
-"""The rewards of a function, or its failure."""
+CallOutcome = list[float | None] | RewardError  # the rewards of a function, or its failure
 
 
 class RewardCall:
@@ -98,7 +97,13 @@ class RewardCall:
         """
         try:
             with time_limit(timeout_s):
-                result = self._function(**self._copy_arguments(arguments, count))
+                # Each call has its own copies, so that a function may change them: neither other functions nor other
+                # samples, which share the row of their prompt, see the change. Columns that no row has are None.
+                copies: dict[str, Any] = {name: [None] * count for name in self._required_names}
+                for name, value in arguments.items():
+                    if self._accepted_names is None or name in self._accepted_names:
+                        copies[name] = [_copy_value(element) for element in value] if isinstance(value, list) else value
+                result = self._function(**copies)
             if inspect.isawaitable(result):
                 return self._await_rewards(result, count, timeout_s)
             return self._convert_rewards(result, count)
@@ -116,17 +121,6 @@ class RewardCall:
             is_late = limit.expired() and not isinstance(error, RewardError)
             return self._make_timeout(timeout_s) if is_late else self._make_failure(error)
 
-    def _copy_arguments(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Copy the accepted arguments; missing required columns are None."""
-        # Each call has its own copies, so that a function may change them: neither other functions nor other samples,
-        # which share the row of their prompt, see the change.
-        copies = {
-            name: _copy_values(value) if isinstance(value, list) else value
-            for name, value in arguments.items()
-            if self._accepted_names is None or name in self._accepted_names
-        }
-        return {name: [None] * count for name in self._required_names} | copies
-
     def _convert_rewards(self, result: Any, count: int) -> list[float | None]:
         is_list = isinstance(result, Iterable) and getattr(result, "ndim", 1) > 0
         if not is_list or isinstance(result, Mapping | Set | str | bytes):  # these have no order, or no numbers
@@ -137,8 +131,7 @@ class RewardCall:
         try:
             return [_convert_reward(reward) for reward in rewards]
         except (TypeError, ValueError) as error:
-            text = f"{self._path} gave something that is neither a number nor None: {error}"
-            raise RewardError(text) from error
+            raise RewardError(f"{self._path} gave something that is neither a number nor None: {error}") from error
 
     def _make_timeout(self, timeout_s: float | None) -> RewardError:
         failure = RewardError(f"{self._path} gave no rewards within reward_timeout_s={timeout_s:g} s")
@@ -169,14 +162,10 @@ class RewardFunctionEnvironment(Environment):
     """
 
     functions: Mapping[str, RewardFunction]
-    weights: Mapping[str, float]
-    """Factor of each function's reward, by name of the function."""
-    correctness: str | None
-    """Name of the function whose reward above 0 means correct, and whose None means unknown."""
-    timeout_s: float | None = None
-    """Deadline of one call of a function, in seconds; None: only the deadline of the process."""
-    tolerant: bool = False
-    """A failed function counts as reward None; otherwise the rollout fails."""
+    weights: Mapping[str, float]  # factor of each function's reward, by name of the function
+    correctness: str | None  # name of the function whose reward above 0 means correct, and whose None means unknown
+    timeout_s: float | None = None  # deadline of one call of a function; None: only the deadline of the process
+    tolerant: bool = False  # a failed function counts as reward None; otherwise the rollout fails
     reads_token_ids = True
 
     def __post_init__(self) -> None:
@@ -189,8 +178,7 @@ class RewardFunctionEnvironment(Environment):
         """Call the functions, and sum up their weighted rewards.
 
         Raises:
-            RewardError: a function raised, took too long, or did not return a number (or None) for each completion; the
-                message names function, exception and line. Not raised if `tolerant`.
+            RewardError: a function failed, and `tolerant` is not set; the message names function, exception and line.
         """
         scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]
         figures: defaultdict[str, list[float]] = defaultdict(list)
@@ -211,7 +199,6 @@ class RewardFunctionEnvironment(Environment):
         return scores
 
     def _call_functions(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, CallOutcome]:
-        """Call functions for `count` responses, async ones concurrently."""
         outcomes: dict[str, Any] = {name: self._calls[name].call(arguments, count, self.timeout_s) for name in names}
         coroutines = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Coroutine)}
         if coroutines:
@@ -264,7 +251,12 @@ class RewardFunctionEnvironment(Environment):
         ids = [request.response_ids for request in requests]
         return {
             "prompts": [request.prompt for request in requests],
-            "completions": [_make_completion(request) for request in requests],
+            "completions": [
+                request.response
+                if isinstance(request.prompt, str)
+                else [{"role": "assistant", "content": request.response}]
+                for request in requests
+            ],
             "completion_ids": [[] if response_ids is None else response_ids.tolist() for response_ids in ids],
             **self.collect_columns(requests),
             "trainer_state": requests[0].trainer_state,
@@ -279,23 +271,13 @@ def _convert_reward(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _copy_values(values: list[Any]) -> list[Any]:
-    """Copy each value by itself: two samples never share a value."""
-    return [value[:] if _is_list_of_ids(value) else deepcopy(value) for value in values]
-
-
-def _is_list_of_ids(value: Any) -> bool:  # deepcopy is slow for these
-    return isinstance(value, list) and {*map(type, value)} <= {int}
+def _copy_value(value: Any) -> Any:
+    is_list_of_ids = isinstance(value, list) and {*map(type, value)} <= {int}
+    return value[:] if is_list_of_ids else deepcopy(value)  # deepcopy is slow for token ids
 
 
 async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*awaitables)
-
-
-def _make_completion(request: EnvironmentRequest) -> str | list[dict[str, str]]:
-    if isinstance(request.prompt, str):
-        return request.response
-    return [{"role": "assistant", "content": request.response}]
 
 
 @dataclass(eq=False, kw_only=True)

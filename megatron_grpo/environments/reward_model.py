@@ -76,17 +76,22 @@ class RewardModel:
     def compute_rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         """Score each conversation, or the joined texts of prompt and completion.
 
-        A conversation is rendered with the model's own chat template. A score does not depend on the other texts of the
-        call: it is what transformers computes for the text alone. A text without tokens has no score (None).
-
-        Raises:
-            RunError: the prompts are conversations, and the model's tokenizer has no chat template.
+        A conversation is rendered with the model's own chat template; RunError if it has none. A score does not depend
+        on the other texts of the call: it is what transformers computes for the text alone. A text without tokens has
+        no score (None).
         """
-        texts = [self._join_texts(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        token_ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        token_ids: list[list[int]] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if isinstance(prompt, str):
+                text = f"{prompt}{completion}"
+            elif self._tokenizer.chat_template is None:
+                raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
+            else:
+                text = render_chat(self._tokenizer, [*prompt, *completion])
+            token_ids.append(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if self._config.max_tokens is not None:
             token_ids = [ids[-self._config.max_tokens :] for ids in token_ids]
-        scores: list[float | None] = [None] * len(texts)
+        scores: list[float | None] = [None] * len(token_ids)
         for batch in _make_batches({i: len(ids) for i, ids in enumerate(token_ids) if ids}, self._config.batch_tokens):
             for index, score in zip(batch, self._score_batch([token_ids[index] for index in batch]), strict=True):
                 scores[index] = score
@@ -124,13 +129,6 @@ class RewardModel:
         used = {token_id for ids in token_ids for token_id in ids}
         return next((token_id for token_id in range(self._vocabulary) if token_id not in used), None)
 
-    def _join_texts(self, prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return f"{prompt}{completion}"
-        if self._tokenizer.chat_template is None:
-            raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
-        return render_chat(self._tokenizer, [*prompt, *completion])
-
 
 def _make_batches(lengths: Mapping[int, int], tokens: int) -> Iterator[list[int]]:
     """Batch indices of texts of similar length, up to `tokens` with padding."""
@@ -151,7 +149,6 @@ class RewardModelClient:
         self.path, self._workers = path, list(workers)
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        """Compute rewards, divided equally over the processes."""
         share = -(-len(prompts) // len(self._workers))
         begins = range(0, len(prompts), share)
         calls = [
@@ -169,10 +166,9 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start a reward model; the caller ends the returned Ray actors.
+    """Begin to start a reward model; RunError if it cannot be downloaded.
 
-    Raises:
-        RunError: a model of the hub cannot be downloaded.
+    The caller ends the returned Ray actors.
     """
     folder = str(fetch_model_folder(path, "reward_funcs"))
     options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}

@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.data.specs import parse_countdown_game
-from megatron_grpo.environments.interface import Environment
+from megatron_grpo.environments.interface import Environment, score_zero_or_one
 from megatron_grpo.environments.math_answers import Verifier
 
 
@@ -27,8 +27,7 @@ class AdditionEnvironment(Environment):
     """
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        matches = [request.response == request.extra_env_info[REFERENCE] for request in requests]
-        return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
+        return score_zero_or_one(request.response == request.extra_env_info[REFERENCE] for request in requests)
 
 
 def _require_pattern(pattern: str) -> str:
@@ -50,8 +49,7 @@ class FormatEnvironment(Environment):
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         find = re.fullmatch if self.whole else re.search
-        matches = [find(self.pattern, request.response) is not None for request in requests]
-        return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
+        return score_zero_or_one(find(self.pattern, request.response) is not None for request in requests)
 
 
 class MathEnvironment(Environment):
@@ -66,7 +64,7 @@ class MathEnvironment(Environment):
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         pairs = [(request.response, str(request.extra_env_info[REFERENCE])) for request in requests]
-        return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in self._verifier.verify(pairs)]
+        return score_zero_or_one(self._verifier.verify(pairs))
 
 
 _ANSWER = "<answer>"
@@ -120,8 +118,7 @@ class CountdownEnvironment(Environment):
         return Turn(done=False, state=state, text=text.replace("{result}", str(value)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        wins = [request.state.won for request in requests]
-        return [EnvironmentReturn(reward=float(won), correct=won) for won in wins]
+        return score_zero_or_one(request.state.won for request in requests)
 
 
 _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
@@ -160,10 +157,7 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def play_move(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
-    """Play a move; returns the remaining numbers and the result.
-
-    None: the move is invalid.
-    """
+    """Play a move; returns the remaining numbers and the result; None: invalid."""
     match = _MOVE.fullmatch(move)
     if match is None:
         return None

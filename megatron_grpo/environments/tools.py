@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -19,7 +19,7 @@ from megatron_grpo.config.section import Positive
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, score_zero_or_one
 from megatron_grpo.environments.math_answers import Verifier
 from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
@@ -41,10 +41,7 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 def calculate(expression: str) -> str:
     """Evaluate an expression to a text such as "7" or "0.333333333333".
 
-    It may have numbers, + - * / // % ** and brackets.
-
-    Raises:
-        ValueError: the text is no such expression, or has no value or too large a value.
+    It may have numbers, + - * / // % ** and brackets. ValueError if it has others, no value, or too large a value.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ValueError(f"an expression may have {_MAX_CHARACTERS} characters")
@@ -70,29 +67,20 @@ def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.BinOp):
         first, second = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow):
-            return _compute_power(first, second)
+            if second.denominator != 1:
+                raise ValueError("only whole exponents")
+            # The size is checked before the power is computed, which could take minutes and all memory.
+            _require_small(first, times=abs(second.numerator))
+            return first**second.numerator
         if type(node.op) in _BINARY:
             return _require_small(_BINARY[type(node.op)](first, second))
     raise ValueError("only numbers, + - * / // % ** and brackets")
 
 
-def _compute_power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1:
-        raise ValueError("only whole exponents")
-    # The size is checked before the power is computed, which could take minutes and all memory.
-    if _count_bits(base) * abs(exponent.numerator) > _MAX_BITS:
-        raise ValueError("too large")
-    return base**exponent.numerator
-
-
-def _require_small(value: Fraction) -> Fraction:
-    if _count_bits(value) > _MAX_BITS:
+def _require_small(value: Fraction, times: int = 1) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) * times > _MAX_BITS:
         raise ValueError("too large")
     return value
-
-
-def _count_bits(value: Fraction) -> int:
-    return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def read_parser_names() -> frozenset[str]:
@@ -114,8 +102,7 @@ _PARSER_ADVICE = "give the parser of the model, by its name in vllm serve --tool
 
 _MAX_RESULT_CHARACTERS = 4000  # of a tool's result that the model reads
 
-Tool = Callable[[str], str]
-"""Maps the argument of a call to its result; raises ValueError with a message for the model."""
+Tool = Callable[[str], str]  # argument of a call to its result; raises ValueError with a message for the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +152,7 @@ class ToolEnvironment(Environment):
             text = f"options.parser={self.parser} does not fit the model's tokenizer: {error}; {_PARSER_ADVICE}"
             raise RunError(text) from error
         self._request = ChatCompletionRequest(messages=[], model="")
-        self._compare = Verifier().verify if self.compare == "math" else _compare_texts
+        self._verifier = Verifier() if self.compare == "math" else None
         if self.settings.prompts.apply_chat_template:
             self._require_readable_calls(PromptRenderer(tokenizer, self.settings.prompts))
 
@@ -191,14 +178,17 @@ class ToolEnvironment(Environment):
         return problems
 
     def _require_readable_calls(self, renderer: PromptRenderer) -> None:
-        def parse(response: str) -> list[str]:
-            return [call.function.name for call in self._parse_calls(response)]
-
-        unread = find_unread_call(renderer, next(iter(self._tools)), parse)
-        if unread is not None:
+        tool = next(iter(self._tools))
+        text, names, reason = write_call(renderer, tool), [tool], ""
+        if text is not None:
+            try:
+                names = [call.function.name for call in self._parse_calls(text)]
+            except Exception as error:  # noqa: BLE001 - parsers raise anything about calls of other models
+                names, reason = [], f": {type(error).__name__}: {error}"
+        if tool not in names:
             raise RunError(
                 f"options.parser={self.parser} finds no tool call in what the model's chat template writes for one, "
-                f"{unread}; {_PARSER_ADVICE}"
+                f"{text!r}{reason}; {_PARSER_ADVICE}"
             )
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> ToolState:
@@ -210,13 +200,22 @@ class ToolEnvironment(Environment):
         first, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
             return Turn(state=state)
-        results = [self._make_message(call, number, response) for number, call in enumerate(calls, start=first)]
+        results: list[dict[str, Any]] = []
+        for number, call in enumerate(calls, start=first):
+            # The call keeps an id that the model wrote. Ids that the parser draws at random are replaced by the call's
+            # number in the rollout, so that a seed gives the same tokens again. Mistral's templates need nine letters
+            # and digits.
+            call_id = call.id if call.id and call.id in response else f"call{number:05d}"
+            name, content = call.function.name, self._execute(call.function)
+            results.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": content})
         text = "\n".join(result["content"] for result in results)
         return Turn(done=False, state=state, text=text, role="tool", messages=results)
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
-        return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in self._compare(pairs)]
+        if self._verifier is None:
+            return score_zero_or_one(last.strip() == answer.strip() for last, answer in pairs)
+        return score_zero_or_one(self._verifier.verify(pairs))
 
     def _parse_calls(self, response: str) -> list[Any]:
         return list(self._parser.extract_tool_calls(response, self._request).tool_calls)
@@ -229,15 +228,6 @@ class ToolEnvironment(Environment):
         assert self.documents is not None, "the options were checked"
         retriever = Retriever(read_documents(self.documents))
         return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
-
-    def _make_message(self, call: Any, number: int, response: str) -> dict[str, Any]:
-        """Execute a call and make the message with its result."""
-        # The call keeps an id that the model wrote. Ids that the parser draws at random are replaced by the call's
-        # number in the rollout, so that a seed gives the same tokens again. Mistral's templates need nine letters and
-        # digits.
-        call_id = call.id if call.id and call.id in response else f"call{number:05d}"
-        name, content = call.function.name, self._execute(call.function)
-        return {"role": "tool", "name": name, "tool_call_id": call_id, "content": content}
 
     def _execute(self, call: Any) -> str:
         tool = self._tools.get(call.name)
@@ -256,12 +246,7 @@ class ToolEnvironment(Environment):
             return f"error: {error}"
 
 
-def _compare_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    return [response.strip() == answer.strip() for response, answer in pairs]
-
-
 def _run_program(sandbox: Sandbox, code: str) -> str:
-    """Run a program; returns its output, and the reason if it failed."""
     result = sandbox.run_python(code)
     if result.succeeded:
         return result.stdout
@@ -270,47 +255,23 @@ def _run_program(sandbox: Sandbox, code: str) -> str:
     return f"{result.stdout}\nerror: {result.stderr.strip()[-1000:]}"
 
 
-_QUESTION = {"role": "user", "content": "sample question"}
-
-
-def find_unread_call(renderer: PromptRenderer, tool: str, parse: Callable[[str], list[str]]) -> str | None:
-    """Describe a call that the template writes and the parser misses.
-
-    Args:
-        renderer: renders the conversations of the task.
-        tool: name of a tool.
-        parse: maps a response to the names of the tools that it calls.
-    """
-    call = write_call(renderer, tool)
-    if call is None:
-        return None
-    try:
-        names = parse(call)
-    except Exception as error:  # noqa: BLE001 - parsers raise anything about calls of other models
-        return f"{call!r}: {type(error).__name__}: {error}"
-    return None if tool in names else repr(call)
-
-
 def write_call(renderer: PromptRenderer, tool: str) -> str | None:
     """Write a turn that calls a tool, without the turn's end.
 
     None: the chat template writes no calls, or renders the prompt before them otherwise.
     """
+    question = {"role": "user", "content": "sample question"}
     call = {"id": "call00000", "type": "function", "function": {"name": tool, "arguments": {"input": "1 + 2"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        prompt = renderer.render([_QUESTION])
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        conversation = renderer.render([_QUESTION, turn], add_generation_prompt=False)
+        prompt = renderer.render([question])
+        conversation = renderer.render([question, turn], add_generation_prompt=False)
     except Exception:  # noqa: BLE001 - a template may raise anything, also about calls, which it need not know
         return None
     text = conversation.removeprefix(prompt)
     if text == conversation or tool not in text:
         return None
     call_end = text.rindex("1 + 2") if "1 + 2" in text else text.rindex(tool)
-    ends = (text.find(token, call_end) for token in _list_special_tokens(renderer.tokenizer))
+    added_tokens = getattr(renderer.tokenizer, "added_tokens_decoder", {}).values()
+    ends = [text.find(str(token), call_end) for token in added_tokens if token.special]
     return text[: min((end for end in ends if end >= 0), default=len(text))].rstrip()
-
-
-def _list_special_tokens(tokenizer: Any) -> list[str]:
-    added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return [str(token) for token in added_tokens if token.special]

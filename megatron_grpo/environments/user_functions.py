@@ -9,16 +9,12 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 
+# Takes prompts=, completions= and columns; returns a reward (None: no reward) per completion, or a coroutine of them.
 RewardFunction = Callable[..., Any]
-"""Takes prompts=, completions= and the columns of the data, and returns one reward per completion, or a coroutine of
-them; None: no reward."""
-
+# Takes prompt=, access= and the columns of the row; returns any value, or a coroutine of it.
 AgentFunction = Callable[..., Any]
-"""Takes prompt=, access= and the columns of the row, and returns any value, or a coroutine of it."""
 
-AGENT_RESULT = "agent_result"
-"""Argument of reward functions: the agent's return value for each rollout."""
-
+AGENT_RESULT = "agent_result"  # argument of reward functions: the agent's return value for each rollout
 # Arguments other than columns of the data.
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
@@ -33,10 +29,7 @@ def load_reward_function(path: str) -> RewardFunction:
 def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
     """Import the callable at package.module.name, or package.module.object.name.
 
-    With `instance`, a class is instantiated. `kind` is for messages.
-
-    Raises:
-        RunError: the import fails, or the object is not callable.
+    With `instance`, a class is instantiated. RunError if the import fails, or the object is not callable.
     """
     module, _, name = path.rpartition(".")
     outer_module, _, holder = module.rpartition(".")
@@ -59,12 +52,7 @@ def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[.
 def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
     """Check that a function accepts prompts, completions and columns by name.
 
-    Args:
-        path: the function's import path, for messages.
-        columns: all columns of the rows that the function will score; None: unknown.
-
-    Raises:
-        RunError: it does not accept them.
+    `columns` are all columns of the rows that the function will score; None: unknown. RunError if it does not.
     """
     text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
     # A wrapper may turn keywords into positions, so the parameters of the wrapper itself count here.
@@ -102,7 +90,7 @@ def _list_parameters(function: RewardFunction, follow_wrapped: bool = True) -> S
 
 
 def list_accepted_names(function: RewardFunction) -> frozenset[str] | None:
-    """List the keyword names that a function accepts; None: any name."""
+    """List the names that a function accepts; None: any name."""
     parameters = _list_parameters(function)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

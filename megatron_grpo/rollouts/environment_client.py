@@ -16,8 +16,8 @@ from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wr
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentProcess
-from megatron_grpo.environments.environment_status import STARTUP_S, EnvironmentStatus
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
+from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
 from megatron_grpo.rollouts.failures import RolloutFailure
 
 Arguments = TypeVarTuple("Arguments")

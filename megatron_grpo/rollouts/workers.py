@@ -22,7 +22,7 @@ from megatron_grpo.cluster.futures import explain_error, gather
 from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.environments.environment_processes import EnvironmentPool
-from megatron_grpo.environments.environment_status import STARTUP_S
+from megatron_grpo.environments.interface import STARTUP_S
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.partitions import (

@@ -15,9 +15,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
-from megatron_grpo.environments.environment_processes import EnvironmentStatus
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.interface import EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
 
