@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from contextlib import suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ def _check(result: int, call: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces (unshare(2))."""
     _check(_LIBC.unshare(flags), "unshare")
 
 
@@ -61,7 +61,6 @@ def make_read_only(target: str) -> None:
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
-    """Make a mount the root, and move the previous root (pivot_root(2))."""
     number = _SYS_PIVOT_ROOT[os.uname().machine]
     _check(_LIBC.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
 
@@ -71,11 +70,8 @@ def unmount(target: str) -> None:
 
 
 def die_with_parent(signal: int) -> None:
-    """Request a signal when the thread that started this process ends.
-
-    A change of the user resets the request.
-    """
-    _set_process_option(_PR_SET_PDEATHSIG, signal)
+    """Request a signal when the thread that started this process ends."""
+    _set_process_option(_PR_SET_PDEATHSIG, signal)  # a change of the user resets the request
 
 
 def adopt_orphans() -> None:
@@ -84,11 +80,8 @@ def adopt_orphans() -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Allow or forbid processes of the same user to inspect this process.
-
-    A process must be dumpable to write its own user map.
-    """
-    _set_process_option(_PR_SET_DUMPABLE, int(dumpable))
+    """Allow or forbid processes of the same user to inspect this process."""
+    _set_process_option(_PR_SET_DUMPABLE, int(dumpable))  # a process must be dumpable to write its own user map
 
 
 def gain_no_rights() -> None:
@@ -102,10 +95,8 @@ def use_small_pages() -> None:
 
 
 def is_memory_shared(pid: int, other_pid: int) -> bool:
-    """True if two processes have the same address space, as with vfork (kcmp(2)).
-
-    False on architectures where the call is not known.
-    """
+    """True if two processes have the same address space, as with vfork (kcmp(2))."""
+    # False on architectures where the number of the call is not known.
     arguments = map(ctypes.c_long, (_SYS_KCMP.get(os.uname().machine, -1), pid, other_pid, _KCMP_VM, 0, 0))
     return int(_LIBC.syscall(*arguments)) == 0
 
@@ -206,10 +197,8 @@ def has_filter() -> bool:
 def filter_system_calls(*, counted: bool) -> None:
     """Filter the system calls of this process and its descendants for ever.
 
-    Call `gain_no_rights` first. `counted`: a memory cgroup counts the program's memory.
-
-    Raises:
-        OSError: libseccomp is not installed, or the kernel does not accept the filter.
+    Call `gain_no_rights` first. `counted`: a memory cgroup counts the program's memory. OSError: libseccomp is not
+    installed, or the kernel does not accept the filter.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
@@ -231,29 +220,22 @@ def filter_system_calls(*, counted: bool) -> None:
 
 def list_descendants(pid: int) -> list[int]:
     """List the descendants of a process, nearest first, with zombies."""
-    pids: list[int] = []
-    generation = _list_children(pid)
-    while generation:
-        pids += generation
-        generation = [grandchild for child in generation for grandchild in _list_children(child)]
-    return pids
-
-
-def _list_children(pid: int) -> list[int]:
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
-    return [int(child) for thread in threads for child in read(f"/proc/{pid}/task/{thread}/children").split()]
+    pids = [pid]
+    for parent in pids:  # the list grows meanwhile
+        try:
+            threads = os.listdir(f"/proc/{parent}/task")
+        except OSError:  # the process has ended
+            continue
+        for thread in threads:
+            pids += map(int, read(f"/proc/{parent}/task/{thread}/children").split())
+    return pids[1:]
 
 
 def kill(pids: Iterable[int], number: int) -> None:
     """Send a signal to processes, some of which may have ended."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def read(path: str) -> bytes:

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 from megatron_grpo.environments.sandbox import kernel
@@ -34,8 +35,8 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     """Run the program that a file descriptor describes, and report its status.
 
     A second program, which `partner_fd` describes, runs in another sandbox, with a pipe in each direction to the first,
-    and ends with it. Its description is read only in its own process. Both are then functions of this package, whose
-    modules `role` names, instead of programs to execute.
+    and ends with it. Both are then functions of this package, whose modules `role` names, instead of programs to
+    execute.
 
     The description is a dict in the marshal format, which needs no import. The status is a line: "exited", or "memory"
     if the program was killed for its memory, and the exit code as in a shell (128 plus the signal's number if a signal
@@ -53,6 +54,7 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     partner = os.fork()
     if partner == 0:
         kernel.die_with_parent(signal.SIGKILL)
+        # The partner never has the description of the first program, nor the first program that of its partner.
         for fd in (spec_fd, to_partner[1], from_partner[0]):
             os.close(fd)
         spec = {**_read_spec(partner_fd), "channel": (to_partner[0], from_partner[1])}
@@ -63,12 +65,10 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     _run_and_report({**_read_spec(spec_fd), "channel": (from_partner[0], to_partner[1])}, status_fd)
     kernel.kill([partner], signal.SIGKILL)
     _end_descendants()
-    try:
-        # Where /proc is that of a namespace, process 1 of the namespace is adopted here when it dies with its parent.
+    # Where /proc is that of a namespace, process 1 of the namespace is adopted here when it dies with its parent.
+    with suppress(ChildProcessError):
         while True:
             os.wait()
-    except ChildProcessError:
-        return
 
 
 def _read_spec(fd: int) -> dict[str, Any]:
@@ -93,8 +93,7 @@ def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = Fal
 
 
 def _run_limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
-    """Run the program as a child, and adopt its orphans."""
-    kernel.adopt_orphans()
+    kernel.adopt_orphans()  # so that all descendants can be listed and killed
     os.chdir(spec["folder"])
     child = os.fork()
     if child == 0:
@@ -110,16 +109,21 @@ def _run_limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
 def _end_descendants() -> None:
     while living := kernel.list_descendants(os.getpid()):
         kernel.kill(living, signal.SIGKILL)
-        try:
+        with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:
-            pass
 
 
 def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
     """Run the program in new namespaces, which end with their process 1."""
-    has_user_map = _enter_namespaces()
+    has_user_map = False
+    user, group = os.getuid(), os.getgid()
+    try:
+        kernel.unshare(kernel.NAMESPACES)
+    except PermissionError:  # every user except root needs a user namespace
+        kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
+        _map_user(PROGRAM, user, group)
+        has_user_map = True
     child = os.fork()
     if child == 0:
         try:
@@ -129,18 +133,6 @@ def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) 
         os._exit(NOT_FOUND)
     _kill_on_request(child)
     return _wait(child, watch)
-
-
-def _enter_namespaces() -> bool:
-    """Enter new namespaces; True if with a user namespace."""
-    try:
-        kernel.unshare(kernel.NAMESPACES)
-    except PermissionError:  # every user except root needs a user namespace
-        user, group = os.getuid(), os.getgid()
-        kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
-        _map_user(PROGRAM, user, group)
-        return True
-    return False
 
 
 def _map_user(inside: int, user: int, group: int) -> None:
@@ -163,7 +155,8 @@ def _run_first_process(spec: dict[str, Any], has_user_map: bool) -> NoReturn:
         kernel.unshare(kernel.CLONE_NEWUSER)  # so that RLIMIT_NPROC counts only this program
         _map_user(NOBODY, NOBODY, NOBODY)
         kernel.die_with_parent(signal.SIGKILL)
-    _write_if_allowed("/proc/sys/user/max_user_namespaces", "0")
+    with suppress(OSError):  # /proc may be empty or read-only
+        write("/proc/sys/user/max_user_namespaces", "0")
     kernel.set_dumpable(False)
     for name, text in spec["files"].items():
         write(os.path.join(FOLDER, name), text)
@@ -176,6 +169,7 @@ def _run_first_process(spec: dict[str, Any], has_user_map: bool) -> NoReturn:
 
 def _execute(spec: dict[str, Any]) -> NoReturn:
     """Apply the limits to this process and execute the program."""
+    # The filter is last: it refuses calls that the steps before it make.
     try:
         os.setsid()
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -195,8 +189,7 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
     os._exit(NOT_FOUND)
 
 
-def _is_counted(spec: dict[str, Any]) -> bool:
-    """True if the program has a memory cgroup, which counts all memory."""
+def _is_counted(spec: dict[str, Any]) -> bool:  # by a memory cgroup
     return spec["join_fd"] is not None
 
 
@@ -207,7 +200,8 @@ def _join_cgroup(spec: dict[str, Any]) -> None:
 
 
 def _set_limits(spec: dict[str, Any]) -> None:
-    _write_if_allowed("/proc/self/oom_score_adj", "1000")  # the program is killed first when memory runs out
+    with suppress(OSError):  # the kernel may not allow it
+        write("/proc/self/oom_score_adj", "1000")  # the program is killed first when memory runs out
     seconds, memory = spec["cpu_time_s"], spec["memory_bytes"]
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
@@ -217,23 +211,14 @@ def _set_limits(spec: dict[str, Any]) -> None:
         resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
-        resource.RLIMIT_NPROC: (spec["processes"] + 1,) * 2,  # the program and process 1
     }
-    if spec["level"] == "limits":
-        del limits[resource.RLIMIT_NPROC]  # this limit would count all processes of the user
+    if spec["level"] != "limits":  # at that level it would count all processes of the user
+        limits[resource.RLIMIT_NPROC] = (spec["processes"] + 1,) * 2  # the program and process 1
     for limit, values in limits.items():
         resource.setrlimit(limit, values)
 
 
-def _write_if_allowed(path: str, text: str) -> None:
-    try:
-        write(path, text)
-    except OSError:
-        return
-
-
 def _kill_on_request(child: int) -> None:
-    """Kill the program on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: kernel.kill([child], signal.SIGKILL))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_grpo.environments.sandbox.kernel import kill
+
 _PREFIX = "sandbox_"
 _EMPTY_S = 10.0  # in which all killed processes of a cgroup end
 
@@ -45,32 +47,23 @@ class MemoryCgroup:
         os.close(self.join_fd)
         deadline = time.monotonic() + _EMPTY_S
         while True:
-            for pid in Path(self._folder, "cgroup.procs").read_text().split():
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            kill(map(int, Path(self._folder, "cgroup.procs").read_text().split()), signal.SIGKILL)
             try:
-                self._folder.rmdir()
-            except OSError:
+                return self._folder.rmdir()
+            except OSError:  # killed processes may still be ending
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.005)
-            else:
-                return
 
 
 def find_cgroup_parent() -> Path | None:
-    """Find a cgroup below which this process may make others, or None.
-
-    Removes empty cgroups that killed processes left behind there.
-    """
+    """Find a cgroup below which this process may make others, or None."""
     for folder in _list_candidates():
         try:
             MemoryCgroup(folder, 2**30).close()
         except OSError:
             continue
-        for cgroup in folder.glob(f"{_PREFIX}*"):
+        for cgroup in folder.glob(f"{_PREFIX}*"):  # remove empty ones that killed processes left behind
             if not Path("/proc", cgroup.name.split("_")[1]).exists():
                 with suppress(OSError):  # not empty
                     cgroup.rmdir()

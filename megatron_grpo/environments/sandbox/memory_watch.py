@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from megatron_grpo.environments.sandbox.kernel import is_memory_shared, kill, list_descendants, read
 
@@ -37,40 +38,33 @@ class MemoryWatch:
     # parent took.
 
     def __init__(self, limit: int, processes: int) -> None:
-        """Start with a limit in bytes, and one of processes and threads."""
         self._limit = limit
         self._bytes_per_s = _BYTES_PER_S * min(len(os.sched_getaffinity(0)), processes)
         self._due = 0.0  # time.monotonic() of the next reading
         self._exact_bytes = sys.maxsize  # pages in the last exact reading
         # Page faults of each process before the last exact reading; by pid and time of start, because pids are reused.
         self._faults: dict[tuple[int, bytes], int] = {}
-        self.has_exceeded_limit = False
-        """True once the descendants were killed for their memory."""
+        self.has_exceeded_limit = False  # True once the descendants were killed for their memory
 
     def step(self) -> None:
         """Read the memory if due, then wait until it is due again.
 
         The caller has blocked SIGCHLD.
         """
-        if time.monotonic() >= self._due:
-            self._check()
+        start = time.monotonic()
+        if start >= self._due:
+            memory = self._estimate(list_descendants(os.getpid()))
+            if memory > self._limit:
+                memory = self._stop_and_measure()
+                self.has_exceeded_limit |= memory > self._limit
+                start = time.monotonic()  # the processes took nothing while they were stopped
+                kill(list_descendants(os.getpid()), signal.SIGKILL if self.has_exceeded_limit else signal.SIGCONT)
+            self._due = start + max((self._limit + EXCESS_BYTES // 2 - memory) / self._bytes_per_s, _MIN_PAUSE_S)
         signal.sigtimedwait({signal.SIGCHLD}, max(self._due - time.monotonic(), 0.0))
 
-    def _check(self) -> None:
-        start = time.monotonic()
-        memory = self._estimate(list_descendants(os.getpid()))
-        if memory > self._limit:
-            memory = self._stop_and_measure()
-            self.has_exceeded_limit |= memory > self._limit
-            start = time.monotonic()
-            kill(list_descendants(os.getpid()), signal.SIGKILL if self.has_exceeded_limit else signal.SIGCONT)
-        self._due = start + max((self._limit + EXCESS_BYTES // 2 - memory) / self._bytes_per_s, _MIN_PAUSE_S)
-
     def _estimate(self, pids: list[int]) -> int:
-        """Estimate the bytes of processes quickly, never too low.
-
-        The bound is the smaller of the resident sizes and the last exact size with a page for each fault since then.
-        """
+        """Estimate the bytes of processes quickly, never too low."""
+        # The smaller of the resident sizes and the last exact size with a page for each fault since then.
         total, resident, exact_and_faults = _count_buffer_bytes(pids), 0, self._exact_bytes
         for pid in pids:
             process, _, faults = _read_stat(pid)
@@ -134,16 +128,10 @@ def _count_buffer_bytes(pids: list[int]) -> int:
     """Count the bytes that all open sockets and pipes can hold."""
     links: set[str] = set()
     for pid in pids:
-        folder = f"/proc/{pid}/fd"
-        try:
-            names = os.listdir(folder)
-        except OSError:  # ended, or may not be inspected
-            continue
-        for name in names:
-            try:
-                links.add(os.readlink(f"{folder}/{name}"))
-            except OSError:
-                continue
+        with suppress(OSError):  # the process has ended, or may not be inspected
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):  # the descriptor was closed
+                    links.add(os.readlink(f"/proc/{pid}/fd/{name}"))
     return sum(size for link in links for kind, size in _BUFFER_BYTES.items() if link.startswith(kind))
 
 

@@ -7,6 +7,7 @@ values, and the process of the tests decodes its messages as plain values.
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import sys
 from itertools import pairwise
@@ -29,36 +30,25 @@ _INSPECTING = (
 )
 
 
-class _Output:
+class _Output(io.StringIO):
     """The program's `sys.stdout`: collects text for the next reply."""
 
     # The process of the tests prints the text, because tests may have redirected their output.
 
-    encoding, errors, newlines = "utf-8", "strict", None
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.size = 0
+    encoding, errors = "utf-8", "strict"  # of StringIO they are None, which programs do not expect
 
     def write(self, text: str) -> int:
-        self.size += len(text)
-        if self.size > _MAX_OUTPUT:
+        if self.tell() + len(text) > _MAX_OUTPUT:
             raise OSError("too much output")
-        self.parts.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: the next reply carries the text."""
-
-    def isatty(self) -> bool:
-        return False
+        return super().write(text)
 
     def fileno(self) -> int:
         return 1
 
     def take(self) -> str:
-        text = "".join(self.parts)
-        self.parts, self.size = [], 0
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
         return text
 
 
@@ -82,7 +72,7 @@ class Program(Peer):
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["main.py"]
-        sys.stdout = sys.stderr = self.output  # a text stream as far as programs use one
+        sys.stdout = sys.stderr = self.output
         self._names = vars(module)
         failure = ""
         try:
@@ -95,6 +85,7 @@ class Program(Peer):
             if message[0] == "names":
                 self.send([failure, self._encode_values(message[2])])
             elif message[0] == "test":
+                # The test has a fork of its own, so that it cannot change the program for later tests.
                 self.send(["ready", message[1]])
                 self._serve_in_fork()
 
@@ -148,13 +139,8 @@ class Program(Peer):
 
     def make_function(self, proxy: Any, name: str, parameters: Any) -> Any:
         """Make a Python function with the name and parameters of the test's."""
-        if parameters is None:
-
-            def call_proxy(*args: Any, **kwargs: Any) -> Any:
-                return proxy(*args, **kwargs)
-        else:
-            inside = ", ".join(parameters)
-            call_proxy = eval(f"lambda {inside}: _call_({inside})", {"_call_": proxy})
+        declared = "*args, **kwargs" if parameters is None else ", ".join(parameters)
+        call_proxy = eval(f"lambda {declared}: _call_({declared})", {"_call_": proxy})
         call_proxy.__name__ = name
         return call_proxy
 
@@ -170,7 +156,7 @@ def _is_watchable(value: Any) -> bool:
 
 
 def serve(spec: dict[str, Any]) -> NoReturn:
-    """Run the program of a description: `source`, and `channel`, two pipes."""
+    """Run the program `source` of a description; `channel` are two pipes."""
     reading, writing = spec["channel"]
     detach({reading, writing})
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # as site defines them

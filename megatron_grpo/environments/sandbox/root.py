@@ -7,6 +7,7 @@ in another user namespace if the interpreter is in root's home, where uv and pye
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from megatron_grpo.environments.sandbox import kernel
 
@@ -33,16 +34,10 @@ _MAX_FILES = 10_000  # in the program's folder
 def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_zero: bool) -> None:
     """Make the program's file system this process's root; enter the folder.
 
-    This process must be in a new mount namespace.
-
-    Args:
-        readable: further folders that the program sees, read-only, under the same paths.
-        folder_bytes: size of the program's folder, which is in memory.
-        user: id of the user and group that own the folder.
-        with_zero: make /dev/zero, a shared mapping of which is memory that only a memory cgroup counts.
-
-    Raises:
-        OSError: the kernel does not allow a mount; the message names it.
+    This process must be in a new mount namespace. The program sees the folders in `readable` under the same paths,
+    read-only. Its own folder is in memory and belongs to `user` and the group of the same number. `with_zero` makes
+    /dev/zero, a shared mapping of which is memory that only a memory cgroup counts. OSError names a mount that the
+    kernel does not allow.
     """
     mounts, links = _list_paths(readable)
     os.umask(0o022)
@@ -52,11 +47,21 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_ze
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
     for path in mounts:
-        _mount_read_only(path)
+        source = f"/old{path}"
+        if not os.path.lexists(source):  # below a link to an absolute path, which does not resolve here
+            continue
+        if os.path.isdir(source):
+            os.makedirs(path, exist_ok=True)
+        else:
+            write(path, "")
+        kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
+        kernel.make_read_only(path)
     for name in (*DEVICES, "zero") if with_zero else DEVICES:
         write(f"/dev/{name}", "")
         kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
-    _make_proc()
+    os.mkdir("/proc")
+    with suppress(PermissionError):  # as in some containers, where /proc stays an empty folder
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     write("/etc/passwd", f"program:x:{user}:{user}::{FOLDER}:/bin/sh\n")
     write("/etc/group", f"program:x:{user}:\n")
     os.makedirs(FOLDER)
@@ -72,7 +77,6 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_ze
 
 
 def _list_paths(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """List the existing paths that the program sees, and links."""
     mounts: list[str] = []
     links = dict(LINKS)
     for path in (*SYSTEM, *SYSTEM_FILES, *readable):
@@ -86,28 +90,6 @@ def _list_paths(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     if not any(f"{path}/".startswith("/tmp/") for path in mounts):
         links["/tmp"] = FOLDER
     return mounts, links
-
-
-def _mount_read_only(path: str) -> None:
-    """Mount a path of the old root at the same path, read-only."""
-    source = f"/old{path}"
-    if not os.path.lexists(source):  # below a link to an absolute path, which does not resolve here
-        return
-    if os.path.isdir(source):
-        os.makedirs(path, exist_ok=True)
-    else:
-        write(path, "")
-    kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
-    kernel.make_read_only(path)
-
-
-def _make_proc() -> None:
-    # /proc stays an empty folder where the kernel refuses the mount, as in some containers.
-    os.mkdir("/proc")
-    try:
-        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    except PermissionError:
-        return
 
 
 def write(path: str, text: str) -> None:

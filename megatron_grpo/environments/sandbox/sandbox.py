@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -26,8 +26,7 @@ from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02  # seconds between two checks of a program's limits
 
-ENDING_S = 10.0
-"""Seconds that the launcher has to kill a program; after that the launcher is killed, and the program with it."""
+ENDING_S = 10.0  # seconds for the launcher to kill a program; then the launcher is killed, and the program with it
 
 # Code that starts the launcher in bare Python; arguments: the folder with this package, and file descriptors.
 _START = (
@@ -48,19 +47,14 @@ Ending = Literal["exited", "wall time", "cpu time", "memory", "processes", "outp
 class ProgramResult:
     """Result of a program."""
 
-    ending: Ending
-    """"exited": the program ended by itself, also with an error; else the limit that it exceeded."""
-    exit_code: int
-    """Exit code as in a shell: 128 plus the signal's number if a signal ended it."""
-    stdout: str
+    ending: Ending  # "exited": the program ended by itself, also with an error; else the limit that it exceeded
+    exit_code: int  # as in a shell: 128 plus the signal's number if a signal ended it
+    stdout: str  # both outputs up to the limit of output
     stderr: str
-    """Standard error, like `stdout` up to the limit of output."""
-    seconds: float
-    """Seconds from the start to the end of all processes of the program."""
+    seconds: float  # from the start to the end of all processes of the program
 
     @property
     def succeeded(self) -> bool:
-        """The program ended by itself and without an error."""
         return self.ending == "exited" and self.exit_code == 0
 
 
@@ -72,17 +66,13 @@ class Sandbox:
     """Runs programs at one level of isolation; safe for several threads."""
 
     def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
-        """
-        Args:
-            level: None: the required level.
-            python: interpreter of Python programs; None: the current one, without its virtual environment's packages.
-        """
         self.level: Level = level or config.required
+        # Without `python` it is the current interpreter, without its virtual environment's packages.
         self.python = python or os.path.realpath(sys.executable)
         self._config = config
         self._cgroup_parent = find_cgroup_parent()
         prefix = [] if python else [sys.base_prefix]
-        self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
+        self._readable = [*prefix, *map(os.path.abspath, config.readable)]
 
     def run_python(self, source: str, stdin: str = "") -> ProgramResult:
         """Run a Python program, without the packages of a user."""
@@ -103,16 +93,8 @@ class Sandbox:
     def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> ProgramResult:
         """Run Python tests and a program, in two sandboxes.
 
-        The process of the program never has the tests.
-
-        Args:
-            program: source of the program.
-            tests: `data.code_tests.PreparedTests` as a dict.
-            every: continue after a test that fails.
-            allow: count tests whose verdict cannot be trusted.
-
-        Returns:
-            The result of the process of the tests, with its report as `stdout` (`test_process.py`).
+        The process of the program never has the tests. `tests` is a `data.code_tests.PreparedTests` as a dict. Returns
+        the result of the process of the tests, with its report as `stdout` (`test_process.py`).
         """
         with self._make_folder({}) as (test_folder, _), self._make_folder({}) as (program_folder, _):
             test_role, program_role = _ROLE.format("test"), _ROLE.format("program")
@@ -122,7 +104,7 @@ class Sandbox:
     @contextmanager
     def _make_folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Make a program's folder; yields it, and files to write inside."""
-        if self.level != "limits":
+        if self.level != "limits":  # the folder is made in the program's own file system
             yield FOLDER, dict(files)
             return
         with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as folder:
@@ -133,7 +115,6 @@ class Sandbox:
             yield folder, {}
 
     def _describe(self, folder: str, **contents: Any) -> dict[str, Any]:
-        """Describe a process for the launcher."""
         config = self._config
         return {
             "level": self.level,
@@ -154,7 +135,12 @@ class Sandbox:
     def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> ProgramResult:
         """Run a process, with a second one as its partner."""
         start = time.monotonic()
-        with self._make_cgroup() as cgroup:
+        with ExitStack() as stack:
+            cgroup = None
+            if self._cgroup_parent is not None:
+                # The files of the program's folder are in memory and count.
+                limit = (self._config.memory_mb + self._config.folder_mb) * _MIB
+                cgroup = stack.enter_context(closing(MemoryCgroup(self._cgroup_parent, limit)))
             join_fd = None if cgroup is None else cgroup.join_fd
             spec_fds = [_write_sealed(marshal.dumps({**spec, "join_fd": join_fd}, _MARSHAL)) for spec in specs]
             stdin_fd = _write_sealed(stdin.encode(errors="replace"))
@@ -176,19 +162,6 @@ class Sandbox:
             with launcher, open(status_read, "rb") as status:
                 helpers = len(specs) + 2 * (len(specs) - 1)
                 return _ProgramWatch(launcher, self._config, start, helpers, cgroup).wait(status)
-
-    @contextmanager
-    def _make_cgroup(self) -> Iterator[MemoryCgroup | None]:
-        """Make a memory cgroup for one program; yields None without a parent."""
-        if self._cgroup_parent is None:
-            yield None
-            return
-        # The files of the program's folder are in memory and count.
-        cgroup = MemoryCgroup(self._cgroup_parent, (self._config.memory_mb + self._config.folder_mb) * _MIB)
-        try:
-            yield cgroup
-        finally:
-            cgroup.close()
 
 
 @dataclass(eq=False)
@@ -218,12 +191,13 @@ class _ProgramWatch:
                     next_check = now + WATCH_S
                     limit = self._find_exceeded_limit(now, deadline)
                     if limit is not None and exceeded is None:
+                        # The launcher kills all processes of the program; it has ENDING_S for that.
                         exceeded, deadline = limit, now + ENDING_S
                         self.launcher.send_signal(signal.SIGTERM)
                     elif limit == "wall time":
                         self.launcher.kill()
                         break  # remaining processes may keep the pipes open forever
-                self._read(selector, WATCH_S)
+                self._read(selector)
         self.launcher.wait()
         return self._make_result(exceeded)
 
@@ -237,9 +211,9 @@ class _ProgramWatch:
             return "processes"
         return "memory" if self.cgroup is not None and self.cgroup.has_exceeded_limit() else None
 
-    def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
-        room = self.config.output_kb * _KIB + 1
-        for key, _ in selector.select(timeout_s):
+    def _read(self, selector: selectors.BaseSelector) -> None:
+        room = self.config.output_kb * _KIB + 1  # one byte more than the limit, so that an excess is noticed
+        for key, _ in selector.select(WATCH_S):
             data = os.read(key.fd, 65536)
             if not data:
                 selector.unregister(key.fileobj)
@@ -276,10 +250,6 @@ def _write_sealed(data: bytes) -> int:
 def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     """Open a sandbox at the strongest level that works here.
 
-    Args:
-        config: limits, and the weakest level that is accepted.
-        python: interpreter of Python programs; None: the current one.
-
     Raises:
         SandboxUnavailableError: `sandbox.required` is not possible here; the message says why, and what would help.
     """
@@ -290,21 +260,19 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
         if problem is None:
             return sandbox
         reason = problem
+    if config.required == "limits":
+        advice = "it needs Linux with /proc"
+    elif LIBRARY in reason:
+        advice = "install libseccomp (Debian, Ubuntu: libseccomp2)"
+    else:
+        advice = (
+            "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of sysctl; "
+            "in a container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN)"
+        )
+    weaker = LEVELS[max(LEVELS.index(config.required) - 1, 0)]
     raise SandboxUnavailableError(
-        f"sandbox.required={config.required} is not possible on this machine: {reason}; "
-        f"{_choose_advice(config.required, reason)}, or accept less "
-        f"with sandbox.required={LEVELS[max(LEVELS.index(config.required) - 1, 0)]} or run where it is possible"
-    )
-
-
-def _choose_advice(required: Level, reason: str) -> str:
-    if required == "limits":
-        return "it needs Linux with /proc"
-    if LIBRARY in reason:
-        return "install libseccomp (Debian, Ubuntu: libseccomp2)"
-    return (
-        "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of sysctl; in a "
-        "container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN)"
+        f"sandbox.required={config.required} is not possible on this machine: {reason}; {advice}, "
+        f"or accept less with sandbox.required={weaker} or run where it is possible"
     )
 
 

@@ -58,14 +58,12 @@ class Tests(Peer):
         self._allow = allow
         self._messages = 0
         self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.are_same}  # names that the tests see
-        self.stopped = ""
-        """Reason why the test fails even if its text raises nothing; empty: its text decides."""
-        self.untrusted = ""
-        """Reason why the verdict of the test cannot be trusted; empty: there is none."""
+        self.stopped = ""  # reason why the test fails even if its text raises nothing; empty: its text decides
+        self.untrusted = ""  # reason why the verdict of the test cannot be trusted; empty: there is none
         self.requests = 0  # requests to the program in this test
         self.program_names: frozenset[str] = frozenset()  # names whose values come from the program
+        # Hashes of replies, by number of the called object and hash of the arguments.
         self.replies: dict[int, dict[int, int]] = {}
-        """Hashes of replies, by number of the called object and hash of the arguments."""
         self.touched: set[str] = set()  # inspections of the program's process: audit events, and "/proc"
 
     def on_lost(self, reason: str) -> NoReturn:
@@ -90,10 +88,8 @@ class Tests(Peer):
 
     def end(self) -> None:
         """End the program's fork."""
-        try:
+        with suppress(Stopped):
             self.send(["done", 0, []])
-        except Stopped:
-            return
 
     def receive(self) -> Any:
         self._messages += 1

@@ -9,11 +9,12 @@ from __future__ import annotations
 import builtins
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from functools import cache
 from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from typing import Any
 
 # Larger integers are sent in hexadecimal, which has no limit of digits and is parsed in linear time.
@@ -33,6 +34,7 @@ _STANDARD: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
 }
 _TYPES = {f"builtins.{kind.__name__}": kind for kind in vars(builtins).values() if isinstance(kind, type)}
 _TYPES |= {f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, defaultdict, deque)}
+_CONTAINER_NAMES = {kind.__name__: kind for kind in _CONTAINERS}
 
 
 class Memo:
@@ -79,7 +81,7 @@ class Codec:
     """
 
     def encode(self, value: Any, memo: Memo) -> Any:
-        """Convert a value to JSON; for other values call `encode_other`."""
+        """Convert a value to JSON."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
@@ -94,21 +96,6 @@ class Codec:
             return ["b", value.decode("latin1")]
         if kind is complex:
             return ["c", value.real, value.imag]
-        return self._encode_rare(value, kind, memo)
-
-    def encode_contents(self, value: Any, memo: Memo, number: int) -> list[Any]:
-        """Convert a container and its contents."""
-        kind = type(value)
-        if kind is bytearray:
-            return ["bytearray", number, value.decode("latin1")]
-        if isinstance(value, dict):
-            factory = getattr(value, "default_factory", None)
-            default = self.encode(factory, memo) if isinstance(factory, type) else None
-            return [kind.__name__, number, [self.encode(content, memo) for content in _list_contents(value)], default]
-        limit = value.maxlen if kind is deque else None
-        return [kind.__name__, number, [self.encode(element, memo) for element in value], limit]
-
-    def _encode_rare(self, value: Any, kind: type, memo: Memo) -> Any:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name in _STANDARD:
             return ["x", name, list(_STANDARD[name][0](value))]
@@ -122,6 +109,18 @@ class Codec:
             numbers = [self.encode(number, memo) for number in value.ravel().tolist()]
             return ["array", value.dtype.str, list(value.shape), numbers]
         return self.encode_other(value, memo)
+
+    def encode_contents(self, value: Any, memo: Memo, number: int) -> list[Any]:
+        """Convert a container and its contents."""
+        kind = type(value)
+        if kind is bytearray:
+            return ["bytearray", number, value.decode("latin1")]
+        if isinstance(value, dict):
+            factory = getattr(value, "default_factory", None)
+            default = self.encode(factory, memo) if isinstance(factory, type) else None
+            return [kind.__name__, number, [self.encode(content, memo) for content in _list_contents(value)], default]
+        limit = value.maxlen if kind is deque else None
+        return [kind.__name__, number, [self.encode(element, memo) for element in value], limit]
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
         """Convert a value that is not plain to JSON with a tag."""
@@ -139,7 +138,10 @@ class Codec:
         if tag == "tuple":
             return tuple([self.decode(element, memo) for element in encoded[1]])
         if tag in _CONTAINER_NAMES:
-            value = self._make_empty(encoded, memo)
+            if tag == "defaultdict":
+                value: Any = defaultdict(self.decode(encoded[3], memo))
+            else:
+                value = deque(maxlen=encoded[3]) if tag == "deque" else _CONTAINER_NAMES[tag]()
             if memo.add(value) != encoded[1]:
                 raise ValueError("a container out of order")
             self.fill(value, encoded, memo)
@@ -151,14 +153,6 @@ class Codec:
         if tag == "b":
             return encoded[1].encode("latin1")
         return self._decode_rare(tag, encoded, memo)
-
-    def _make_empty(self, encoded: list[Any], memo: Memo) -> Any:
-        tag = encoded[0]
-        if tag == "deque":
-            return deque(maxlen=encoded[3])
-        if tag == "defaultdict":
-            return defaultdict(self.decode(encoded[3], memo))
-        return _CONTAINER_NAMES[tag]()
 
     def fill(self, value: Any, encoded: list[Any], memo: Memo) -> None:
         """Replace the contents of a container by those of its JSON."""
@@ -192,7 +186,9 @@ class Codec:
             module, _, name = encoded[1].rpartition(".")
             constructor = _STANDARD[encoded[1]][1]  # KeyError: the class is not listed
             kind = getattr(import_module(module), name)
-            return (getattr(kind, constructor) if constructor else kind)(*_require_scalars(encoded[2]))
+            if any(type(argument) not in (int, str, type(None)) for argument in encoded[2]):
+                raise ValueError("a value of the standard library is made of numbers and texts")
+            return (getattr(kind, constructor) if constructor else kind)(*encoded[2])
         return self.decode_other(tag, encoded, memo)
 
     def decode_other(self, tag: str, encoded: list[Any], memo: Memo) -> Any:
@@ -200,20 +196,9 @@ class Codec:
         raise ValueError(f"no value has the tag {tag!r}")
 
 
-_CONTAINER_NAMES = {kind.__name__: kind for kind in _CONTAINERS}
-_named_tuples: dict[tuple[str, tuple[str, ...]], Any] = {}
-
-
+@cache
 def _make_named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    if (name, fields) not in _named_tuples:
-        _named_tuples[name, fields] = namedtuple(name, fields)
-    return _named_tuples[name, fields]
-
-
-def _require_scalars(values: Iterable[Any]) -> list[Any]:
-    if any(type(value) not in (int, str, type(None)) for value in values):
-        raise ValueError("a value of the standard library is made of numbers and texts")
-    return list(values)
+    return namedtuple(name, fields)
 
 
 def find_standard_exception(module: str, name: str) -> type[BaseException] | None:
