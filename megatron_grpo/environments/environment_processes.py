@@ -7,15 +7,13 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
+from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.environments.interface import EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.reward_model import start_reward_model
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.data_schema import EnvironmentConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,6 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """Call several methods of this class."""
         return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:

@@ -14,10 +14,10 @@ from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
 from megatron_grpo.data.specs import make_task_spec
 from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.environments.sandbox.sandbox import Sandbox, open_sandbox
 
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import Config
-    from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 
 STARTUP_S = 900.0  # deadline in seconds for the start of an environment process, and of all rollout workers
@@ -97,8 +97,6 @@ class EnvironmentSettings:
 
     def open_sandbox(self) -> Sandbox:
         """Open a sandbox; SandboxUnavailableError if this machine cannot isolate as required."""
-        from megatron_grpo.environments.sandbox.sandbox import open_sandbox
-
         return open_sandbox(self.sandbox)
 
     def load_tokenizer(self) -> Any:
@@ -112,7 +110,6 @@ def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
 
 
 def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
-    """Make the settings of a task's environment."""
     prompts, folders = make_task_spec(config.data, task), list_import_folders()
     return EnvironmentSettings(sandbox=config.sandbox, tokenizer=tokenizer, prompts=prompts, import_folders=folders)
 

@@ -67,13 +67,13 @@ def _are_equal(final: str, answer: str) -> bool:
         readings.append((expected.as_share, actual.text))
     if actual_has_percent and not expected.has_percent:
         readings.append((expected.text, actual.as_share))
-    return any(_has_equal_value(*texts, is_boxed) for texts in readings)
-
-
-def _has_equal_value(expected: str, actual: str, is_boxed: bool) -> bool:
-    # math-verify's parse and verify treat sympy's errors and timeouts as "not equal".
-    expected_values, values = _parse(f"{_BOX}{expected}}}"), _parse(f"{_BOX}{actual}}}" if is_boxed else actual)
-    return bool(verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S))
+    for expected_text, actual_text in readings:
+        # math-verify's parse and verify treat sympy's errors and timeouts as "not equal".
+        expected_values = _parse(f"{_BOX}{expected_text}}}")
+        values = _parse(f"{_BOX}{actual_text}}}" if is_boxed else actual_text)
+        if verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S):
+            return True
+    return False
 
 
 def _remove_blanks(text: str) -> str:

@@ -229,7 +229,6 @@ class RewardFunctionEnvironment(Environment):
         return rewards
 
     def collect_columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-        """Collect the columns of the rows, one value per request."""
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         return {name: [request.extra_env_info.get(name) for request in requests] for name in names}
 

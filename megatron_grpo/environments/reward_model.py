@@ -6,21 +6,19 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from megatron_grpo.cluster.futures import explain_error
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.data_schema import RewardModelConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.data_schema import RewardModelConfig
 
 RESTARTS = 3  # times that Ray may restart a process of a reward model
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -122,7 +121,7 @@ class CountdownEnvironment(Environment):
 
 
 _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -151,8 +150,8 @@ def is_solution(expression: str, numbers: Sequence[int], target: int) -> bool:
 def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     raise ValueError("not an expression of whole numbers")
 
 
@@ -162,14 +161,13 @@ def play_move(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int
     if match is None:
         return None
     first, sign, second = int(match[1]), match[2], int(match[3])
-    counts = Counter(numbers)
-    counts.subtract((first, second))
-    if min(counts.values()) < 0 or (sign == "/" and (second == 0 or first % second)):
+    remaining = list(numbers)
+    try:
+        remaining.remove(first)
+        remaining.remove(second)
+    except ValueError:
+        return None
+    if sign == "/" and (second == 0 or first % second):
         return None
     result = {"+": first + second, "-": first - second, "*": first * second, "/": first // max(second, 1)}[sign]
-    if result < 0:
-        return None
-    remaining = list(numbers)
-    remaining.remove(first)
-    remaining.remove(second)
-    return (*remaining, result), result
+    return None if result < 0 else ((*remaining, result), result)

@@ -23,16 +23,14 @@ from megatron_grpo.environments.interface import Environment, EnvironmentSetting
 from megatron_grpo.environments.math_answers import Verifier
 from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
+from megatron_grpo.environments.tasks import OPERATORS
 
 _MAX_CHARACTERS = 400  # of an expression
 _MAX_BITS = 4096  # of the numerator or denominator of an intermediate result
 _DIGITS = 12  # significant digits of a result that is not a whole number
 
-_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+_BINARY = {
+    **OPERATORS,
     ast.FloorDiv: lambda dividend, divisor: Fraction(dividend // divisor),
     ast.Mod: operator.mod,
 }

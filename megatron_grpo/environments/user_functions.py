@@ -99,7 +99,6 @@ def list_accepted_names(function: RewardFunction) -> frozenset[str] | None:
 
 
 def list_required(function: RewardFunction, follow_wrapped: bool = True) -> list[inspect.Parameter]:
-    """List the parameters without a default."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         parameter

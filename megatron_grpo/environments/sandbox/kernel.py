@@ -8,11 +8,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterable
 from contextlib import suppress
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # Flags of new namespaces of control groups, host names, IPC, processes and networks.
 NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
@@ -46,7 +43,6 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
-    """Mount a file system, or a path at another path (mount(2))."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     _check(result, f"mount of {source} on {target}")
@@ -232,7 +228,6 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def kill(pids: Iterable[int], number: int) -> None:
-    """Send a signal to processes, some of which may have ended."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

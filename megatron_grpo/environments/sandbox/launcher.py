@@ -12,14 +12,11 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
+from typing import Any, NoReturn
 
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.memory_watch import MemoryWatch
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root, write
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
 
 NOBODY = 65534  # user and group id of programs that root runs
 PROGRAM = 1000  # user and group id of a program of an ordinary user, as the program sees it

@@ -37,12 +37,10 @@ class MemoryCgroup:
             raise
 
     def has_exceeded_limit(self) -> bool:
-        """True if the kernel has killed a process of the cgroup."""
         lines = self._events.read_text().splitlines()
         return any(line.startswith("oom_kill ") and line != "oom_kill 0" for line in lines)
 
     def close(self) -> None:
-        """Kill all processes of the cgroup, and remove it."""
         # Processes that left the program's tree are still in its cgroup.
         os.close(self.join_fd)
         deadline = time.monotonic() + _EMPTY_S

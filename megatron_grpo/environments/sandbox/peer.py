@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Generator
 from types import CoroutineType, FunctionType, GeneratorType
+from typing import Any, NoReturn
 
 from megatron_grpo.environments.sandbox.values import Codec, Memo, find_standard_exception
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from typing import Any, NoReturn
 
 MAX_MESSAGE_BYTES = 4 << 20
 
@@ -71,6 +68,22 @@ class ProxyClass(type):
         return True
 
 
+def _make_method(name: str) -> Callable[..., Any]:
+    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        peer: Peer = self._link_[0]
+        if name == "__call__":
+            return peer.request("call", self, "", args, kwargs)
+        if name == "__exit__":
+            args = (*args[:2], None)  # a traceback cannot be sent
+        return peer.call_special(self, name, *args)
+
+    call_method.__name__ = name
+    return call_method
+
+
+_METHODS = {name: _make_method(name) for name in FORWARDED}
+
+
 class Proxy(metaclass=ProxyClass):
     """Stands for an object of the other process."""
 
@@ -88,19 +101,12 @@ class Proxy(metaclass=ProxyClass):
     def __delattr__(self, name: str) -> None:
         self._link_[0].request("del", self, name)
 
-    def __str__(self) -> str:
-        return self._link_[0].call_special(self, "__str__")
-
-    def __repr__(self) -> str:
-        return self._link_[0].call_special(self, "__repr__")
+    __str__, __repr__, __hash__ = map(_make_method, ("__str__", "__repr__", "__hash__"))
 
     def __eq__(self, value: object) -> Any:
         # The object's class has no `__eq__`, because the proxy's class would forward it. So this compares identity, and
         # only the other process knows whether two proxies stand for the same object.
         return self._link_[0].call_special(self, "__eq__", value) if isinstance(value, Proxy) else NotImplemented
-
-    def __hash__(self) -> int:
-        return self._link_[0].call_special(self, "__hash__")
 
 
 class Fault(metaclass=ProxyClass):
@@ -109,22 +115,6 @@ class Fault(metaclass=ProxyClass):
     _link_: tuple[Peer, int]
     __getattr__ = Proxy.__getattr__
     __str__ = Proxy.__str__
-
-
-def _make_method(name: str) -> Callable[..., Any]:
-    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        peer: Peer = self._link_[0]
-        if name == "__call__":
-            return peer.request("call", self, "", args, kwargs)
-        if name == "__exit__":
-            args = (*args[:2], None)  # a traceback cannot be sent
-        return peer.call_special(self, name, *args)
-
-    call_method.__name__ = name
-    return call_method
-
-
-_METHODS = {name: _make_method(name) for name in FORWARDED}
 
 
 class Peer(Codec):
@@ -186,15 +176,10 @@ class Peer(Codec):
     # Requests
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Make the other process act on an object; returns the result.
+        """Make the other process act on the object of a proxy; returns the result.
 
-        Args:
-            action: "call", "get", "set", "del" (attributes), "special" (method of the type), "resume" (a generator),
-                "await" (a coroutine).
-            target: proxy of the object.
-            name: attribute or special method.
-            args: arguments; those that the other process changes in place are changed here.
-            kwargs: arguments by name.
+        Actions: "call", "get", "set", "del" (attributes), "special" (method of the type), "resume" (a generator),
+        "await" (a coroutine). Arguments that the other process changes in place are changed here.
         """
         memo = Memo()
         parts = [self.encode(target, memo), name, [self.encode(argument, memo) for argument in args]]
@@ -279,21 +264,16 @@ class Peer(Codec):
             return ["NotImplemented"]
         if isinstance(value, type):
             return ["class", self._encode_class(value)]
-        number = self._export(value)
+        number, encoded_class = self._export(value), self._encode_class(type(value))
         if isinstance(value, BaseException):
-            arguments = [self._encode_argument(argument) for argument in value.args]
-            return ["exception", self._encode_class(type(value)), arguments, number]
+            return ["exception", encoded_class, [_encode_plainly(argument) for argument in value.args], number]
         if isinstance(value, FunctionType):
-            return ["function", self._encode_class(FunctionType), number, value.__name__, _list_positional(value)]
-        if isinstance(value, GeneratorType | CoroutineType):
-            return [type(value).__name__, self._encode_class(type(value)), number]
-        return ["object", self._encode_class(type(value)), number]
-
-    def _encode_argument(self, value: Any) -> Any:
-        try:
-            return Codec().encode(value, Memo())
-        except (TypeError, RecursionError):
-            return repr(value)
+            code = value.__code__
+            is_simple = not (code.co_flags & 0x0C or code.co_kwonlyargcount or value.__defaults__)
+            positional = list(code.co_varnames[: code.co_argcount]) if is_simple else None
+            return ["function", encoded_class, number, value.__name__, positional]
+        tag = type(value).__name__ if isinstance(value, GeneratorType | CoroutineType) else "object"
+        return [tag, encoded_class, number]
 
     def _export(self, value: Any) -> int:
         if id(value) not in self._export_numbers:
@@ -302,10 +282,7 @@ class Peer(Codec):
         return self._export_numbers[id(value)]
 
     def _encode_class(self, kind: type) -> Any:
-        """Convert a class to its number, with a description the first time.
-
-        An imported exception is its name.
-        """
+        """Convert a class to its number, with a description the first time."""
         if issubclass(kind, BaseException) and kind.__module__ != "__main__":
             return f"{kind.__module__}:{kind.__qualname__}"
         if kind in self._class_numbers:
@@ -335,9 +312,9 @@ class Peer(Codec):
             object.__setattr__(proxy, name, value)
         if tag == "function":
             return self.make_function(proxy, str(encoded[3]), encoded[4])
-        if tag in ("generator", "coroutine"):
-            return _resume_generator(proxy) if tag == "generator" else _await_coroutine(proxy)
-        return proxy
+        if tag == "generator":
+            return _resume_generator(proxy)
+        return _await_coroutine(proxy) if tag == "coroutine" else proxy
 
     def make_function(self, proxy: Any, name: str, parameters: Any) -> Any:
         """Make the object that stands for a function of the other process."""
@@ -374,15 +351,14 @@ class Peer(Codec):
         return self.classes[number]
 
 
-def _list_positional(function: FunctionType) -> list[str] | None:
-    """List parameters; None: one is not positional or has a default."""
-    code = function.__code__
-    is_simple = not (code.co_flags & 0x0C or code.co_kwonlyargcount or function.__defaults__)
-    return list(code.co_varnames[: code.co_argcount]) if is_simple else None
+def _encode_plainly(value: Any) -> Any:
+    try:
+        return Codec().encode(value, Memo())
+    except (TypeError, RecursionError):
+        return repr(value)
 
 
 def _resume_generator(proxy: Any) -> Generator[Any, Any, Any]:
-    """Yield the values of a generator of the other process."""
     sent_value = None
     while True:
         try:
@@ -393,5 +369,4 @@ def _resume_generator(proxy: Any) -> Generator[Any, Any, Any]:
 
 
 async def _await_coroutine(proxy: Any) -> Any:
-    """Run a coroutine of the other process to its end there."""
     return proxy._link_[0].request("await", proxy, "")

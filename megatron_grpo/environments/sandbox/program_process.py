@@ -12,13 +12,10 @@ import os
 import sys
 from itertools import pairwise
 from types import ModuleType
+from typing import Any, NoReturn
 
 from megatron_grpo.environments.sandbox.peer import Peer
 from megatron_grpo.environments.sandbox.values import Memo
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
 
 _DONE = 83  # exit code of a test's fork that ends on request
 _MAX_OUTPUT = 1 << 16  # characters that a program may print in one call

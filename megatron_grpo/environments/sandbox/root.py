@@ -7,14 +7,10 @@ in another user namespace if the interpreter is in root's home, where uv and pye
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 from megatron_grpo.environments.sandbox import kernel
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 FOLDER = "/program"  # the program's folder, its first working directory
 

@@ -82,10 +82,8 @@ class Sandbox:
     def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> ProgramResult:
         """Run a program and wait for its end.
 
-        `files` are texts in the program's folder, by relative name.
-
-        Raises:
-            SandboxUnavailableError: the program was not started, because the machine does not allow this level.
+        `files` are texts in the program's folder, by relative name. SandboxUnavailableError: the program was not
+        started, because the machine does not allow this level.
         """
         with self._make_folder(files or {}) as (folder, remaining_files):
             return self._run([self._describe(folder, argv=list(argv), files=remaining_files)], stdin)
@@ -177,7 +175,6 @@ class _ProgramWatch:
     _status: bytearray = field(default_factory=bytearray)
 
     def wait(self, status: IO[bytes]) -> ProgramResult:
-        """Wait for the program's end, and kill it at a limit."""
         exceeded: Ending | None = None
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self.launcher.stdout, "stderr": self.launcher.stderr, "status": status}

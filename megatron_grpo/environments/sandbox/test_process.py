@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType
+from typing import Any, NoReturn
 
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.peer import (
@@ -30,10 +31,6 @@ from megatron_grpo.environments.sandbox.peer import (
 )
 from megatron_grpo.environments.sandbox.program_process import detach
 from megatron_grpo.environments.sandbox.values import Memo
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
 
 _MAX_MESSAGES = 1_000_000  # from a program
 # Methods of plain values that tests expect to be true; on a live object they return what the program chooses.
@@ -87,7 +84,6 @@ class Tests(Peer):
         self.age = number
 
     def end(self) -> None:
-        """End the program's fork."""
         with suppress(Stopped):
             self.send(["done", 0, []])
 
@@ -149,7 +145,6 @@ class Tests(Peer):
         self.untrusted = self.untrusted or reason
 
     def are_same(self, first: Any, second: Any) -> bool:
-        """Compare the identity of two objects."""
         if not (isinstance(first, Proxy) and isinstance(second, Proxy)):
             return first is second
         self._mark_untrusted("the identity of live objects")
@@ -219,7 +214,6 @@ def _write_line(report: int, line: Any) -> None:
 
 
 def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
-    """Run the tests in order and report each."""
     prepared = spec["tests"]
     module = ModuleType("__main__")
     vars(module).update(peer.names)

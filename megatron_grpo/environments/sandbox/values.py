@@ -9,13 +9,10 @@ from __future__ import annotations
 import builtins
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+from typing import Any
 
 # Larger integers are sent in hexadecimal, which has no limit of digits and is parsed in linear time.
 _EXACT = 1 << 53
@@ -81,7 +78,6 @@ class Codec:
     """
 
     def encode(self, value: Any, memo: Memo) -> Any:
-        """Convert a value to JSON."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
@@ -111,7 +107,6 @@ class Codec:
         return self.encode_other(value, memo)
 
     def encode_contents(self, value: Any, memo: Memo, number: int) -> list[Any]:
-        """Convert a container and its contents."""
         kind = type(value)
         if kind is bytearray:
             return ["bytearray", number, value.decode("latin1")]
