@@ -28,10 +28,8 @@ def create_environment(
 ) -> Environment:
     """Make the configured environment; imports only the modules that it needs.
 
-    `rewards` are functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
-
-    Raises:
-        RunError: the class cannot be imported or is not an environment, or the options do not fit.
+    `rewards` are functions of a script and clients of reward models, by their entry in `config.reward_funcs`. RunError:
+    the class cannot be imported or is not an environment, or the options do not fit.
     """
     settings = settings or EnvironmentSettings()
     make_importable(settings.import_folders)
@@ -60,8 +58,7 @@ def create_environment(
 def import_environment_class(kind: str) -> type[Environment]:
     """Import the class of a built-in type, or of package.module:Class.
 
-    Raises:
-        RunError: the class does not exist, its module fails, or it is no `Environment` that defines `score`.
+    RunError: the class does not exist, its module fails, or it is no `Environment` that defines `score`.
     """
     module, _, name = BUILT_IN.get(kind, kind).partition(":")
     try:

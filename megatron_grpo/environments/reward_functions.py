@@ -177,8 +177,7 @@ class RewardFunctionEnvironment(Environment):
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Call the functions, and sum up their weighted rewards.
 
-        Raises:
-            RewardError: a function failed, and `tolerant` is not set; the message names function, exception and line.
+        RewardError: a function failed, and `tolerant` is not set; the message names function, exception and line.
         """
         scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]
         figures: defaultdict[str, list[float]] = defaultdict(list)
@@ -202,8 +201,8 @@ class RewardFunctionEnvironment(Environment):
         outcomes: dict[str, Any] = {name: self._calls[name].call(arguments, count, self.timeout_s) for name in names}
         coroutines = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Coroutine)}
         if coroutines:
-            if self._loop is None:  # one loop for all calls: a client that a function keeps is bound to it
-                self._loop = asyncio.new_event_loop()
+            # One loop for all calls: a client that a function keeps is bound to it.
+            self._loop = self._loop or asyncio.new_event_loop()
             results = self._loop.run_until_complete(_await_all(coroutines.values()))
             outcomes |= zip(coroutines, results, strict=True)
         return outcomes

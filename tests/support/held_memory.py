@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
+from megatron_grpo.environments.sandbox.sandbox import MemoryCgroup, find_cgroup_parent
 from tests.support.forked import in_fork
 
 _WHATEVER = 2**36

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -20,8 +20,7 @@ from typing import IO, Any, Literal
 import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.sandbox.kernel import LIBRARY, has_filter, list_descendants
-from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
+from megatron_grpo.environments.sandbox.kernel import LIBRARY, has_filter, kill, list_descendants
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02  # seconds between two checks of a program's limits
@@ -37,6 +36,8 @@ _START = (
 _ROLE = "megatron_grpo.environments.sandbox.{}_process"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4  # version of the marshal format that all Python versions in use can read
+_CGROUP_PREFIX = "sandbox_"
+_EMPTY_S = 10.0  # in which all killed processes of a cgroup end
 _MIB, _KIB = 2**20, 2**10
 _PACKAGES = str(Path(megatron_grpo.__file__).parents[1])
 
@@ -162,6 +163,79 @@ class Sandbox:
                 return _ProgramWatch(launcher, self._config, start, helpers, cgroup).wait(status)
 
 
+class MemoryCgroup:
+    """Memory cgroup of a program; the kernel kills processes above the limit."""
+
+    # Where this process may make none, `memory_watch.py` watches the memory instead.
+
+    def __init__(self, parent: Path, limit: int) -> None:
+        """Make a cgroup of `limit` bytes below `parent`; OSError if not allowed."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_CGROUP_PREFIX}{os.getpid()}_", dir=parent))
+        version_2 = Path(self._folder, "memory.max").exists()
+        names = ("max", "swap.max") if version_2 else ("limit_in_bytes", "memsw.limit_in_bytes")
+        limit_file, swap_file = (Path(self._folder, f"memory.{name}") for name in names)
+        self._events = Path(self._folder, "memory.events" if version_2 else "memory.oom_control")
+        try:
+            limit_file.write_text(str(limit))
+            if swap_file.exists():  # kernels without accounting of swap lack it
+                swap_file.write_text("0" if version_2 else str(limit))
+            # A process that writes 0 to this file descriptor joins the cgroup.
+            self.join_fd = os.open(self._folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            self._folder.rmdir()
+            raise
+
+    def has_exceeded_limit(self) -> bool:
+        lines = self._events.read_text().splitlines()
+        return any(line.startswith("oom_kill ") and line != "oom_kill 0" for line in lines)
+
+    def close(self) -> None:
+        # Processes that left the program's tree are still in its cgroup.
+        os.close(self.join_fd)
+        deadline = time.monotonic() + _EMPTY_S
+        while True:
+            kill(map(int, Path(self._folder, "cgroup.procs").read_text().split()), signal.SIGKILL)
+            try:
+                return self._folder.rmdir()
+            except OSError:  # killed processes may still be ending
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
+
+
+def find_cgroup_parent() -> Path | None:
+    """Find a cgroup below which this process may make others, or None."""
+    for folder in _list_candidates():
+        try:
+            MemoryCgroup(folder, 2**30).close()
+        except OSError:
+            continue
+        for cgroup in folder.glob(f"{_CGROUP_PREFIX}*"):  # remove empty ones that killed processes left behind
+            if not Path("/proc", cgroup.name.split("_")[1]).exists():
+                with suppress(OSError):  # not empty
+                    cgroup.rmdir()
+        return folder
+    return None
+
+
+def _list_candidates() -> Iterator[Path]:
+    """Yield this process's memory cgroup and, in version 2, its parent."""
+    # A cgroup of version 2 that holds processes gives no memory controller to cgroups below it, but its parent does.
+    cgroups: dict[str, str] = {}  # by controller, "" in version 2
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        cgroups |= dict.fromkeys(controllers.split(","), path)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, system = line.partition(" - ")
+        root, mount_point = mount.split()[3:5]
+        kind, _, options = system.split(" ", 2)
+        if kind == "cgroup" and "memory" in options.split(",") and "memory" in cgroups:
+            yield Path(os.path.normpath(f"{mount_point}/{os.path.relpath(cgroups['memory'], root)}"))
+        elif kind == "cgroup2" and "" in cgroups:
+            folder = Path(os.path.normpath(f"{mount_point}/{os.path.relpath(cgroups[''], root)}"))
+            yield from (folder, folder.parent) if folder != Path(mount_point) else (folder,)
+
+
 @dataclass(eq=False)
 class _ProgramWatch:
     """Watches one running program."""
@@ -247,8 +321,7 @@ def _write_sealed(data: bytes) -> int:
 def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     """Open a sandbox at the strongest level that works here.
 
-    Raises:
-        SandboxUnavailableError: `sandbox.required` is not possible here; the message says why, and what would help.
+    SandboxUnavailableError: `sandbox.required` is not possible; the message says why, and what would help.
     """
     reason = ""
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):

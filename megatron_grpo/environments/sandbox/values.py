@@ -39,17 +39,14 @@ class Memo:
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}  # by id of the container
         self._before: list[list[Any]] = []
 
     def add(self, value: Any) -> int:
         """Number a container, and keep it alive."""
-        self._numbers[id(value)] = len(self.objects)
+        self.numbers[id(value)] = len(self.objects)
         self.objects.append(value)
         return len(self.objects) - 1
-
-    def find_number(self, value: Any) -> int | None:
-        return self._numbers.get(id(value))
 
     def note_contents(self) -> None:
         """Remember the objects in every container, for `list_changed`."""
@@ -86,7 +83,7 @@ class Codec:
         if kind is tuple or kind is frozenset:
             return [kind.__name__, [self.encode(element, memo) for element in value]]
         if kind in _CONTAINERS:
-            number = memo.find_number(value)
+            number = memo.numbers.get(id(value))
             return ["@", number] if number is not None else self.encode_contents(value, memo, memo.add(value))
         if kind is bytes:
             return ["b", value.decode("latin1")]

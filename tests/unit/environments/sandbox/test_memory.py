@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, Level
-from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
-from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox
+from megatron_grpo.environments.sandbox.sandbox import MemoryCgroup, ProgramResult, Sandbox, find_cgroup_parent
 from tests.support.held_memory import HOLDING, peak_of
 from tests.support.ordinary_user import as_ordinary_user
 from tests.support.rare import rare
