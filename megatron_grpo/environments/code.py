@@ -1,4 +1,4 @@
-"""The `code` environment, which runs programs against tests in the sandbox."""
+"""The `code` environment: programs against tests, in the sandbox."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class _End:
 
 
 class _Reader:
-    """Splits a response into blocks, with a limited amount of work."""
+    """Splits a response into blocks, with limited work."""
 
     def __init__(self, response: str) -> None:
         self._lines = response.replace("\r\n", "\n").replace("\r", "\n").split("\n")

@@ -1,4 +1,4 @@
-"""The Ray actor that runs one environment and tokenizes its texts."""
+"""Ray actor that runs an environment and tokenizes its texts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EnvironmentWorker:
         return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
-        """Return the first state of a rollout, pickled, or an error message."""
+        """Return a rollout's first state, pickled, or an error message."""
         return self._catch_errors(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> Turn | str:

@@ -1,4 +1,4 @@
-"""Interface of environments, their settings, and the answer of a ready process."""
+"""Interface of environments, and their settings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Environment(ABC):
 
     @abstractmethod
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Return the scores of samples of one prompt, in their order.
+        """Return the scores of one prompt's samples, in order.
 
         Usually these are all samples of the prompt, at times only some. Must not raise because of a model's text: if it
         raises, each request is scored again by itself, and a request for which it raises again becomes a failed
@@ -96,7 +96,7 @@ class EnvironmentSettings:
     """Folders that the user's modules are imported from."""
 
     def open_sandbox(self) -> Sandbox:
-        """Open a sandbox; SandboxUnavailableError if this machine cannot isolate as required."""
+        """Open a sandbox; SandboxUnavailableError if isolation falls short."""
         return open_sandbox(self.sandbox)
 
     def load_tokenizer(self) -> Any:
@@ -105,7 +105,7 @@ class EnvironmentSettings:
 
 
 def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
-    """Score each sample: reward 1 if it is correct, else 0."""
+    """Make the scores: 1 if correct, else 0."""
     return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in verdicts]
 
 
@@ -126,7 +126,7 @@ class EnvironmentStatus:
 
 
 def list_import_folders() -> tuple[str, ...]:
-    """List the folders of the user's modules: working folder and PYTHONPATH."""
+    """List the user's folders: working folder and PYTHONPATH."""
     folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
 

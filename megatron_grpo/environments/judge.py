@@ -84,7 +84,7 @@ class JudgeEnvironment(Environment):
         self._uses_proxy = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Ask the judge in concurrent requests; RunError if it does not answer."""
+        """Ask the judge, concurrently; RunError if it does not answer."""
         return asyncio.run(self._score(requests))
 
     async def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
@@ -159,7 +159,7 @@ async def _read_reply(content: aiohttp.StreamReader) -> bytes:
 
 
 def _format_error(reply: bytes) -> str:
-    """Shorten an endpoint's error message to one line; "" without one."""
+    """Shorten an endpoint's error message to one line."""
     try:
         body: Any = json.loads(reply)
         error = body.get("error", body)

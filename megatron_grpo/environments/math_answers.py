@@ -1,4 +1,4 @@
-"""Compares mathematical answers by value, in a process that may be killed."""
+"""Compares mathematical answers by value, in a separate process."""
 
 from __future__ import annotations
 

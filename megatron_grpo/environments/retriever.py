@@ -1,4 +1,4 @@
-"""Search in local documents by BM25, with or without blanks between words."""
+"""Search in local documents by BM25, in any script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards from a user's functions, called as TRL calls them, and agents."""
+"""Rewards from a user's functions, called as in TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models: Hugging Face models for sequence classification, in their own processes."""
+"""Reward models: Hugging Face's sequence classifiers, in their own processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESTARTS = 3  # times that Ray may restart a process of a reward model
 
 
 def find_model_problem(path: str) -> str | None:
-    """Say why a folder or hub name is no reward model, or None."""
+    """Say why a path is no reward model, or None."""
     folder = Path(path)
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
@@ -45,7 +45,7 @@ def find_model_problem(path: str) -> str | None:
 
 
 class RewardModel:
-    """Ray actor with a copy of the model, on a GPU if possible."""
+    """Ray actor with a copy of the model."""
 
     def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
         begin_process_log(f"reward model {Path(path).name} worker {number}")
@@ -96,7 +96,7 @@ class RewardModel:
         return scores
 
     def _score_batch(self, token_ids: Sequence[list[int]]) -> list[float]:
-        """Score texts in one forward pass, or alone if padding would matter."""
+        """Score texts in one forward pass if padding allows it."""
         import torch
 
         pad_id = self._choose_padding(token_ids)
@@ -129,7 +129,7 @@ class RewardModel:
 
 
 def _make_batches(lengths: Mapping[int, int], tokens: int) -> Iterator[list[int]]:
-    """Batch indices of texts of similar length, up to `tokens` with padding."""
+    """Batch indices of texts of similar length, by padded tokens."""
     batch: list[int] = []
     for index in sorted(lengths, key=lengths.__getitem__, reverse=True):  # the first of a batch is the longest
         if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
@@ -141,7 +141,7 @@ def _make_batches(lengths: Mapping[int, int], tokens: int) -> Iterator[list[int]
 
 
 class RewardModelClient:
-    """A reward model as an async reward function of prompts and completions."""
+    """A reward model as an async reward function."""
 
     def __init__(self, path: str, workers: Sequence[Any]) -> None:
         self.path, self._workers = path, list(workers)
@@ -156,7 +156,7 @@ class RewardModelClient:
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process has loaded the model; RunError if one fails."""
+        """Wait until the processes are ready; RunError if one fails."""
         try:
             ray.get([worker.__ray_ready__.remote() for worker in self._workers], timeout=timeout_s)
         except ray.exceptions.RayError as error:

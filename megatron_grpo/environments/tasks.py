@@ -156,7 +156,7 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def play_move(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
-    """Play a move; returns the remaining numbers and the result; None: invalid."""
+    """Play a move: remaining numbers and result, or None if invalid."""
     match = _MOVE.fullmatch(move)
     if match is None:
         return None

@@ -193,7 +193,7 @@ class ToolEnvironment(Environment):
         return ToolState()
 
     def step(self, state: ToolState, response: str) -> Turn:
-        """Execute a turn's tool calls; a turn without any is the last."""
+        """Execute a turn's tool calls; without any, end the rollout."""
         calls = self._parse_calls(response)
         first, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
@@ -254,7 +254,7 @@ def _run_program(sandbox: Sandbox, code: str) -> str:
 
 
 def write_call(renderer: PromptRenderer, tool: str) -> str | None:
-    """Write a turn that calls a tool, without the turn's end.
+    """Write a turn that calls a tool, without its end.
 
     None: the chat template writes no calls, or renders the prompt before them otherwise.
     """

@@ -20,7 +20,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_m
 
 
 def load_reward_function(path: str) -> RewardFunction:
-    """Import a reward function, or an instance of a class; RunError if unusable."""
+    """Import a reward function, or instantiate its class."""
     function = load_callable("reward function", path, instance=True)
     check_parameters(path, function)
     return function

@@ -191,10 +191,10 @@ def has_filter() -> bool:
 
 
 def filter_system_calls(*, counted: bool) -> None:
-    """Filter the system calls of this process and its descendants for ever.
+    """Filter the system calls of this process and its descendants.
 
-    Call `gain_no_rights` first. `counted`: a memory cgroup counts the program's memory. OSError: libseccomp is not
-    installed, or the kernel does not accept the filter.
+    Nothing removes the filter. Call `gain_no_rights` first. `counted`: a memory cgroup counts the program's memory.
+    OSError: libseccomp is not installed, or the kernel does not accept the filter.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
@@ -234,7 +234,7 @@ def kill(pids: Iterable[int], number: int) -> None:
 
 
 def read(path: str) -> bytes:
-    """Read a file of /proc; empty if its process cannot be inspected."""
+    """Read a file of /proc; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -29,7 +29,7 @@ NOT_FOUND = 127  # exit code of a program that cannot be run, as in a shell
 
 
 def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
-    """Run the program that a file descriptor describes, and report its status.
+    """Run the described program and report its status.
 
     A second program, which `partner_fd` describes, runs in another sandbox, with a pipe in each direction to the first,
     and ends with it. Both are then functions of this package, whose modules `role` names, instead of programs to
@@ -112,7 +112,7 @@ def _end_descendants() -> None:
 
 
 def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
-    """Run the program in new namespaces, which end with their process 1."""
+    """Run the program in new namespaces."""
     has_user_map = False
     user, group = os.getuid(), os.getgid()
     try:

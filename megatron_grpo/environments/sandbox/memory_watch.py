@@ -1,4 +1,4 @@
-"""Watches the memory of a program without a memory cgroup, by /proc."""
+"""Watches a program's memory by /proc, without a memory cgroup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 2
 
 
 class MemoryWatch:
-    """Kills the descendants of this process when their memory exceeds a limit."""
+    """Kills this process's descendants when their memory exceeds a limit."""
 
     # No limit of the kernel bounds the memory of several processes together, so it has to be read, and memory that a
     # program takes between two readings is noticed late. The next reading is therefore due before the processors can
@@ -47,7 +47,7 @@ class MemoryWatch:
         self.has_exceeded_limit = False  # True once the descendants were killed for their memory
 
     def step(self) -> None:
-        """Read the memory if due, then wait until it is due again.
+        """Read the memory if due, then wait for the next reading.
 
         The caller has blocked SIGCHLD.
         """
@@ -106,7 +106,7 @@ class MemoryWatch:
 
 
 def _read_stat(pid: int) -> tuple[tuple[int, bytes], bytes, int]:
-    """Read a process's pid and start time, state and page faults.
+    """Read a process's identity, state and page faults.
 
     State T: stopped, Z: ended; in others it runs or waits.
     """

@@ -30,7 +30,7 @@ FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _CONT
 
 
 class Stopped(BaseException):
-    """Ends a test that cannot go on or cannot be trusted."""
+    """Ends a test that fails or cannot be trusted."""
 
 
 class ProxyClass(type):
@@ -110,7 +110,7 @@ class Proxy(metaclass=ProxyClass):
 
 
 class Fault(metaclass=ProxyClass):
-    """Mixin for proxies of exceptions, which can be raised and caught here."""
+    """Mixin for proxies of exceptions, which can be raised here."""
 
     _link_: tuple[Peer, int]
     __getattr__ = Proxy.__getattr__
@@ -166,7 +166,7 @@ class Peer(Codec):
         return b"".join(parts)
 
     def on_lost(self, reason: str) -> NoReturn:
-        """End the test: the other process has ended or sends nonsense."""
+        """End the test, because the other process is lost."""
         raise Stopped(reason)
 
     def stop(self, reason: str) -> NoReturn:
@@ -176,7 +176,7 @@ class Peer(Codec):
     # Requests
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Make the other process act on the object of a proxy; returns the result.
+        """Make the other process act on a proxy's object.
 
         Actions: "call", "get", "set", "del" (attributes), "special" (method of the type), "resume" (a generator),
         "await" (a coroutine). Arguments that the other process changes in place are changed here.
@@ -253,7 +253,7 @@ class Peer(Codec):
     # Objects
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
-        """Convert a proxy, or an object of this process, to a number."""
+        """Convert a proxy or an object to a number."""
         if isinstance(value, ProxyClass):
             return ["their class", value._link_[1]]
         if isinstance(value, Proxy | Fault):
@@ -282,7 +282,7 @@ class Peer(Codec):
         return self._export_numbers[id(value)]
 
     def _encode_class(self, kind: type) -> Any:
-        """Convert a class to its number, with a description the first time."""
+        """Convert a class to its number, at first with a description."""
         if issubclass(kind, BaseException) and kind.__module__ != "__main__":
             return f"{kind.__module__}:{kind.__qualname__}"
         if kind in self._class_numbers:
@@ -317,7 +317,7 @@ class Peer(Codec):
         return _await_coroutine(proxy) if tag == "coroutine" else proxy
 
     def make_function(self, proxy: Any, name: str, parameters: Any) -> Any:
-        """Make the object that stands for a function of the other process."""
+        """Make the stand-in for the other process's function."""
         return proxy
 
     def _make_exception(self, kind: Any, args: list[Any], number: int) -> BaseException:

@@ -1,4 +1,4 @@
-"""Process of a program: runs it once; forks answer the tests' calls.
+"""Process of a program: forks of it answer the tests' calls.
 
 The model's program runs inside this process and may change anything in it. The process has neither tests nor expected
 values, and the process of the tests decodes its messages as plain values.
@@ -135,7 +135,7 @@ class Program(Peer):
         return [output, changed, sorted(new)] if output or changed or new else None
 
     def make_function(self, proxy: Any, name: str, parameters: Any) -> Any:
-        """Make a Python function with the name and parameters of the test's."""
+        """Make a function with the name and parameters of the test's."""
         declared = "*args, **kwargs" if parameters is None else ", ".join(parameters)
         call_proxy = eval(f"lambda {declared}: _call_({declared})", {"_call_": proxy})
         call_proxy.__name__ = name

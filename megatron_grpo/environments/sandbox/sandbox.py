@@ -102,7 +102,7 @@ class Sandbox:
 
     @contextmanager
     def _make_folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-        """Make a program's folder; yields it, and files to write inside."""
+        """Make a program's folder; yields it, and remaining files."""
         if self.level != "limits":  # the folder is made in the program's own file system
             yield FOLDER, dict(files)
             return
@@ -164,7 +164,7 @@ class Sandbox:
 
 
 class MemoryCgroup:
-    """Memory cgroup of a program; the kernel kills processes above the limit."""
+    """Memory cgroup, in which the kernel kills processes above the limit."""
 
     # Where this process may make none, `memory_watch.py` watches the memory instead.
 
@@ -204,7 +204,7 @@ class MemoryCgroup:
 
 
 def find_cgroup_parent() -> Path | None:
-    """Find a cgroup below which this process may make others, or None."""
+    """Find a cgroup in which this process may make others."""
     for folder in _list_candidates():
         try:
             MemoryCgroup(folder, 2**30).close()

@@ -1,4 +1,4 @@
-"""Process of the tests: runs them against proxies, and trusts no reply.
+"""Process of the tests: runs them against proxies, distrusting replies.
 
 When a test ends, the process writes a line of JSON to its standard output, a list: number of the test, whether it
 passed, whether it sent the program a request, and the reason why its verdict cannot be trusted (empty if there is none,
@@ -99,7 +99,7 @@ class Tests(Peer):
         return message
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Send a request, count it, and distrust a verdict of a live object."""
+        """Send and count a request, and distrust verdicts of live objects."""
         if self.stopped:
             raise Stopped(self.stopped)
         self.requests += 1
@@ -134,7 +134,7 @@ class Tests(Peer):
         return result
 
     def _is_expected(self, target: Any) -> bool:
-        """True for an instance made by the test, or a named class."""
+        """True for an object of the test, or a named class."""
         if isinstance(target, ProxyClass):
             return any(target is value for value in self.names.values())
         return isinstance(target, Proxy) and target._mark_ != ""

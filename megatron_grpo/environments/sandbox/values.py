@@ -115,7 +115,7 @@ class Codec:
         return [kind.__name__, number, [self.encode(element, memo) for element in value], limit]
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
-        """Convert a value that is not plain to JSON with a tag."""
+        """Convert other values to JSON with a tag."""
         raise TypeError(f"{type(value).__name__} is not plain")
 
     def decode(self, encoded: Any, memo: Memo) -> Any:
@@ -194,7 +194,7 @@ def _make_named_tuple(name: str, fields: tuple[str, ...]) -> Any:
 
 
 def find_standard_exception(module: str, name: str) -> type[BaseException] | None:
-    """Find an allowed exception class of an imported standard module, or None."""
+    """Find an allowed exception class of a standard module."""
     root = module.partition(".")[0]
     # A test runner would take exceptions of test frameworks for its own and skip a test.
     if root not in sys.stdlib_module_names or root in ("unittest", "doctest", "bdb", "test"):
