@@ -30,8 +30,8 @@ prepare_ray_environment()  # before anything imports Ray
 
 import ray  # noqa: E402
 
-from megatron_grpo.algorithms import grpo  # noqa: E402
-from megatron_grpo.algorithms.prob_error import NO_FINDING  # noqa: E402
+from megatron_grpo.algorithms import grpo, stages  # noqa: E402
+from megatron_grpo.algorithms.prob_error import Assessment  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
 
 WARM_UP_STEPS = 3
@@ -51,7 +51,7 @@ def time_decisions(rank: Any, repeats: int) -> float:
 
 def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the quickstart in this process and time its steps."""
-    assess_agreement, judged = grpo.assess_agreement, []
+    assess_agreement, judged = stages.assess_agreement, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -68,7 +68,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
             pack = canary.sequences
 
             def step(*, watched: bool, packed: bool = True) -> Any:
-                vars(grpo)["assess_agreement"] = timed if watched else lambda *_: NO_FINDING
+                vars(stages)["assess_agreement"] = timed if watched else lambda *_: Assessment({})
                 config.refit.prob_error_limit = limit if watched else None
                 canary.sequences = pack if packed else pack[:1]
                 number = run.state["total_steps"] + 1

@@ -215,7 +215,7 @@ def _bring_up(config: Config, case: Case, stack: ExitStack) -> GRPORun:
     placement = Placement()
     if config.generation.is_colocated:
         generation.sleep()
-        placement = Placement(generation, policy)
+        placement = Placement(generation, [policy])
     loader = _loader(case)
     settings = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
     buffer = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict
 
 from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.prob_error import ProbErrorState
@@ -31,9 +31,7 @@ class EarlyStopState(TypedDict):
     """State of early stopping; part of the checkpoint."""
 
     best: float | None
-    """Best value so far; None before the first validation."""
     last: float | None
-    """Value of the latest validation; None before the first."""
     waited: int
     """Validations in a row that did not improve on the best."""
 
@@ -46,7 +44,6 @@ class GRPOSaveState(TypedDict):
     current_step: int
     """Steps in the current epoch."""
     current_epoch: int
-    """Epochs of the training data that are complete."""
     total_steps: int
     """Steps so far; also the policy's weight version."""
     generation_batches: int
@@ -54,15 +51,12 @@ class GRPOSaveState(TypedDict):
     total_valid_tokens: int
     """Tokens in the loss, summed over all steps."""
     early_stop: EarlyStopState
-    """State of early stopping."""
     prob_error: NotRequired[ProbErrorState]
     """Noise of the probability error; absent before the first step that has one."""
     val_step: NotRequired[int]
     """Steps before the last validation."""
     val_reward: NotRequired[float | None]
-    """Mean reward of the last validation; None: no response got one."""
     val_accuracy: NotRequired[float | None]
-    """Accuracy of the last validation; None: no environment reported one."""
 
 
 class PPOSaveState(GRPOSaveState):
@@ -89,7 +83,6 @@ class SamplingRun:
     config: Config
     run_dir: Path
     placement: Placement
-    """Moves models and engines into and out of devices that they share."""
     rollouts: RolloutPool
     settings: SamplingSettings
     dumps: RolloutDumps
@@ -99,13 +92,11 @@ class SamplingRun:
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
-    """Progress of the run; sampling updates its counts of prompts and generation batches."""
     batch_cache: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
     buffer: SampleBuffer | None = None
     """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """Callbacks of a script."""
 
     def make_check(self, groups: Sequence[SampledGroup], step: int, dataset: str = "training") -> StepCheck:
         """Make the check of a step's values; `dataset` is for messages."""
@@ -153,17 +144,3 @@ class PPORun(GRPORun):
     @property
     def models(self) -> dict[str, ModelRanks]:
         return {**super().models, VALUE_FOLDER: self.value}
-
-
-SomeRun = TypeVar("SomeRun", bound=SamplingRun)
-
-
-def count_step(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Advance the progress by a step with these metrics."""
-    state, epoch = run.state, run.loader_state["epoch"]
-    if epoch > state["current_epoch"]:
-        state["current_epoch"] = epoch
-        state["current_step"] = 0
-    state["total_steps"] += 1
-    state["current_step"] += 1
-    state["total_valid_tokens"] += int(metrics["valid_tokens"])

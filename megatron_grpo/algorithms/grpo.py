@@ -46,15 +46,10 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState
 from megatron_grpo.algorithms.loop import train_steps
-from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age
+from megatron_grpo.algorithms.prob_error import compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
-from megatron_grpo.algorithms.stages import (
-    add_logprobs,
-    build_batch,
-    publish_and_report,
-    train_policy,
-)
+from megatron_grpo.algorithms.stages import add_logprobs, build_batch, publish_and_report, train_policy
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
@@ -123,7 +118,6 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     run.dumps.begin()  # rollouts are written while the policy learns
     with timer.phase("train"):
         learned = train_policy(config, batch, policy, run.loss_fn, check)
-    learning_metrics = compute_learning_metrics(learned, batch)
-    assessment = assess_agreement(run, step, learning_metrics, samples.outcomes)
-    metrics = {**compute_sampling_metrics(config, samples, scores), **logprob_metrics, **learning_metrics}
-    return publish_and_report(run, samples, metrics, learned, assessment, timer)
+    metrics = compute_sampling_metrics(config, samples, scores)
+    metrics |= logprob_metrics | compute_learning_metrics(learned, batch)
+    return publish_and_report(run, samples, metrics, learned, timer)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
-from megatron_grpo.algorithms.context import SamplingRun, SomeRun, count_step
-from megatron_grpo.algorithms.ending import complete_files, end_after_step, end_unpublished, save_before_failure
+from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.saves import (
+    complete_files,
+    end_after_step,
+    end_unpublished,
     require_ranking_metric,
+    save_before_failure,
     save_checkpoint,
     save_finished_steps,
     save_validation,
@@ -22,10 +26,9 @@ from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.run.directory import STOP_FILE
 
-PROFILES_FOLDER = "profiles"
-
+SomeRun = TypeVar("SomeRun", bound=SamplingRun)
+# One step of an algorithm on the next prompts; None: the prompts are used up.
 StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
-"""One step of an algorithm on the next prompts; None: the prompts are used up."""
 
 
 def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
@@ -38,35 +41,41 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         ModelLostError: a rank of a model is gone, and all training since the last checkpoint is lost.
         RunError: a step failed, or a file of the run cannot be written; the message says which.
     """
-    with complete_files(run):
-        _train_steps(run, step)
-
-
-def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     limits, state = run.config.training_loop, run.state
-    _share_progress(run)
-    run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
-    _catch_up_on_validation(run)
-    batches = iterate_batches(run.loader, limits.max_num_epochs)
-    metrics: dict[str, float] = {}  # of the last step
-    while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run):
+    with complete_files(run):
         _share_progress(run)
-        try:
-            with save_before_failure(run, metrics), _profile(run, state["total_steps"] + 1):
-                report = step(run, batches)
-        except UnpublishedStepError as error:
-            # The models have learnt from the step: it counts although the run ends.
-            count_step(run, error.report.metrics)
-            end_unpublished(run, error)
-        if report is None:
-            run.logger.end_early("data_used_up", run.end_of_data)
-            run.logger.note(run.end_of_data)
-            break
-        count_step(run, report.metrics)
-        metrics = _finish_step(run, report)
-        run.checkpointer.advance()
-    _finish_training(run, metrics)
-    run.callbacks.notify("on_end", state["total_steps"])
+        run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
+        _catch_up_on_validation(run)
+        batches = iterate_batches(run.loader, limits.max_num_epochs)
+        metrics: dict[str, float] = {}  # of the last step
+        while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run):
+            _share_progress(run)
+            try:
+                with save_before_failure(run, metrics), _profile(run, state["total_steps"] + 1):
+                    report = step(run, batches)
+            except UnpublishedStepError as error:
+                # The models have learnt from the step: it counts although the run ends.
+                _count_step(run, error.report.metrics)
+                end_unpublished(run, error)
+            if report is None:
+                run.logger.end_early("data_used_up", run.end_of_data)
+                run.logger.note(run.end_of_data)
+                break
+            _count_step(run, report.metrics)
+            metrics = _finish_step(run, report)
+            run.checkpointer.advance()
+        _finish_training(run, metrics)
+        run.callbacks.notify("on_end", state["total_steps"])
+
+
+def _count_step(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+    state, epoch = run.state, run.loader_state["epoch"]
+    if epoch > state["current_epoch"]:
+        state["current_epoch"] = epoch
+        state["current_step"] = 0
+    state["total_steps"] += 1
+    state["current_step"] += 1
+    state["total_valid_tokens"] += int(metrics["valid_tokens"])
 
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
@@ -115,7 +124,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:
-    """Validate at the start, or if the last validation failed."""
+    # A step whose validation failed was saved, so a resumed run owes that validation.
     step = run.state["total_steps"]
     is_due = run.config.training_loop.val_at_start if step == 0 else _is_validation_due(run)
     if not is_due or run.state.get("val_step") == step:
@@ -156,12 +165,11 @@ def _should_stop_early(run: SamplingRun) -> bool:
 
 
 def _has_stop_file(run: SamplingRun) -> bool:
-    """Tell whether a person, or Slurm, asks to stop."""
-    return (run.logger.run_dir / STOP_FILE).exists()
+    return (run.logger.run_dir / STOP_FILE).exists()  # made by a person, or by Slurm
 
 
 def _share_progress(run: SamplingRun) -> None:
-    """Tell rollout workers the progress, which reward functions can read."""
+    # Rollout workers hand the progress to reward functions, which may depend on it.
     limits, state = run.config.training_loop, run.state
     run.rollouts.trainer_state = TrainerState(
         global_step=state["total_steps"],
@@ -181,7 +189,7 @@ def _profile(run: SamplingRun, step: int) -> Iterator[None]:
     for model in models:
         model.begin_profile()
     yield
-    folder = run.logger.run_dir / PROFILES_FOLDER / f"step_{step}"
+    folder = run.logger.run_dir / "profiles" / f"step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
     for model in models:
         model.end_profile(str(folder))

@@ -22,17 +22,12 @@ class Placement:
     """Moves models and engines into and out of shared devices.
 
     Device memory holds either models or engines, and the weights of both during a refit. At construction the engines
-    sleep and the models are on the devices. Without `engines`, which have devices of their own then, every call does
-    nothing.
+    sleep and the models, of which the policy is the first, are on the devices. Without `engines`, which have devices of
+    their own then, every call does nothing.
     """
 
-    def __init__(
-        self,
-        engines: VllmGeneration | None = None,
-        policy: ModelRanks | None = None,
-        other_models: Sequence[ModelRanks] = (),
-    ) -> None:
-        self._engines, self._policy, self._other_models = engines, policy, other_models
+    def __init__(self, engines: VllmGeneration | None = None, models: Sequence[ModelRanks] = ()) -> None:
+        self._engines, self._models = engines, models
         self._sampling = False
         # True during a refit and after a failure, when engines may be partly awake or not answer.
         self._unsettled = False
@@ -40,32 +35,27 @@ class Placement:
     def wake_engines(self, timer: StepTimer) -> None:
         """Wake the engines with the weights they already had; the models leave the devices."""
         if not self._sampling:
-            self._load_engine_weights(timer)
-            self._start_sampling(timer)
+            with self.refit(timer):
+                pass
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
         """Hold the weights of both sides on the devices during the body."""
-        self._load_engine_weights(timer)
-        yield
-        self._start_sampling(timer)
-
-    def _load_engine_weights(self, timer: StepTimer) -> None:
-        if self._engines is None or self._policy is None:
+        if self._engines is None:
+            yield
             return
+        policy, *other_models = self._models
         self._unsettled = True  # until every part has succeeded
         with timer.phase("offload"):
-            self._policy.offload(weights=False)
-            for model in self._other_models:
+            policy.offload(weights=False)
+            for model in other_models:
                 model.offload(weights=True)
         with timer.phase("wake"):
             self._engines.wake("weights")
-
-    def _start_sampling(self, timer: StepTimer) -> None:
-        if self._engines is None or self._policy is None:
-            return
+        yield
+        # The cache of keys and values takes the memory that the policy's weights leave.
         with timer.phase("offload"):
-            self._policy.offload(weights=True)
+            policy.offload(weights=True)
         with timer.phase("wake"):
             self._engines.wake("kv_cache")
         self._sampling, self._unsettled = True, False
@@ -77,7 +67,7 @@ class Placement:
             SamplingError: an engine failed. A second call loads the models in spite of it, so that they can be saved.
             RunError: a rank of a model failed.
         """
-        if self._engines is None or self._policy is None or not (self._sampling or self._unsettled):
+        if self._engines is None or not (self._sampling or self._unsettled):
             return
         with timer.phase("sleep"):
             try:
@@ -88,7 +78,7 @@ class Placement:
                     raise SamplingError(str(error)) from error
                 logger.warning("the models come back to the devices, although %s", error)
         with timer.phase("onload"):
-            for model in (self._policy, *self._other_models):
+            for model in self._models:
                 model.onload()
         self._sampling = self._unsettled = False
 
@@ -115,7 +105,6 @@ def publish(transport: WeightTransport, placement: Placement, version: int, time
 
 
 def _describe_differing_weights(transport: WeightTransport, placement: Placement, timer: StepTimer) -> str:
-    """Name the tensors in which engines differ from the policy."""
     try:
         placement.offload_engines(timer)  # the models' weights may be in host memory
         with placement.refit(timer):

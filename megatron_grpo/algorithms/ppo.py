@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import PPORun, PPOSaveState
 from megatron_grpo.algorithms.loop import train_steps
-from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age
+from megatron_grpo.algorithms.prob_error import compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
@@ -69,12 +69,6 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
             learned = train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):
         value_metrics = train_value_model(config, batch, run.value, run.value_loss_fn, check)
-    learning_metrics = compute_learning_metrics(learned, batch)
-    assessment = assess_agreement(run, step, learning_metrics, samples.outcomes)
-    metrics = {
-        **compute_sampling_metrics(config, samples, scores),
-        **logprob_metrics,
-        **learning_metrics,
-        **value_metrics,
-    }
-    return publish_and_report(run, samples, metrics, learned, assessment, timer)
+    metrics = compute_sampling_metrics(config, samples, scores)
+    metrics |= logprob_metrics | compute_learning_metrics(learned, batch) | value_metrics
+    return publish_and_report(run, samples, metrics, learned, timer)

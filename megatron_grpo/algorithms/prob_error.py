@@ -3,12 +3,7 @@
 The figure is token_mult_prob_error, the mean over a step's tokens of exp(|training - generation|): 1 when both give the
 sampled tokens the same probabilities. Its excess over 1 is rounding. The noise of a run is that of its first steps, and
 stays the reference, so that an error that grows slowly leaves it, too. Until these steps are measured, and as the
-smallest bound, there are figures by precision, so that a run that is wrong from its first step on is assessment.
-
-Tokens of older weights (asynchronous runs) also differ by what the policy has learnt since. Rounding is nothing beside
-that, and the exponential of such differences has a tail that jumps by a factor of ten from step to step in healthy
-runs. Steps with such tokens are assessed by gen_kl_error instead, which is steady, against the latest such steps, since
-the change of a step depends on the learning rate.
+smallest bound, there are figures by precision, so that a run that is wrong from its first step on is noticed.
 """
 
 from __future__ import annotations
@@ -47,7 +42,10 @@ DIVERGENCE_BOUND = "gen_kl_error_bound"
 MEASURED_STEPS = 5
 MARGIN = 3.0
 
-# Older tokens: the bound is a multiple of the median divergence of the latest such steps, in nats.
+# Older tokens (asynchronous runs) also differ by what the policy has learnt since. Rounding is nothing beside that, and
+# the exponential of such differences has a tail that jumps by a factor of ten from step to step in healthy runs. So
+# steps with such tokens are assessed by gen_kl_error, which is steady, against a multiple of the median of the latest
+# such steps, in nats, since the change of a step depends on the learning rate.
 LATEST_STEPS = 20
 STALE_MARGIN = 4.0
 STALE_FIRST = 1.0  # the bound until such steps are measured
@@ -58,14 +56,14 @@ CALM_STEPS = 10
 
 
 class ProbErrorState(TypedDict):
-    """The noise that a run has measured, and its episode."""
+    """The noise in steps within the bound, and the episode of others."""
 
     precision: str
-    """Precision of policy and engines for which the noise was measured (`name_noise_kind`)."""
+    """Precision of policy and engines for which the noise was measured."""
     fresh: list[float]
-    """Excess of the first steps within the bound, for tokens drawn from the weights that train."""
+    """Excess of the first steps, for tokens drawn from the weights that train."""
     stale: list[float]
-    """Divergence of the latest steps within the bound, for older tokens."""
+    """Divergence of the latest steps, for older tokens."""
     calm_steps: int | None
     """Steps within the bound since the last step beyond it; None: there is no episode."""
 
@@ -94,12 +92,6 @@ class NoiseBounds:
         # Errors of layers that round independently add up as in a random walk; measured with 8 layers.
         first = min(0.1, 0.03 * math.sqrt(shape.layers / 8))
         return NoiseBounds(first * flips, first * flips / 2)
-
-
-def name_noise_kind(config: Config) -> str:
-    """Name the noise of a run; other names do not count."""
-    penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
-    return f"{config.coarsest_precision}{penalties}"
 
 
 def make_prob_error_state(kind: str) -> ProbErrorState:
@@ -132,7 +124,6 @@ def compare_with_noise(
 
     Args:
         state: noise and episode, which are updated.
-        bounds: bounds of rounding.
         metrics: the step's metrics, with ERROR, WORST, DIVERGENCE and valid_tokens.
         age: updates between the weights that drew the oldest token and those that train on it.
         limit: hard limit of the error. A step whose single worst token moves the mean beyond it is off as well.
@@ -148,19 +139,13 @@ def compare_with_noise(
     if not is_off and (age > 0 or len(memory) < keep):
         memory.append(max(value, 0.0))
         del memory[:-keep]
-    figure, bound = (DIVERGENCE, bound) if age > 0 else (ERROR, 1.0 + bound)
-    return NoiseComparison(figure, bound, is_off, _advance_episode(state, is_off))
-
-
-def _advance_episode(state: ProbErrorState, is_off: bool) -> bool:
-    """Count a step; True: an episode begins with it."""
-    calm = state["calm_steps"]
+    calm_steps = state["calm_steps"]
     if is_off:
         state["calm_steps"] = 0
-        return calm is None
-    if calm is not None:
-        state["calm_steps"] = calm + 1 if calm + 1 < CALM_STEPS else None
-    return False
+    elif calm_steps is not None:
+        state["calm_steps"] = calm_steps + 1 if calm_steps + 1 < CALM_STEPS else None
+    figure, bound = (DIVERGENCE, bound) if age > 0 else (ERROR, 1.0 + bound)
+    return NoiseComparison(figure, bound, is_off, begins_episode=is_off and calm_steps is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +158,15 @@ class Assessment:
     """True: a checkpoint after the step lets the doctor examine the next one."""
 
 
-NO_FINDING = Assessment({})
-
-
 def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
-    """Compare the error of a learnt step with the run's noise.
+    """Compare the error of a learnt step with the run's noise, which is updated.
 
-    The state of the run is updated. If an episode begins, both checks of weights follow the refit of this step. Without
-    an optimizer step `metrics` lack the error.
+    If an episode begins, both checks of weights follow the refit of this step. Without an optimizer step `metrics` lack
+    the error.
     """
-    config = run.config
-    kind, state, remarks = name_noise_kind(config), run.state.get("prob_error"), []
+    config, state, remarks = run.config, run.state.get("prob_error"), []
+    penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
+    kind = f"{config.coarsest_precision}{penalties}"  # noise of another kind does not count
     if state is None or state["precision"] != kind:
         if run.state["total_steps"]:  # a first step begins it, also one that lacks the error
             measured = f"that of the checkpoint is of {state['precision']}" if state else "the checkpoint has none"
@@ -200,6 +183,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         return Assessment(comparison.metrics, remarks)
     if run.transport is not None:
         run.transport.require_checks()
+    # The doctor examines a step from the checkpoint before it; the first one has the model folder.
     can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
     remarks.append(_write_warning(run, step, metrics, comparison, can_examine))
     return Assessment(comparison.metrics, remarks, needs_checkpoint=config.has_checkpoints and not can_examine)
@@ -214,9 +198,9 @@ def _write_warning(
     run: GRPORun, step: int, metrics: Mapping[str, float], comparison: NoiseComparison, can_examine: bool
 ) -> str:
     config, refit = run.config, run.config.refit
-    advice = f"{make_doctor_command(run.run_dir, step)} names the reason"
+    advice = f"{_make_doctor_command(run.run_dir, step)} names the reason"
     if config.has_checkpoints and not can_examine:
-        command = make_doctor_command(run.run_dir, step + 1)
+        command = _make_doctor_command(run.run_dir, step + 1)
         advice = f"a checkpoint is saved after this step, so that {command} names the reason once the next step is done"
     checks = [*(["the canary"] if refit.canary else []), *(["all weights"] if refit.weight_check_period else [])]
     compared = f" This step's refit compares {' and '.join(checks)}." if checks and run.transport is not None else ""
@@ -254,19 +238,17 @@ def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Map
     """End the run before it learns from a step."""
     limit, step = batch.prob_error_limit, check.step
     assert limit is not None
-    rollouts = (
-        "its rollouts are recorded" if config.logger.rollouts == "all" else "logger.rollouts=all records rollouts"
-    )
+    is_recorded = config.logger.rollouts == "all"
+    rollouts = "its rollouts are recorded" if is_recorded else "logger.rollouts=all records rollouts"
     text = (
         f"step {step}: {ERROR} is {metrics[ERROR]:.6g} (largest of a token: {metrics[WORST]:.6g}), more than "
         f"refit.prob_error_limit={limit:g}: training and generation disagree about the probabilities of the sampled "
-        f"tokens. Nothing was learnt from the step, and {rollouts}. {make_doctor_command(check.run_dir, step)} names "
+        f"tokens. Nothing was learnt from the step, and {rollouts}. {_make_doctor_command(check.run_dir, step)} names "
         "the reason; refit.prob_error_limit=null learns all the same"
     )
     figures = {BOUND: limit, IS_OFF: 1.0, "optimizer_steps": 0.0, "valid_tokens": float(batch.loss_tokens)}
     raise DisagreementError(text, {**metrics, **figures})
 
 
-def make_doctor_command(run_dir: Path, step: int) -> str:
-    """Write the command that examines a step."""
+def _make_doctor_command(run_dir: Path, step: int) -> str:
     return f"python -m megatron_grpo.doctor {run_dir} step={step}"

@@ -39,20 +39,17 @@ class RecordedSteps(Batches):
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
         self.path, self.prompts_per_batch = path, prompts_per_batch
-        self.files: Mapping[int, Path] = find_recorded_steps(path)
-        """The file of each step."""
+        self.files: Mapping[int, Path] = find_recorded_steps(path)  # by step
+        # State of the recorded run's loader after the last step that was read.
         self._position: dict[str, Any] = {"epoch": 0}
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """Yield nothing: a recording has rollouts instead of prompts."""
-        return iter(())
+        return iter(())  # a recording has rollouts instead of prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the recorded run's loader after the last read step."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step with this state of the loader."""
         self._position, self.epoch = state, int(state["epoch"])
 
     def require_start(self, step: int) -> None:
@@ -72,16 +69,12 @@ class RolloutDumps:
 
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
         self._rollouts, self._config, self._run_dir, self._facts = rollouts, config, run_dir, facts
-        # By step, the writing of its file.
-        self._writing: dict[int, Any] = {}
-        # Rollouts of the step that goes on, whose batch later stages extend.
+        self._writing: dict[int, Any] = {}  # by step, the writing of its file
         self._current: tuple[int, list[SampledGroup], StepBatch | None, StepFacts] | None = None
 
     def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
-        """Hold the rollouts of a step until `begin` or `write_all`.
-
-        `batch` is extended by later stages; None: the run does not train.
-        """
+        """Hold the rollouts of a step until `begin` or `write_all`."""
+        # Later stages extend the batch, so that a step that fails midway is written with the fields that it has.
         self._current = (step, groups, batch, facts)
 
     def begin(self) -> None:
@@ -114,7 +107,7 @@ class RolloutDumps:
 
 
 def describe_run(config: Config, folder: Path) -> RunFacts:
-    """Describe a run for its files of rollouts."""
+    """Describe a run, with the model in `folder`, for its files of rollouts."""
     loop = config.training_loop
     return RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
@@ -125,7 +118,7 @@ def describe_run(config: Config, folder: Path) -> RunFacts:
     )
 
 
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)  # advantages are computed in float32
 _NAMED_PROMPTS = 8  # most prompts that a message names; the file has all of them
 
 
@@ -137,7 +130,6 @@ class StepCheck:
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
     """Brings the tokens and texts of groups to the driver (`RolloutPool.fetch`)."""
     groups: Sequence[SampledGroup]
-    """Rollouts, a group for each prompt."""
     step: int
     """Number of the step, or of the last one before a validation."""
     dataset: str = "training"
@@ -154,15 +146,15 @@ class StepCheck:
         bad_logprobs = [index for index, outcome in enumerate(outcomes) if not outcome.finite_logprobs]
         if bad_logprobs:  # the weights themselves may be broken
             self.stop("a sampling log-probability", bad_logprobs)
-        bad_rewards = [
-            index
-            for index, outcome in enumerate(outcomes)
-            if not _are_finite([outcome.reward, *outcome.reward_parts.values()])
-        ]
+        functions: set[str] = set()
+        bad_rewards = []
+        for index, outcome in enumerate(outcomes):
+            bad_functions = {name for name, value in outcome.reward_parts.items() if not _fits_float32(value)}
+            functions |= bad_functions
+            if bad_functions or not _fits_float32(outcome.reward):
+                bad_rewards.append(index)
         if bad_rewards:
-            parts = [part for index in bad_rewards for part in outcomes[index].reward_parts.items()]
-            functions = sorted({name for name, value in parts if not _are_finite([value])})
-            value_name = f"the reward of {', '.join(functions)}" if functions else "the reward"
+            value_name = f"the reward of {', '.join(sorted(functions))}" if functions else "the reward"
             self.stop(value_name, bad_rewards, error=SamplingError)
 
     def require_finite(self, field: str, is_finite: NDArray[np.bool_], batch: StepBatch) -> None:
@@ -182,7 +174,6 @@ class StepCheck:
         """Write the offending responses to run_dir/non_finite_step_N.json and end the run.
 
         Args:
-            value_name: name of the non-finite value, for the message.
             responses: indices of the responses in the step.
             values: further keys of the file, a value for each response.
             error: class of the error to raise, which names the prompts as rows of the data.
@@ -200,14 +191,8 @@ class StepCheck:
             # In the file `group` is the group's number in the step, not in its generation batch.
             rows.append({**trajectories[group][sample].to_row(), "group": outcomes[response].group})
         prompts = sorted({outcomes[response].prompt_idx for response in responses})
-        content = {
-            "step": self.step,
-            "what": value_name,
-            "data": self.dataset,
-            "prompt_ids": prompts,
-            "trajectories": rows,
-            **(values or {}),
-        }
+        content = {"step": self.step, "what": value_name, "data": self.dataset, "prompt_ids": prompts}
+        content |= {"trajectories": rows, **(values or {})}
         # NaN, Infinity and -Infinity become strings: JSON has no such numbers.
         write_json(file, json.loads(json.dumps(content), parse_constant=str))
         names = ", ".join(map(str, prompts[:_NAMED_PROMPTS])) + (", ..." if len(prompts) > _NAMED_PROMPTS else "")
@@ -218,13 +203,11 @@ class StepCheck:
         )
 
 
-def _are_finite(values: Sequence[float | None]) -> bool:
-    """Check that values fit into float32, which the computation uses."""
-    return all(value is None or abs(value) <= LARGEST_FLOAT32 for value in values)  # false for NaN
+def _fits_float32(value: float | None) -> bool:
+    return value is None or abs(value) <= LARGEST_FLOAT32  # false for NaN
 
 
 def _fetch_values(batch: StepBatch, field: str, sequences: NDArray[np.int64]) -> list[list[float]]:
-    """Fetch the values of a field in some sequences."""
     if field == "advantages" and batch.advantages is not None:
         return [[float(batch.advantages[sequence])] for sequence in sequences]
     values: dict[int, list[float]] = {}

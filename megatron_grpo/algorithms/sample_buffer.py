@@ -42,60 +42,50 @@ class SampleBuffer(ABC):
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        """Begin prompts as far as allowed, then take a generation batch.
+        """Begin prompts, then take a generation batch; None: no prompts are left.
 
         Args:
             batches: prompts of generation batches, in the order of the data; the same iterator each time.
             version: version of the weights that the step learns with, which engines generate with now.
-            timer: counts the waiting as "generation" and "environment".
-
-        Returns:
-            None: no prompts are left.
         """
 
     @abstractmethod
     def count_prompts(self) -> dict[str, float]:
         """Count the prompts in the buffer after the step took its own.
 
-        Returns:
-            buffer_depth: prompts sampled and waiting; buffer_in_flight: prompts still being sampled.
+        buffer_depth: prompts sampled and waiting; buffer_in_flight: prompts still being sampled.
         """
 
     def _make_settings(self) -> RolloutSettings:
-        """Make the rollout settings of the newest generation batch."""
         samples, seed = self.loop.num_generations_per_prompt, self.loop.seed
         return self.rollouts.make_settings(samples, self.settings, seed, self.generation_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class _GenerationBatch:
-    """A generation batch that is being sampled, or has been."""
-
     pending: PendingBatch
     prompts: int
-    version: int
-    """Version of the engines' weights when the batch was begun."""
-    loader_state: dict[str, Any]
-    """State of the loader after the prompts of this batch."""
+    version: int  # of the engines' weights when the batch was begun
+    loader_state: dict[str, Any]  # after the prompts of this batch
 
 
 @dataclass(eq=False)
 class OrderedBuffer(SampleBuffer):
     """Generation batches, which steps take in the order of the data.
 
-    Why no sample is ever too old: a weight version is the number of steps that the policy has learnt from, so a step
-    that begins after v steps learns with version v, and v is also what engines generate with when it begins. A batch
-    is begun only while at most A = max_trajectory_age_steps batches are before it. Every step takes at least one batch
-    (several with dynamic sampling), so a batch that is begun at version v is taken by the step of version v + A at the
-    latest. All its tokens are drawn at version v or later, because a refit replaces the weights under responses that
-    are being generated; their age when they are trained on is therefore between 0 and A. Nothing has to be discarded,
-    and the order of the prompts does not depend on which response is complete first. With A = 0 the buffer holds the
-    batch of the current step alone, which is synchronous sampling.
+    Nothing has to be discarded, and the order of the prompts does not depend on which response is complete first.
     """
 
     _batches: deque[_GenerationBatch] = field(init=False, default_factory=deque)
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
+        # Why no sample is ever too old: a weight version is the number of steps that the policy has learnt from, so a
+        # step that begins after v steps learns with version v, and v is also what engines generate with when it begins.
+        # A batch is begun only while at most A = max_trajectory_age_steps batches are before it. Every step takes at
+        # least one batch (several with dynamic sampling), so a batch that is begun at version v is taken by the step of
+        # version v + A at the latest. All its tokens are drawn at version v or later, because a refit replaces the
+        # weights under responses that are being generated; their age when they are trained on is therefore between 0
+        # and A. With A = 0 the buffer holds the batch of the current step alone, which is synchronous sampling.
         max_age = self.loop.async_grpo.max_trajectory_age_steps
         while len(self._batches) <= max_age and version + len(self._batches) < self.loop.max_num_steps:
             prompts = next(batches, None)
@@ -121,25 +111,14 @@ class OrderedBuffer(SampleBuffer):
 
 @dataclass(slots=True)
 class _BufferedPrompt:
-    """A prompt that is being sampled, or has been."""
-
     row: int
-    version: int
-    """Version of the engines' weights when the prompt was begun."""
-    complete: CompletePrompt | None = None
-    """Record of the complete group; None: samples are still under way."""
-    is_passed_over: bool = False
-    """True: a step has taken a later prompt before it."""
+    version: int  # of the engines' weights when the prompt was begun
+    complete: CompletePrompt | None = None  # None: samples are still under way
+    is_passed_over: bool = False  # True: a step has taken a later prompt before it
 
 
 class FirstComplete:
     """Prompts under way, of which a step takes the oldest complete ones.
-
-    A prompt that was begun with weights of version w must be taken by the step that learns with version
-    w + max_age_steps at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
-    only young prompts, later steps could be left with more old ones than they can take. A step therefore waits until
-    enough old prompts are complete: for every k, the prompts that it leaves over and that are due within the next k
-    steps must be no more than k steps take (`_can_meet_deadlines`).
 
     Args:
         prompts_per_take: prompts that are taken together; every step takes at least once.
@@ -151,22 +130,21 @@ class FirstComplete:
         # Prompts that no step has taken, by number, in the order of the data.
         self._prompts: dict[int, _BufferedPrompt] = {}
         self._next_number = 0
-        self.resumed = 0
-        """Prompts of the last take that an earlier take had passed over because they were still under way."""
-        self.passed_over = 0
-        """Prompts that the last take passed over: begun before the newest one it took, and still under way."""
+        # Counts of the last take: prompts that an earlier take had passed over because they were still under way, and
+        # prompts that it passed over itself, which were begun before the newest one it took.
+        self.resumed, self.passed_over = 0, 0
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     @property
     def rows(self) -> list[int]:
-        """Rows of the prompts that no step has taken."""
+        """Rows of the prompts in the data."""
         return [prompt.row for prompt in self._prompts.values()]
 
     @property
     def complete(self) -> int:
-        """Number of complete prompts that no step has taken."""
+        """Number of complete prompts."""
         return sum(prompt.complete is not None for prompt in self._prompts.values())
 
     def add(self, row: int, version: int) -> int:
@@ -198,7 +176,11 @@ class FirstComplete:
         return complete
 
     def _can_meet_deadlines(self, version: int) -> bool:
-        """Check that later steps can take the other prompts in time."""
+        # A prompt that was begun with weights of version w must be taken by the step that learns with version
+        # w + max_age at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
+        # only young prompts, later steps could be left with more old ones than they can take. A step therefore waits
+        # until enough old prompts are complete: for every k, the prompts that it leaves over and that are due within
+        # the next k steps must be no more than k steps take.
         for last in range(version, version + self._max_age):
             due = [prompt for prompt in self._prompts.values() if prompt.version + self._max_age <= last]
             later = self._per_take * (last - version)
@@ -212,8 +194,7 @@ class Oversampling(SampleBuffer):
     """Keeps more prompts under way than a step takes (`FirstComplete`).
 
     Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
-    them. Since steps take prompts out of order, `loader_state` has the rows of the prompts that were begun and not
-    taken, which a resumed run samples before any other.
+    them.
     """
 
     def __post_init__(self) -> None:
@@ -223,10 +204,8 @@ class Oversampling(SampleBuffer):
         self._per_take = self.loader.prompts_per_batch
         self._under_way = int(asynchronous.oversampling_factor * self._per_take)
         self._buffer = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
-        # Prompts of the last generation batch that are not yet begun.
-        self._next_prompts: deque[DatumSpec] = deque()
-        # Prompts that were begun together, of which some are not complete.
-        self._pending: list[PendingBatch] = []
+        self._next_prompts: deque[DatumSpec] = deque()  # of the last generation batch, not yet begun
+        self._pending: list[PendingBatch] = []  # some of their prompts are not complete
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         self._begin_prompts(batches, version)
@@ -239,6 +218,7 @@ class Oversampling(SampleBuffer):
                 self.rollouts.wait_for_groups(self._pending, since)
                 self._record_arrivals()
             groups = self.rollouts.take(complete)
+        # Steps take prompts out of order, so a resumed run first samples those that were begun or read and not taken.
         waiting = [*self._buffer.rows, *(prompt["idx"] for prompt in self._next_prompts)]
         self.loader_state = add_waiting(self.loader.state_dict(), waiting)
         return renumber_groups(groups)
@@ -252,7 +232,6 @@ class Oversampling(SampleBuffer):
         }
 
     def _begin_prompts(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
-        """Begin prompts until enough are under way."""
         needed = self._per_take * (self.loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:

@@ -49,13 +49,12 @@ class StepSamples:
 
     def make_facts(self, loader_state: dict[str, Any]) -> StepFacts:
         """Make the facts for the step's file of rollouts."""
-        names = [name for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)]
         return StepFacts(
             position=loader_state,
             longest=max(outcome.tokens for outcome in self.outcomes),
             dropped=self.dropped,
             carried=self.carried,
-            dynamic_sampling={name: self.metrics[name] for name in names},
+            dynamic_sampling={name: self.metrics[name] for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)},
         )
 
     @property
@@ -89,10 +88,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
 
 
 def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample until enough groups have a signal; None: no prompts left.
-
-    Groups of a step that is not filled stay in run.batch_cache, for a continuation with more epochs.
-    """
+    # Groups of a step that the last prompts do not fill stay in run.batch_cache, for a continuation with more epochs.
     config, loop = run.config, run.config.training_loop
     samples = StepSamples(carried=len(run.batch_cache))
     # Groups that waited in a checkpoint are scored anew: it has their rewards, not their scores.
@@ -132,7 +128,6 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
 
 
 def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer) -> StepSamples | None:
-    """Read the next step's samples; None: the recording has no more."""
     state, loop = run.state, run.config.training_loop
     step = state["total_steps"] + 1
     if step not in recording.files:
@@ -153,15 +148,15 @@ def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer)
 
 def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
     """Sample the next generation batch; None: no prompts are left."""
-    state = run.state
+    state, loop = run.state, run.config.training_loop
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
+    elif (prompts := next(batches, None)) is not None:
+        samples, number = loop.num_generations_per_prompt, state["generation_batches"] + 1
+        rollout_settings = run.rollouts.make_settings(samples, run.settings, loop.seed, step=number)
+        groups = run.rollouts.collect(prompts, rollout_settings, timer)
     else:
-        prompts, loop = next(batches, None), run.config.training_loop
-        rollout_settings = run.rollouts.make_settings(
-            loop.num_generations_per_prompt, run.settings, loop.seed, step=state["generation_batches"] + 1
-        )
-        groups = None if prompts is None else run.rollouts.collect(prompts, rollout_settings, timer)
+        groups = None
     if groups is None:
         return None
     state["generation_batches"] += 1
@@ -188,7 +183,6 @@ class DynamicBatch(Generic[Group]):
     groups: list[Group]
     """Groups to train on, num_prompts_per_step of them; empty while the batch is not complete."""
     is_batch_complete: bool
-    """True: training can begin; otherwise further prompts have to be sampled."""
     batch_cache: list[Group]
     """Groups with a signal that wait for the rest of their step; empty when the batch is complete."""
     dropped: list[Group]
@@ -204,14 +198,12 @@ def dynamic_sampling(
 ) -> DynamicBatch[Group]:
     """Add groups with a signal to those that wait for a step.
 
-    Args:
-        groups: groups of one generation batch, in the order in which they were sampled.
-        signal: [groups], bool, see `has_signal`.
-        num_prompts_per_step: groups that a step trains on.
-        batch_cache: groups of earlier generation batches that wait for this step.
+    `groups` are of one generation batch, in the order of sampling; `batch_cache` has groups of earlier ones, which wait
+    for this step. `signal`: [groups], bool, see `has_signal`.
     """
     assert signal.shape == (len(groups),)
     assert signal.dtype == torch.bool
+    # With 3 prompts a step and 1 group that waits, the first 2 groups with a signal fill the step.
     # Surplus groups do not wait for the next step: they were sampled from weights that are about to change.
     is_used = (signal & (signal.cumsum(0) <= num_prompts_per_step - len(batch_cache))).tolist()
     useful = [*batch_cache, *(group for group, used in zip(groups, is_used, strict=True) if used)]

@@ -1,4 +1,4 @@
-"""The checkpoints that a loop writes: the driver's part, after a step or before a failure."""
+"""The checkpoints that a loop writes, after a step or before a failure ends the run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun
+from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_optional_metrics
 from megatron_grpo.observability.timing import StepTimer
@@ -25,7 +26,7 @@ class Snapshot:
 
     state: GRPOSaveState
     loader_state: dict[str, Any]
-    """State of the loader of training prompts: its position in the data."""
+    """Position in the training data."""
     batch_cache: list[SampledGroup]
     """Groups that dynamic sampling keeps for the next step."""
 
@@ -41,11 +42,8 @@ def save_checkpoint(
 ) -> None:
     """Write checkpoints/step_N; with checkpointing.async_save only begin it.
 
-    Args:
-        run: the run, whose models are written as they are now.
-        metrics: metrics of the last step, which rank the checkpoint.
-        snapshot: the driver's part, after the last update of the models; None: as it is now.
-        wait: return only when the checkpoint is complete.
+    Models are written as they are now, the driver's part as in `snapshot`, from after their last update. `metrics` of
+    the last step rank the checkpoint. With `wait` the checkpoint is complete on return.
     """
     started = time.monotonic()
     snapshot = snapshot or Snapshot.from_run(run)
@@ -75,44 +73,102 @@ def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
         raise RunError(f"the validation cannot be added to {run.checkpointer.locate(step)}: {error}") from error
 
 
+def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+    """Check that steps have the metric of checkpointing.metric_name."""
+    config, step = run.config, run.state["total_steps"]
+    name = config.ranked_checkpointing.metric_name
+    is_ranked = config.has_checkpoints and config.ranked_checkpointing.keep_top_k is not None
+    if not is_ranked or name is None or name in metrics or name.startswith(VALIDATION_PREFIX):
+        return
+    if name.startswith(ENVIRONMENT_FIGURE):
+        figures = ", ".join(sorted(metric for metric in metrics if metric.startswith(ENVIRONMENT_FIGURE))) or "none"
+        text = f"checkpointing.metric_name={name} ranks checkpoints, and step {step} has no such figure; it has"
+        if step == 1:
+            raise RunError(f"{text} {figures}")
+        run.logger.note_once("ranking", f"{text} {figures}. Checkpoints of such steps rank last")
+    # A step that does not train the policy, as in the critic's warm-up, lacks many metrics.
+    elif metrics["optimizer_steps"] and name not in list_optional_metrics(config):
+        names = ", ".join(sorted(metrics))
+        raise RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is not a metric of a step: {names}")
+
+
 def save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot | None = None) -> None:
     """Save before a failure ends the run, if that is possible."""
     step = run.state["total_steps"]
     if step == 0 or not run.config.has_checkpoints:
         return
-    with note_failures(run, f"step {step} could not be saved"):
+    with _note_failures(run, f"step {step} could not be saved"):
         run.checkpointer.finish()
         if step not in run.checkpointer.list_steps():
             save_checkpoint(run, metrics, snapshot, wait=True)
 
 
 @contextmanager
-def note_failures(run: SamplingRun, text: str) -> Iterator[None]:
-    """Note a RunError of the body; an earlier failure is raised."""
+def _note_failures(run: SamplingRun, text: str) -> Iterator[None]:
+    # A failure of the body is only noted, because an earlier failure is about to be raised.
     try:
         yield
     except RunError as error:
         run.logger.note(f"{text}: {error}")
 
 
-def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Check that steps have the metric of checkpointing.metric_name."""
-    config, step = run.config, run.state["total_steps"]
-    name, is_ranked = (
-        config.ranked_checkpointing.metric_name,
-        config.has_checkpoints and config.ranked_checkpointing.keep_top_k is not None,
-    )
-    if not is_ranked or name is None or name in metrics or name.startswith(VALIDATION_PREFIX):
-        return
-    if name.startswith(ENVIRONMENT_FIGURE):
-        figures = ", ".join(sorted(metric for metric in metrics if metric.startswith(ENVIRONMENT_FIGURE))) or "none"
-        text = (
-            f"checkpointing.metric_name={name} ranks checkpoints, and step {step} has no such figure; it has {figures}"
-        )
-        if step == 1:
-            raise RunError(text)
-        run.logger.note_once("ranking", f"{text}. Checkpoints of such steps rank last")
-    # A step that does not train the policy, as in the critic's warm-up, lacks many metrics.
-    elif metrics["optimizer_steps"] and name not in list_optional_metrics(config):
-        names = ", ".join(sorted(metrics))
-        raise RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is not a metric of a step: {names}")
+@contextmanager
+def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Iterator[None]:
+    """Save the finished steps if the step in the body fails."""
+    # Sampling advances the counts and the loader, so the state to save is that from before the step.
+    before, began = Snapshot.from_run(run), time.monotonic()
+    try:
+        yield
+    except SamplingError as error:
+        save_finished_steps(run, metrics, before)
+        if isinstance(error, DisagreementError):
+            step, seconds = before.state["total_steps"] + 1, time.monotonic() - began
+            run.logger.log_step(step, error.metrics, {"total": seconds}, {})
+        raise
+
+
+def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
+    """Save a learnt step, and raise the failure of its refit."""
+    # Noted first, because saving waits for ranks that may be busy.
+    result = "is lost" if isinstance(error.failure, ModelLostError) else "is saved before the run ends"
+    run.logger.note(f"the weights of step {run.state['total_steps']} were not published; the step {result}")
+    end_after_step(run, error.report, error.failure)
+
+
+def end_after_step(run: SamplingRun, report: StepReport, failure: RunError) -> NoReturn:
+    """Log and save the last step, and raise the failure."""
+    with _note_failures(run, "the rollouts of the last step could not be written"):
+        log_step(run, report, report.metrics)
+    if not isinstance(failure, ModelLostError):
+        save_finished_steps(run, report.metrics)
+    raise failure
+
+
+@contextmanager
+def complete_files(run: SamplingRun) -> Iterator[None]:
+    """Complete rollouts and checkpoint if the body fails."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(_describe_continuation(run))
+        raise
+    except OSError as error:  # a full disk, or the run's folder is gone
+        file, reason = error.filename or run.run_dir, error.strerror or error
+        raise RunError(f"{file} cannot be written: {reason}; {_describe_continuation(run)}") from error
+    except RunError as error:
+        with _note_failures(run, "the rollouts of the step that failed could not be written"):
+            run.dumps.write_all()
+        with _note_failures(run, "the checkpoint that was being written could not be completed"):
+            run.checkpointer.finish()
+        if isinstance(error, ModelLostError):
+            raise ModelLostError(f"{error}; {_describe_continuation(run)}") from error
+        if isinstance(error, DisagreementError):
+            raise DisagreementError(f"{error}; {_describe_continuation(run)}", error.metrics) from error
+        raise
+
+
+def _describe_continuation(run: SamplingRun) -> str:
+    steps = run.checkpointer.list_steps()
+    if not steps:
+        return "there is no checkpoint: the run begins anew when it is started again"
+    return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"

@@ -12,13 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.algorithms.context import (
-    GRPORun,
-    GRPOSaveState,
-    PPORun,
-    SamplingRun,
-    make_save_state,
-)
+from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState, PPORun, SamplingRun, make_save_state
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
@@ -40,13 +34,7 @@ from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
-from megatron_grpo.run.launch import (
-    Models,
-    restore_from_folder,
-    start_engines,
-    start_models,
-    start_rollouts,
-)
+from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
 from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.canary import Canary
@@ -89,25 +77,33 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
 
 def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
     """Start the processes, load the checkpoint, publish the first weights."""
-    folder = _prepare_model(config, startup)
+    if is_prepared(config):
+        with startup.part("prepare"):
+            assert config.prepare.name is not None
+            prepare(config.prepare.name, config.prepare.folder)
+    folder = fetch_model_folder(config.policy.model.path)
     # Processes take long to start, so all begin at once; prompts are read meanwhile.
-    processes = _start_processes(config, folder, startup, stack)
-    models, generation, transport = processes.models, processes.generation, processes.transport
-    data = _load_prompts(config, folder, startup)
-    _wait_ready(startup, processes)
+    models, generation, transport, rollouts = _start_processes(config, folder, startup, stack)
+    with startup.part("prompts"):
+        if config.debug.rollouts_from is None:
+            data = load_examined_prompts(config, folder, startup.user_objects.tokenizer)
+        else:
+            recording = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
+            data = PromptData(loader=recording, val_prompts=[], stops=StopConditions(), notes=[])
+    _wait_ready(startup, models, generation, rollouts)
     progress, placement = _Progress(), Placement()
     if transport is not None:
         with startup.part("refit"):
             transport.connect()
     if models is not None:
-        progress = _resume(_wait_for_checkpoint(startup), config, models, data.loader)
+        progress = _resume(config, startup, models, data.loader)
         if generation is not None and config.generation.is_colocated:
-            placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
+            placement = Placement(generation, [model for model in (models.policy, models.value) if model is not None])
     if transport is not None:
         # Version N is the weights after N steps, so a resumed run does not start at 0.
         with startup.part("refit"):
             publish(transport, placement, progress.state["total_steps"], StepTimer())
-    sampling = _make_sampling_run(config, startup, folder, processes.rollouts, placement, data, progress, stack)
+    sampling = _make_sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling
     loss_fn = ClippedPGLossFn(config.loss_fn)
@@ -117,21 +113,13 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
 
 
-@dataclass(frozen=True, slots=True)
-class _Processes:
-    """The processes of a run, which may still be starting."""
+def _start_processes(
+    config: Config, folder: Path, startup: Startup, stack: ExitStack
+) -> tuple[Models | None, VllmGeneration | None, WeightTransport | None, RolloutPool]:
+    """Begin to start all processes at the same time.
 
-    models: Models | None
-    """None: the run only samples."""
-    generation: VllmGeneration | None
-    """None: the rollouts are read from a recording."""
-    transport: WeightTransport | None
-    """None: there are no models or no engines."""
-    rollouts: RolloutPool
-
-
-def _start_processes(config: Config, folder: Path, startup: Startup, stack: ExitStack) -> _Processes:
-    """Begin to start all processes at the same time."""
+    Without training there are no models, with recorded rollouts no engines, and without either no transport.
+    """
     models: Models | None = None
     transport: WeightTransport | None = None
     restore: RestoreEngines = refuse_to_restore
@@ -150,15 +138,16 @@ def _start_processes(config: Config, folder: Path, startup: Startup, stack: Exit
     rollouts = start_rollouts(
         config, folder, generation, stack, rewards=user.rewards, tokenizer=user.tokenizer, restore=restore
     )
-    return _Processes(models, generation, transport, rollouts)
+    return models, generation, transport, rollouts
 
 
-def _wait_ready(startup: Startup, processes: _Processes) -> None:
-    models, generation = processes.models, processes.generation
+def _wait_ready(
+    startup: Startup, models: Models | None, generation: VllmGeneration | None, rollouts: RolloutPool
+) -> None:
     trained = {"policy": models.policy, "value": models.value} if models else {}
     handles = {kind: handle for kind, handle in {**trained, "engine": generation}.items() if handle is not None}
     with startup.part("waiting"):
-        for handle in (*handles.values(), processes.rollouts):
+        for handle in (*handles.values(), rollouts):
             handle.wait_ready()
     startup.engine_settings = [] if generation is None else generation.settings_in_use
     for kind, handle in handles.items():  # the seconds of the slowest process of each kind
@@ -166,44 +155,20 @@ def _wait_ready(startup: Startup, processes: _Processes) -> None:
             startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in handle.startup_s)
 
 
-def _prepare_model(config: Config, startup: Startup) -> Path:
-    if is_prepared(config):
-        with startup.part("prepare"):
-            assert config.prepare.name is not None
-            prepare(config.prepare.name, config.prepare.folder)
-    return fetch_model_folder(config.policy.model.path)
-
-
-def _load_prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
-    with startup.part("prompts"):
-        if config.debug.rollouts_from is None:
-            return load_examined_prompts(config, folder, startup.user_objects.tokenizer)
-        recording = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
-        return PromptData(loader=recording, val_prompts=[], stops=StopConditions(), notes=[])
-
-
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Progress of a run when it starts."""
-
     state: GRPOSaveState = field(default_factory=make_save_state)
     is_resumed: bool = False
     batch_cache: list[list[Trajectory]] = field(default_factory=list)
-    """Groups that dynamic sampling keeps for the next step."""
 
 
-def _wait_for_checkpoint(startup: Startup) -> Path | None:
+def _resume(config: Config, startup: Startup, models: Models, loader: Batches) -> _Progress:
+    """Load the checkpoint to start from, if there is one, into models and loader."""
     if not startup.start_from.done():
         text = "waiting until all files of the checkpoint to start from are read and verified"
         print(text, file=sys.stderr, flush=True)
-    start_from = startup.start_from.result()
+    path, progress = startup.start_from.result(), _Progress()
     startup.checkpointer.remove_leftovers()
-    return start_from
-
-
-def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
-    """Load the checkpoint into models and loader; None: begin anew."""
-    progress = _Progress()
     if path is not None:
         state = read_state(path)
         loader.load_state_dict(read_loader_state(path))
@@ -230,7 +195,6 @@ def _make_sampling_run(
     progress: _Progress,
     stack: ExitStack,
 ) -> SamplingRun:
-    """Make the parts that all runs have of the started processes."""
     state, settings = progress.state, make_sampling_settings(config.generation, data.stops)
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.is_resumed else None)
     stack.push(logger.__exit__)

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from megatron_grpo.algorithms.context import GRPORun
 from megatron_grpo.algorithms.placement import publish
-from megatron_grpo.algorithms.prob_error import Assessment, refuse_step, require_agreement
+from megatron_grpo.algorithms.prob_error import assess_agreement, refuse_step, require_agreement
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, make_report
@@ -47,10 +47,8 @@ def add_logprobs(
 ) -> dict[str, float]:
     """Add the log-probabilities that the step needs.
 
-    prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy.
-
-    Returns:
-        Metrics about responses that were left out; empty without seq_logprob_error_threshold.
+    prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy. Returns
+    metrics about responses that were left out.
 
     Raises:
         RunError: a log-probability that the step uses is not finite.
@@ -89,8 +87,7 @@ def train_policy(
 ) -> TrainResult | None:
     """Do all optimizer steps of the policy; update the reference if due.
 
-    Returns:
-        None: no token is in the loss, and the weights are as they were.
+    None: no token is in the loss, and the weights are as they were.
 
     Raises:
         RunError: a gradient is not finite; no update was made from it.
@@ -101,9 +98,11 @@ def train_policy(
         batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
     if is_recorded:
         policy.begin_record()
-    minibatch = config.policy.train_global_batch_samples
+    samples = config.policy.train_global_batch_samples or len(batch)
     try:
-        result = _train(config, batch, policy, loss_fn, minibatch, check, "the gradient")
+        result = train_in_minibatches(policy, batch, loss_fn, samples=samples, iterations=config.passes_per_step)
+    except NonFiniteGradientError as error:
+        check.stop("the gradient", error.sequences)
     except RefusedStepError as error:
         metrics = {name: value for name, value in error.metrics.items() if name != "loss"}
         add_derived_metrics(metrics)
@@ -118,9 +117,8 @@ def train_policy(
 
 
 def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, check: StepCheck) -> None:
-    """Write a recorded step's figures, unless it had no optimizer step."""
     tensors, states = policy.end_record(), policy.end_states()
-    if result is not None:
+    if result is not None:  # a step without an optimizer step has no figures
         figures = StepFigures(
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -137,8 +135,11 @@ def train_value_model(
     config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, check: StepCheck
 ) -> dict[str, float]:
     """Do all optimizer steps of the value model; returns its metrics."""
-    minibatch = config.value.train_global_batch_samples
-    result = _train(config, batch, value, loss_fn, minibatch, check, "the value model's gradient")
+    samples = config.value.train_global_batch_samples or len(batch)
+    try:
+        result = train_in_minibatches(value, batch, loss_fn, samples=samples, iterations=config.passes_per_step)
+    except NonFiniteGradientError as error:
+        check.stop("the value model's gradient", error.sequences)
     if result is None:
         return {}
     add_explained_variance(result.metrics)
@@ -150,30 +151,13 @@ def train_value_model(
     }
 
 
-def _train(
-    config: Config,
-    batch: StepBatch,
-    model: ModelRanks,
-    loss_fn: LossFunction,
-    minibatch: int | None,
-    check: StepCheck,
-    gradient_name: str,
-) -> TrainResult | None:
-    """Train in minibatches; a non-finite gradient ends the run."""
-    iterations = config.passes_per_step
-    try:
-        return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
-    except NonFiniteGradientError as error:
-        check.stop(gradient_name, error.sequences)
-
-
 def train_in_minibatches(
     model: ModelRanks, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
     """Train passes over the batch in optimizer steps of `samples` sequences.
 
-    The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. The results are
-    combined; None: there was no optimizer step.
+    Samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. None: there was no
+    optimizer step.
 
     Raises:
         NonFiniteGradientError: a gradient is not finite; names sequences by their indices in `batch`.
@@ -194,12 +178,12 @@ def train_in_minibatches(
 def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]) -> TrainResult:
     """Combine the results of the optimizer steps of one step.
 
-    Metrics are means weighted by the tokens in the loss of each optimizer step, or extremes for names ending in _max
-    and _min; the loss and the gradient norm are means over optimizer steps; the learning rate is the last one.
+    The loss and the gradient norm are means over optimizer steps; the learning rate is the last one.
     """
     if len(results) == 1:
         return results[0]
-    # A metric is a mean over the tokens in the loss of its optimizer step, which are therefore its weight here.
+    # A metric is a mean over the tokens in the loss of its optimizer step, which are therefore its weight here. Names
+    # that end in _max and _min are extremes, which have no weight.
     weighted_metrics = [
         {
             name: value if is_extreme(name) else value * tokens / sum(loss_tokens)
@@ -222,19 +206,22 @@ def publish_and_report(
     samples: StepSamples,
     metrics: Mapping[str, float],
     learned: TrainResult | None,
-    assessment: Assessment,
     timer: StepTimer,
 ) -> StepReport:
-    """Publish the weights of a step, and report the step.
+    """Assess a learnt step, publish its weights, and report it.
+
+    `metrics`: those of sampling and learning.
 
     Raises:
         UnpublishedStepError: the engines do not serve the weights; the error has the report.
         ModelLostError: a rank that had to make room for the engines is gone.
     """
-    transfer = None
+    step, transfer = run.state["total_steps"] + 1, None
+    # Assessed first, because the refit of a step that disagrees with generation also compares weights.
+    assessment = assess_agreement(run, step, metrics, samples.outcomes)
     if run.transport is not None:
         try:
-            transfer = publish(run.transport, run.placement, run.state["total_steps"] + 1, timer)
+            transfer = publish(run.transport, run.placement, step, timer)
         except RefitError as failure:
             report = make_report(run, samples, metrics, learned, assessment, timer.seconds, transfer)
             raise UnpublishedStepError(report, failure) from failure

@@ -46,7 +46,7 @@ class Scores:
     @staticmethod
     def join(scores: Sequence[Scores]) -> Scores:
         """Join the scores of several sets of groups."""
-        reward_parts = [part.reward_parts for part in scores if part.reward_parts is not None]
+        reward_parts = [part.reward_parts for part in scores if part.reward_parts is not None]  # of all sets or of none
         return Scores(
             rewards=torch.cat([part.rewards for part in scores]),
             reward_parts=torch.cat(reward_parts, dim=1) if reward_parts else None,
@@ -71,8 +71,11 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         config.generation.max_new_tokens,
     )
     if config.grpo.adv_estimator.name == "gdpo":
+        factors = {name: weight for section in config.env.values() for name, weight in section.function_weights.items()}
+        rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in factors]
+        reward_parts = torch.tensor(rows, dtype=torch.float32).view(len(factors), -1, samples)
+        weights = torch.tensor(list(factors.values()))
         # The weighted sums of the normalised rewards count, even if the sums of the rewards do not differ.
-        reward_parts, weights = _split_rewards(config, outcomes)
         differs = has_signal(gdpo_scores(reward_parts, weights))
         return Scores(shaped, reward_parts, weights, differs, differs)
     # Rewards must differ before shaping, too. Length penalties alone are no signal: responses that are all right or all
@@ -81,23 +84,10 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
     return Scores(shaped, None, None, differs, has_signal(scaled) & differs)
 
 
-def _split_rewards(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
-    """Split rewards by function, and give the weight of each."""
-    weights = {name: weight for section in config.env.values() for name, weight in section.function_weights.items()}
-    rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in weights]
-    samples = config.training_loop.num_generations_per_prompt
-    reward_parts = torch.tensor(rows, dtype=torch.float32).view(len(weights), -1, samples)
-    return reward_parts, torch.tensor(list(weights.values()))
-
-
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
-    """Add advantages to the batch, and for PPO returns.
+    """Add advantages to the batch, and for PPO returns; returns which sequences' are finite.
 
-    There is one advantage a response if its tokens share it, else one a token. With calculate_advantages_on_gpu the
-    driver estimates those of PPO on its GPU, otherwise a rollout worker does.
-
-    Returns:
-        [sequences], bool: whether the advantages of all sampled tokens are finite.
+    There is one advantage a response if its tokens share it, else one a token. The result: [sequences], bool.
     """
     arguments: tuple[Any, ...] = (config, scores.rewards, batch.response_tokens)
     in_penalty = (choose_policy_logprobs(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
@@ -105,7 +95,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     is_finite: NDArray[np.bool_]
     if config.value_model is not None:
         arguments, fields = (*arguments, batch.in_loss), (*fields, "values")
-        if config.ppo.calculate_advantages_on_gpu:
+        if config.ppo.calculate_advantages_on_gpu:  # the driver's, to which the tokens have to come
             new_fields, is_finite = compute_over_tokens(compute_ppo_token_advantages, batch, fields, arguments)
             batch.fields |= new_fields
         else:

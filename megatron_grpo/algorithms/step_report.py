@@ -51,11 +51,7 @@ class UnpublishedStepError(Exception):
 
 
 def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
-    """Compute the metrics of all sampled rollouts.
-
-    groups_without_signal and filtered_reward cover only those that are trained on: the share of prompts whose samples
-    all got the same reward (with GDPO, the same advantage), absent with one sample to a prompt, and the mean reward.
-    """
+    """Compute the metrics of all sampled rollouts."""
     sampled = samples.sampled
     generations = config.training_loop.num_generations_per_prompt
     metrics = {
@@ -64,6 +60,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
         **compute_group_metrics(sampled, generations),
         **compute_reward_function_metrics(sampled),
         **compute_task_metrics(sampled, config.env),
+        # This one and filtered_reward cover only rollouts that are trained on; a single sample never has a signal.
         **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,
@@ -75,17 +72,12 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
 
 def compute_learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
     """Compute the metrics of the policy's optimizer steps, if any."""
-    valid_tokens = float(batch.loss_tokens)
-    if learned is None:
-        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
-    return {
-        "loss": learned.loss,
-        "grad_norm": learned.grad_norm,
-        "learning_rate": learned.learning_rate,
-        **learned.metrics,
-        "optimizer_steps": float(learned.optimizer_steps),
-        "valid_tokens": valid_tokens,
-    }
+    metrics: dict[str, float] = {}
+    if learned is not None:
+        metrics |= {"loss": learned.loss, "grad_norm": learned.grad_norm, "learning_rate": learned.learning_rate}
+        metrics |= learned.metrics
+    steps = 0 if learned is None else learned.optimizer_steps
+    return {**metrics, "optimizer_steps": float(steps), "valid_tokens": float(batch.loss_tokens)}
 
 
 def make_report(
@@ -99,32 +91,9 @@ def make_report(
 ) -> StepReport:
     """Build the report of a step.
 
-    Args:
-        run: the run, whose model and layout determine throughput.
-        samples: the samples of the step.
-        metrics: metrics of sampling and learning.
-        learned: result of the policy's optimizer steps; None: there were none.
-        assessment: assessment of the step's probability error.
-        timing: seconds of the step by phase, and of the whole step as "total".
-        transfer: report of the refit; None: it failed, or there are no engines.
+    `learned` is None if there were no optimizer steps, `transfer` if the refit failed or there are no engines.
     """
-    metrics = {**metrics, **assessment.metrics}
-    figures = {**_compute_throughput(run, samples, learned, timing), **samples.engines}
-    remarks = [*assessment.remarks]
-    if transfer is not None:
-        metrics["refit_bytes"] = float(transfer.bytes_sent)
-        metrics["refit_retries"] = float(transfer.retries)
-        metrics["engine_restarts"] = float(len(transfer.replaced))
-        figures |= transfer.checks
-        remarks += transfer.replaced
-    return StepReport(metrics, dict(timing), figures, samples.sampled, remarks, assessment.needs_checkpoint)
-
-
-def _compute_throughput(
-    run: GRPORun, samples: StepSamples, learned: TrainResult | None, timing: Mapping[str, float]
-) -> dict[str, float]:
-    config, policy = run.config, run.policy
-    passes = 0.0
+    config, policy, passes = run.config, run.policy, 0.0
     if learned is not None:  # minibatches without a token in the loss had no optimizer step
         passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
     figures = compute_throughput(
@@ -137,7 +106,16 @@ def _compute_throughput(
     )
     if learned is not None and learned.gpu_memory_gib:
         figures["gpu_memory_gib"] = learned.gpu_memory_gib
-    return figures
+    figures |= samples.engines
+    metrics = {**metrics, **assessment.metrics}
+    remarks = [*assessment.remarks]
+    if transfer is not None:
+        metrics["refit_bytes"] = float(transfer.bytes_sent)
+        metrics["refit_retries"] = float(transfer.retries)
+        metrics["engine_restarts"] = float(len(transfer.replaced))
+        figures |= transfer.checks
+        remarks += transfer.replaced
+    return StepReport(metrics, dict(timing), figures, samples.sampled, remarks, assessment.needs_checkpoint)
 
 
 def log_step(run: SamplingRun, report: StepReport, metrics: Mapping[str, float]) -> None:

@@ -32,9 +32,7 @@ def compute_token_advantages(
     """Compute the advantage of every sampled token, 0 for the others.
 
     Args:
-        lengths: tokens of each sequence.
         arrays: sampled; with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`).
-        config: estimator, penalty and clipping.
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
 
@@ -67,8 +65,8 @@ def compute_ppo_token_advantages(
 ) -> tuple[TokenArrays, NDArray[np.bool_]]:
     """Compute advantages and returns of every sampled token, in float64.
 
-    Advantages are normalised over the tokens of sequences `in_loss`, then clipped as configured. Arguments and results
-    are those of `compute_token_advantages`, with values in `arrays` and returns beside the advantages.
+    Arguments and results are those of `compute_token_advantages`, with values in `arrays` and returns beside the
+    advantages, which are normalised over the tokens of sequences `in_loss`.
     """
     ppo = config.ppo
     device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")
@@ -86,7 +84,7 @@ def compute_ppo_token_advantages(
 
 
 def choose_policy_logprobs(config: Config) -> str:
-    """Name the policy's log-probabilities over the whole vocabulary."""
+    """Name the policy's log-probabilities over the whole vocabulary, which a KL penalty needs."""
     return "whole_logprobs" if config.generation.has_training_filter else "prev_logprobs"
 
 
@@ -117,16 +115,15 @@ def compute_group_advantages(config: Config, rewards: Tensor) -> Tensor:
 
 
 def clip_advantages(advantages: Tensor, loop: LoopConfig) -> Tensor:
-    """Clip advantages to advantage_clip_low and advantage_clip_high where these are set."""
-    if loop.advantage_clip_low is None and loop.advantage_clip_high is None:
+    """Clip advantages to the configured bounds."""
+    if loop.advantage_clip_low is None and loop.advantage_clip_high is None:  # clamp() refuses two Nones
         return advantages
     return advantages.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
 
 
 def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Find the sequences with finite values only: [sequences], bool."""
-    # Only non-finite values are looked up: nearly always there are none.
-    bad_tokens = np.flatnonzero(~np.isfinite(field))
+    bad_tokens = np.flatnonzero(~np.isfinite(field))  # nearly always none, so looking up their sequences is cheap
     is_finite = np.ones(len(lengths), dtype=np.bool_)
     is_finite[np.searchsorted(np.cumsum(lengths), bad_tokens, side="right")] = False
     return is_finite
@@ -135,10 +132,9 @@ def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]
 def flag_inconsistent_sequences(
     lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_], threshold: float
 ) -> tuple[TokenArrays, tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Flag responses that training and generation disagree about, [sequences], bool.
+    """Flag responses that training and generation disagree about; returns flags and metrics.
 
-    A response stays in the loss if the mean of exp(|prev - generation|) over its tokens is at most `threshold`. Returns
-    no fields, the flags and metrics about them.
+    A response is flagged if the mean of exp(|prev - generation|) over its tokens exceeds `threshold`.
     """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
@@ -149,10 +145,7 @@ def flag_inconsistent_sequences(
 def measure_prob_error(
     lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_]
 ) -> tuple[TokenArrays, tuple[float, float]]:
-    """Measure a step's probability error as the policy's loss does.
-
-    Returns no fields, and the mean and the largest exp(|prev - generation|) of the tokens in the loss.
-    """
+    """Measure mean and largest exp(|prev - generation|) of tokens in the loss."""
     mask = arrays["sampled"] & np.repeat(in_loss, lengths)
     prev, generation = (torch.from_numpy(arrays[name][mask]) for name in ("prev_logprobs", "generation_logprobs"))
     is_allowed = ~prev.isneginf()  # tokens that the sampling filter removes count as agreement

@@ -19,8 +19,7 @@ from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metri
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
     """Measure the engines' weights by a response to each validation prompt.
 
-    Returns:
-        Metrics of `compute_held_out_metrics` with the prefix val_; empty without validation data.
+    Returns metrics of `compute_held_out_metrics` with the prefix val_; none without validation data.
 
     Raises:
         SamplingError: an engine or an environment failed, or a reward is not finite.
@@ -36,7 +35,8 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
         run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer
     )
     groups = [group for batch in batches for group in batch]
-    run.rollouts.take_engine_counts()  # discard the engine counters of validation
+    # The counters of the engines must not count validation in the next step's figures.
+    run.rollouts.take_engine_counts()
     run.make_check(groups, run.state["total_steps"], "validation").require_finite_samples()
     printed_groups = groups[: run.config.logger.num_val_samples_to_print]
     answers = [group[0] for group in run.rollouts.fetch(printed_groups)]
@@ -74,18 +74,14 @@ def sample_responses(
 def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
     """Compute the metrics of the responses to some prompts.
 
-    Returns:
-        accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME for each reward
-        function; with several tasks, task_accuracy/TASK and so on for each task; set_accuracy/NAME and so on for each
-        set of prompts that has a name.
+    accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME for each reward
+    function; with several tasks, task_accuracy/TASK and so on for each task; set_accuracy/NAME and so on for each
+    set of prompts that has a name.
     """
     all_outcomes = [outcome for group in outcomes for outcome in group]
     metrics = _select_metrics(all_outcomes)
-    metrics |= {
-        name: value
-        for name, value in compute_reward_function_metrics(all_outcomes).items()
-        if name.startswith("reward/")
-    }
+    by_function = compute_reward_function_metrics(all_outcomes)
+    metrics |= {name: value for name, value in by_function.items() if name.startswith("reward/")}
     by_task = _split_outcomes(outcomes, [prompt["task_name"] for prompt in prompts])
     for task, task_outcomes in by_task.items() if len(by_task) > 1 else ():
         metrics |= {f"task_{name}/{task}": value for name, value in _select_metrics(task_outcomes).items()}
@@ -95,7 +91,6 @@ def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Se
 
 
 def _split_outcomes(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
-    """Split outcomes by the task or set of their prompt."""
     by_name: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
     for name, group in zip(names, outcomes, strict=True):
         if name is not None:
@@ -109,8 +104,8 @@ def _select_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def update_early_stop(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
-    """Update early stopping with a validation, if a response was scored."""
-    if not config.enabled or config.metric_name not in metrics:
+    """Update early stopping with a validation."""
+    if not config.enabled or config.metric_name not in metrics:  # no response was scored
         return
     value = metrics[config.metric_name]
     sign = 1.0 if config.higher_is_better else -1.0
@@ -125,11 +120,9 @@ def find_stop_reason(state: EarlyStopState, config: EarlyStopConfig) -> str | No
     """Say why training ends early; None: training goes on."""
     if not config.enabled or state["last"] is None:
         return None
-    name, last = config.metric_name, state["last"]
-    if config.threshold is not None:
-        is_reached = last >= config.threshold if config.higher_is_better else last <= config.threshold
-        if is_reached:
-            return f"{name} is {last:g}, which reaches early_stop.threshold={config.threshold:g}"
+    name, last, threshold = config.metric_name, state["last"], config.threshold
+    if threshold is not None and (last >= threshold if config.higher_is_better else last <= threshold):
+        return f"{name} is {last:g}, which reaches early_stop.threshold={threshold:g}"
     if config.patience is not None and state["waited"] >= config.patience:
         return f"{name} has not improved on {state['best']:g} for {state['waited']} validations"
     return None

@@ -18,10 +18,7 @@ Method = Callable[Concatenate[Any, Arguments], Any]  # a method of the actor's c
 def call_actor(
     actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> ray.ObjectRef:
-    """Call a method of an actor; return a reference to its result.
-
-    Example: `call_actor(worker, RolloutWorker.hand_over, complete)`.
-    """
+    """Call a method of an actor: `call_actor(worker, RolloutWorker.hand_over, complete)`."""
     return getattr(actor, method.__name__).remote(*args, **kwargs)
 
 

@@ -24,13 +24,11 @@ from typing import Any
 import psutil
 
 REFRESH_S = 2.0  # seconds between two look-ups of the driver's processes while it lives
+GRACE_S = 4.0  # seconds in which processes may end by themselves and release shared resources
+COMMAND_S = 30.0  # deadline of the command that runs after the driver was killed
 
 # Line that the driver writes to the pipe once it has ended its processes; any other line is the path of a folder.
 CLEANED_UP = b"\0"
-
-GRACE_S = 4.0  # seconds in which processes may end by themselves and release shared resources
-
-COMMAND_S = 30.0  # deadline of the command that runs after the driver was killed
 
 # Shared memory that vLLM does not remove: of its queues, named by Python, and of its CPU collectives.
 _SEGMENTS = re.compile("/dev/shm/(psm_|.*-cpushm)")
@@ -41,8 +39,7 @@ _SEMAPHORES = "/dev/shm/sem.mp-"
 def find_shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
     """Find the files of shared memory that a process has mapped.
 
-    Args:
-        killed: include semaphores, which a process that ends by itself removes.
+    `killed`: include semaphores, which a process that ends by itself removes.
     """
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
@@ -66,13 +63,7 @@ def cleanup_after_kill(if_killed: Sequence[str] = ()) -> Iterator[FolderRemover]
     """End all processes of the body if this process is killed.
 
     If the body ends by itself, only orphans are killed: processes whose parent was started by the body and has ended.
-    Children of this process stay then.
-
-    Args:
-        if_killed: command to run after this process was killed and its processes have ended.
-
-    Yields:
-        A function that names a folder to remove if this process is killed.
+    `if_killed`: command to run after this process was killed and its processes have ended.
     """
     command = [sys.executable, "-m", __name__, str(os.getpid()), *if_killed]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as cleaner:
@@ -94,8 +85,8 @@ def cleanup_after_kill(if_killed: Sequence[str] = ()) -> Iterator[FolderRemover]
 
 def main(driver: int, if_killed: Sequence[str]) -> None:
     """Watch the driver until it is gone, and clean up after it."""
-    started: set[psutil.Process] = set()
-    shared: set[Path] = set()
+    started: set[psutil.Process] = set()  # processes of the driver that were seen
+    shared: set[Path] = set()  # files that these and earlier processes were seen to use
     previous_files: set[Path] = set()
     current_files: set[Path] = set()
     received = b""
@@ -127,11 +118,7 @@ def _find_mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
 def _end_processes(driver: int, started: set[psutil.Process], shared: set[Path], *, driver_lives: bool) -> None:
     """Kill the driver's processes that do not end by themselves, free memory.
 
-    Args:
-        driver: pid of the driver.
-        started: processes of the driver that were seen.
-        shared: files of shared memory that these and earlier processes were seen to use.
-        driver_lives: spare the driver's children and their shared memory.
+    `driver_lives`: spare the driver's children and their shared memory.
     """
     deadline = time.monotonic() + GRACE_S
     while True:

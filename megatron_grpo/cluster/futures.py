@@ -31,7 +31,6 @@ def gather(
     """Wait for the results of `refs`, or for the first failure.
 
     Args:
-        refs: remote calls of one phase.
         deadline_s: seconds for all of them together.
         phase_name: the phase, for messages ("training step").
         name: function from i to the name of the worker behind refs[i], under which it also logs.
@@ -48,16 +47,14 @@ def gather(
             return list(ray.get(list(refs), timeout=deadline_s))
         except RayError:
             ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        index = {ref: i for i, ref in enumerate(refs)}
-        pending_names = [names[index[ref]] for ref in pending]
+        worker = dict(zip(refs, names, strict=True))
+        pending_names = [worker[ref] for ref in pending]
         for ref in ready:
             try:
                 ray.get(ref)
             except RayError as error:
-                failed = names[index[ref]]
-                raise RunError(
-                    f"{phase_name}: {failed} {explain_error(error)}{report_hanging([failed, *pending_names])}"
-                ) from error
+                reason = f"{explain_error(error)}{report_hanging([worker[ref], *pending_names])}"
+                raise RunError(f"{phase_name}: {worker[ref]} {reason}") from error
         if pending:
             raise build_overdue_error(phase_name, pending_names, deadline_s)
         return list(ray.get(list(refs)))  # all calls ended between the deadline and the check
@@ -76,12 +73,7 @@ def fetch_stored(refs: Sequence[ray.ObjectRef], content: str) -> list[Any]:
 
 
 def build_overdue_error(phase_name: str, workers: Sequence[str], deadline_s: float) -> RunError:
-    """Make overdue workers log their stacks; return an error with their phases.
-
-    Args:
-        phase_name: the overdue phase ("training step").
-        workers: names of the overdue workers, under which they also log.
-    """
+    """Make overdue workers log their stacks; return an error with their phases."""
     report = report_overdue(phase_name, list(dict.fromkeys(workers)))
     return RunError(f"{phase_name}: no answer from {join_names(workers)} within {round(deadline_s, 1):g} s{report}")
 
@@ -124,11 +116,8 @@ def is_canary_failure(error: BaseException | None) -> bool:
 
 
 def find_lost_calls(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
-    """Find the indices of calls whose actor is gone.
-
-    Args:
-        wait_s: seconds for the remaining calls: an actor whose peer died often fails before the death is known.
-    """
+    """Find the indices of calls whose actor is gone."""
+    # An actor whose peer died often fails before the death is known, so the other calls get wait_s seconds.
     ended = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
     indices = []
     for index, ref in enumerate(refs):

@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -24,25 +25,21 @@ HEARTBEATS_FOLDER = "heartbeats"  # folder of the heartbeat files, inside the fo
 
 BEAT_S = 1.0  # seconds between two beats of a process that stays in its phase, on one machine
 SHARED_BEAT_S = 5.0  # the same on several machines, whose thousands of processes write to one file server
-BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"
-"""Environment variable with the seconds between two beats, for the driver's processes."""
-
-
-def read_beat_s() -> float:
-    """Read the seconds between two beats of a process."""
-    return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
-
+BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"  # environment variable with these seconds, for the driver's processes
 
 # Rate limit of the writes when phases are entered (a token bucket); further phases wait for the next beat.
 BURST, WRITES_PER_S = 20, 10.0
 RECORD_BYTES = 1024
 SHOWN_PHASES = 4  # most phases in a record, oldest first
-
 FROZEN_S = 10.0  # seconds without a beat after which a process logs its stacks: C code is holding the interpreter
 
 logger = logging.getLogger(__name__)
-
 _clock = threading.Lock()  # held while faulthandler's timer is set, and while the process forks
+
+
+def read_beat_s() -> float:
+    """Read the seconds between two beats of a process."""
+    return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
 
 
 def _stop_clock() -> None:
@@ -56,7 +53,7 @@ os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The last record of a process, the content of its file."""
+    """The last record of a process, the content of its file; times in seconds since the epoch."""
 
     name: str
     pid: int
@@ -64,11 +61,11 @@ class Heartbeat:
     machine: str
     """Identifies the machine or container within which the pid is valid."""
     beat: float
-    """Time of writing in seconds since the epoch, on the clock of the process's machine."""
+    """Time of writing, on the clock of the process's machine."""
     phases: tuple[Phase, ...]
     """Current phases, outermost first; empty: the process waits for work."""
     idle_since: float
-    """Time of the end of `last_phase`, in seconds since the epoch."""
+    """Time of the end of `last_phase`."""
     last_phase: str | None
 
 
@@ -86,13 +83,7 @@ def identify_machine() -> str:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat, and logs its stacks on request.
-
-    Args:
-        folder: folder of the heartbeat files, which may not exist yet.
-        name: name of this process.
-        log: open file of this process's log, for stacks.
-    """
+    """Writes this process's heartbeat, and stacks on request into its open log."""
 
     def __init__(self, folder: Path, name: str, log: TextIO) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +102,7 @@ class HeartbeatWriter:
     def start(self) -> None:
         """Write the first record and keep beating."""
         self._write()
-        THIS_PROCESS.on_enter = self.on_enter
+        THIS_PROCESS.on_enter = self._write_new_phase
         self._thread.start()
 
     def stop(self) -> None:
@@ -121,8 +112,7 @@ class HeartbeatWriter:
             self._stopped.set()
             faulthandler.cancel_dump_traceback_later()
 
-    def on_enter(self) -> None:
-        """Write a new phase at once, within the rate limit."""
+    def _write_new_phase(self) -> None:
         now = time.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._tokens_at) * WRITES_PER_S)
         self._tokens_at = now
@@ -140,7 +130,12 @@ class HeartbeatWriter:
             if self._stopped.wait(self._beat_s):
                 return
             self._write()
-            self._answer_requests()
+            with suppress(OSError), self._requests.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size  # of the open file: NFS looks at the server only at an open
+                if size > self._answered:
+                    self._answered = size
+                    logger.warning("the driver asks where this process is; the stacks of its threads:")
+                    faulthandler.dump_traceback(file=self._log, all_threads=True)
 
     def _write(self) -> None:
         record = Heartbeat(
@@ -166,17 +161,6 @@ class HeartbeatWriter:
                     logger.warning("the heartbeat cannot be written: %s", error)
                 self._problem = str(error)
 
-    def _answer_requests(self) -> None:
-        try:
-            with self._requests.open("rb") as file:  # not stat: NFS looks at the server only when a file is opened
-                size = os.fstat(file.fileno()).st_size
-        except OSError:
-            return
-        if size > self._answered:
-            self._answered = size
-            logger.warning("the driver asks where this process is; the stacks of its threads:")
-            faulthandler.dump_traceback(file=self._log, all_threads=True)
-
 
 def build_requests_path(folder: Path, name: str) -> Path:
     """Build the path of the file in which a byte requests stacks."""
@@ -184,20 +168,18 @@ def build_requests_path(folder: Path, name: str) -> Path:
 
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
-    """Read the last heartbeats of all processes, by name."""
-    heartbeats = [_read(path) for path in sorted(folder.glob("*.json"))]
-    return {heartbeat.name: heartbeat for heartbeat in heartbeats if heartbeat is not None}
-
-
-def _read(path: Path) -> Heartbeat | None:
-    """Read a heartbeat file; None: it has no valid record."""
-    for _ in range(3):  # again, if the file was being written
-        try:
-            fields = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            time.sleep(0.01)
-        else:
-            return Heartbeat(**{**fields, "phases": tuple(Phase(**phase) for phase in fields["phases"])})
-    return None
+    """Read the last valid heartbeats of all processes, by name."""
+    heartbeats = {}
+    for path in sorted(folder.glob("*.json")):
+        for _ in range(3):  # again, if the file was being written
+            try:
+                fields = json.loads(path.read_bytes())
+            except FileNotFoundError:
+                break
+            except ValueError:
+                time.sleep(0.01)
+            else:
+                fields["phases"] = tuple(Phase(**phase) for phase in fields["phases"])
+                heartbeats[fields["name"]] = Heartbeat(**fields)
+                break
+    return heartbeats

@@ -23,8 +23,8 @@ def count_visible_gpus() -> int:
     return min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
+# Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it.
 ADDRESS_VARIABLE = "RAY_ADDRESS"
-"""Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it."""
 LOCAL = "local"  # value of ADDRESS_VARIABLE with which the driver starts its own Ray
 
 
@@ -103,9 +103,8 @@ def check_reachable(address: str, timeout_s: float = PROBE_S) -> str | None:
     return None
 
 
+# Environment variable of the processes of a run that starts Ray itself, all on this machine.
 LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
-"""Environment variable of the processes of a run that starts Ray itself, all on this machine."""
-
 RAY_SETTINGS = {
     LOCAL_MARKER: "1",
     # Network interface and address of the process groups of policy ranks and of vLLM.

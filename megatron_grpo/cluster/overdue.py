@@ -35,18 +35,12 @@ from megatron_grpo.cluster.process_log import ProcessLog, build_log_path, find_c
 from megatron_grpo.config.errors import to_text
 
 SILENT_BEATS = 5.0  # age of the last heartbeat, in beats, from which a process of this machine counts as hanging
-FAR_SILENT_S = 30.0
-"""Age from which a process of another machine counts as hanging: clocks may differ, and files may arrive late."""
-
+FAR_SILENT_S = 30.0  # the same for another machine: clocks may differ, and files may arrive late
 MAX_DESCRIBED = 4  # most processes in a message; the driver's log lists all
-
 SIGNAL_WAIT_S = 5.0  # most seconds for processes of this machine to write their stacks before the failed run ends them
 QUIET_S = 0.2  # seconds without a new line after which the stacks in a log are complete
-REQUEST_BEATS = 2.5
-"""Beats in which processes of other machines, which look for requests at every heartbeat, write their stacks."""
-
-# Deadline of py-spy in seconds, and most stopped processes that it reads.
-PY_SPY_S, PY_SPIES = 10.0, 8
+REQUEST_BEATS = 2.5  # beats for processes of other machines, which look for requests at every heartbeat
+PY_SPY_S, PY_SPIES = 10.0, 8  # deadline of py-spy in seconds, and most stopped processes that it reads
 LOG_END_BYTES = 2**18  # bytes at the end of a log that are searched for its last error
 # The line of a traceback that names the exception, perhaps after the prefix of a logger.
 _ERROR = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt): .*\S")
@@ -70,10 +64,8 @@ class ProcessStatus:
     """A process's last heartbeat and its state."""
 
     heartbeat: Heartbeat
-    state: str
-    """One of STOPPED, TRACED, GONE, ALIVE and FAR."""
-    silence_s: float
-    """Seconds since its last beat."""
+    state: str  # one of STOPPED, TRACED, GONE, ALIVE and FAR
+    silence_s: float  # since its last beat
 
     @property
     def is_hanging(self) -> bool:
@@ -107,12 +99,8 @@ def describe_activity(beat: Heartbeat) -> str:
 def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
     """Log the states of processes and stacks of overdue ones; describe these.
 
-    Args:
-        phase_name: the overdue phase, for the logs ("training step").
-        processes: names of overdue processes; a name includes its children ("generation engine 0 core").
-
-    Returns:
-        Text for the end of a message; empty when the run writes no logs.
+    A name of a process includes its children ("generation engine 0 core"). The result is the end of a message, empty
+    when the run writes no logs.
     """
     log = find_current_log()
     if log is None:
@@ -129,11 +117,9 @@ def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
 
 
 def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
-    """Describe processes that are stopped, gone or silent, for a message.
+    """Describe processes that are stopped, gone or silent, and their children, for a message.
 
-    Args:
-        processes: names of processes; a name includes its children.
-        overdue: a phase that is overdue; then the processes also log their stacks.
+    `overdue`: a phase that is overdue; then the processes also log their stacks.
     """
     log = find_current_log()
     if log is None:
@@ -150,9 +136,10 @@ def _find_last_error(file: Path) -> str | None:
     with file.open("rb") as opened:
         opened.seek(-min(LOG_END_BYTES, file.stat().st_size), os.SEEK_END)
         lines = opened.read().decode(errors="replace").splitlines()
-    errors = (match[0] for line in reversed(lines) if (match := _ERROR.search(line)))
-    last = next(errors, None)
-    return None if last is None else f"{file} ends with {to_text(last)}"
+    for line in reversed(lines):
+        if match := _ERROR.search(line):
+            return f"{file} ends with {to_text(match[0])}"
+    return None
 
 
 def read_statuses(log: ProcessLog) -> list[ProcessStatus]:
@@ -188,17 +175,14 @@ def _read_state(beat: Heartbeat, machine: str) -> str:
             return GONE
     except psutil.NoSuchProcess:
         return GONE
-    states = {
-        psutil.STATUS_STOPPED: STOPPED,
-        psutil.STATUS_TRACING_STOP: TRACED,
-        psutil.STATUS_ZOMBIE: GONE,
-        psutil.STATUS_DEAD: GONE,
-    }
-    return states.get(status, ALIVE)
+    states = {psutil.STATUS_STOPPED: STOPPED, psutil.STATUS_TRACING_STOP: TRACED}
+    return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else states.get(status, ALIVE)
 
 
 def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessStatus]) -> None:
     """Make processes write their stacks into their logs."""
+    # A live process gets a signal, one of another machine a byte in its file of requests. A stopped one can do nothing,
+    # so py-spy reads its stacks from outside.
     stopped = [status.heartbeat for status in overdue if status.state in (STOPPED, TRACED)]
     signalled: dict[Path, int] = {}
     wait_s = 0.0
@@ -238,7 +222,6 @@ def _wait_for_stacks(sizes: dict[Path, int]) -> None:
 
 
 def _read_stacks_from_outside(pid: int) -> str:
-    """Read a stopped process's stacks with py-spy, or why it fails."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -254,6 +237,5 @@ def _read_stacks_from_outside(pid: int) -> str:
 
 
 def _append(log: ProcessLog, name: str, text: str) -> None:
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     with build_log_path(log.folder, name).open("a", encoding="utf-8") as file:
-        file.write(f"{stamp} [{log.name}] {text}\n")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} [{log.name}] {text}\n")

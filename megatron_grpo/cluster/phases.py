@@ -23,17 +23,12 @@ class Phase:
     """A phase that a process is in."""
 
     name: str
-    since: float
-    """Time of entering in seconds since the epoch; of `count` concurrent calls the oldest."""
+    since: float  # seconds since the epoch, of the oldest of `count` concurrent calls
     count: int = 1
 
 
 class Phases:
-    """The phases of this process, which any thread or coroutine enters.
-
-    Attributes:
-        on_enter: called each time a phase is entered.
-    """
+    """The phases of this process, which any thread or coroutine enters."""
 
     def __init__(self) -> None:
         # Also held during a fork: if another thread held it then, it would stay locked in the child.
@@ -41,7 +36,7 @@ class Phases:
         self._active: dict[object, tuple[str, float]] = {}  # in the order of entering
         self.idle_since = time.time()
         self.last_phase: str | None = None
-        self.on_enter: Callable[[], None] | None = None
+        self.on_enter: Callable[[], None] | None = None  # called each time a phase is entered
 
     def enter(self, name: str) -> object:
         """Begin a phase; return the token for `leave`."""

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from megatron_grpo.cluster.heartbeat import (
@@ -32,11 +31,9 @@ from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
 DRIVER = "driver"  # name of the driver's process
-
 # Environment variables with the folder of logs and the log level, for the driver's processes.
 FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"
 LEVEL_VARIABLE = "MEGATRON_GRPO_LOG_LEVEL"
-
 PACKAGE = "megatron_grpo"
 LOG_FORMAT = "%(asctime)s %(levelname)s [{process}] %(name)s: %(message)s"
 
@@ -47,13 +44,10 @@ logger = logging.getLogger(__name__)
 class ProcessLog:
     """The open log of a process."""
 
-    folder: Path
-    """Folder of the logs of all processes."""
-    name: str
-    """Name of the process, like "policy rank 0"."""
+    folder: Path  # of the logs of all processes
+    name: str  # of the process, like "policy rank 0"
     pid: int
     stream: TextIO
-    """The open log file."""
     handler: logging.Handler
     heartbeat: HeartbeatWriter
 
@@ -73,9 +67,8 @@ def build_log_path(folder: Path, name: str) -> Path:
 
 def choose_library_level() -> str:
     """Choose the log level of vLLM and other libraries."""
-    # Their debug level writes too much.
     level = os.environ.get(LEVEL_VARIABLE, "error").upper()
-    return "INFO" if level == "DEBUG" else level
+    return "INFO" if level == "DEBUG" else level  # their debug level writes too much
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
@@ -109,15 +102,9 @@ def read_log_environment() -> dict[str, str]:
 
 @contextmanager
 def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterator[Path]:
-    """Log the driver, and the processes it starts, during the body.
+    """Log the driver, and the processes it starts, during the body; yields the logs' folder.
 
-    Args:
-        run_dir: folder of the run, in which the folder of logs is made.
-        level: "debug", "info" or "warning".
-        one_machine: true if all processes are on this machine, where heartbeats cost nothing.
-
-    Yields:
-        The folder of the logs.
+    With `one_machine` all processes are on this machine, where heartbeats cost nothing.
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
@@ -132,7 +119,13 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
         yield folder
     finally:
         logger.info("the driver ends")
-        _close(log)
+        log.heartbeat.stop()
+        faulthandler.unregister(signal.SIGUSR1)
+        logging.captureWarnings(False)
+        logging.getLogger(PACKAGE).setLevel(logging.NOTSET)
+        logging.getLogger().removeHandler(log.handler)
+        with suppress(OSError):  # records that a full disk has not taken
+            log.stream.close()
         _current = None
         for name in read_log_environment():
             del os.environ[name]
@@ -142,11 +135,8 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
 def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
     """Log this process until it ends, its output and errors included.
 
-    Does nothing without a log folder in the environment, or if the process already has a log.
-
-    Args:
-        name: name of the process in messages, like "policy rank 0"; its log is then "policy_rank_0.log".
-        lasting_phase: phase of a process that never waits for work; None: it waits for work between phases.
+    Does nothing without a log folder in the environment, or if the process already has a log. `lasting_phase`: phase of
+    a process that never waits for work; None: it waits for work between phases.
     """
     global _current
     if FOLDER_VARIABLE not in os.environ or find_current_log() is not None:
@@ -160,7 +150,9 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         os.dup2(log.stream.fileno(), descriptor)  # also for output of C code; Ray's own files are hard to find
     faulthandler.enable(file=log.stream)
-    sys.excepthook = _log_uncaught
+    sys.excepthook = lambda kind, error, _: logger.critical(
+        "the process ends: uncaught %s", kind.__name__, exc_info=error
+    )
     threading.excepthook = _log_uncaught_in_thread
     logger.info("%s begins: pid %d", name, log.pid)
     if lasting_phase is not None:
@@ -182,20 +174,6 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     heartbeat = HeartbeatWriter(folder / HEARTBEATS_FOLDER, name, stream)
     heartbeat.start()
     return ProcessLog(folder=folder, name=name, pid=os.getpid(), stream=stream, handler=handler, heartbeat=heartbeat)
-
-
-def _close(log: ProcessLog) -> None:
-    log.heartbeat.stop()
-    faulthandler.unregister(signal.SIGUSR1)
-    logging.captureWarnings(False)
-    logging.getLogger(PACKAGE).setLevel(logging.NOTSET)
-    logging.getLogger().removeHandler(log.handler)
-    with suppress(OSError):  # records that a full disk has not taken
-        log.stream.close()
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    logger.critical("the process ends: uncaught %s", kind.__name__, exc_info=error)
 
 
 def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:

@@ -29,10 +29,10 @@ from megatron_grpo.config.schema import ClusterConfig, ParallelConfig
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet
+# Environment variable of processes that use GPUs of policy ranks: Ray's names of these GPUs, separated by commas.
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
-"""Environment variable of processes that use GPUs of policy ranks: Ray's names of these GPUs, separated by commas."""
+# Size of the object store on CPUs: batches of a tiny model are small, and Ray's default is a third of the memory.
 OBJECT_STORE_BYTES = 512 * 2**20
-"""Size of the object store on CPUs: batches of a tiny model are small, and Ray's default is a third of the memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ class RayCluster:
     def start(self, remove_if_killed: FolderRemover | None = None) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
-        Args:
-            remove_if_killed: takes the folder of a Ray that is started here (`cleanup_after_kill`).
+        `remove_if_killed` takes the folder of a Ray that is started here (`cleanup_after_kill`).
 
         Raises:
             RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
@@ -68,7 +67,7 @@ class RayCluster:
             if self.config.ray_address is None:
                 self._start_local(remove_if_killed)
             else:
-                self._join(self.config.ray_address)
+                _join(self.config.ray_address)
                 self._await_machines()
 
     def _start_local(self, remove_if_killed: FolderRemover | None) -> None:
@@ -84,26 +83,9 @@ class RayCluster:
         except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
             raise RunError(f"Ray does not start on this machine: {error}") from error
 
-    def _join(self, address: str) -> None:
-        reason = check_address(address) or check_reachable(address)
-        if reason is None:
-            try:
-                ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **_QUIET)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                reason = _explain_failed_join(error)
-        if reason is not None:
-            message = f"no Ray cluster answers at cluster.ray_address={address}: {reason}"
-            raise RunError(f"{message}{explain_origin(address)}")
-
     def _await_machines(self) -> None:
-        """Wait until the cluster has the configured machines and GPUs.
-
-        Machines of one job join minutes apart, because each first imports a container image. So a lack of GPUs is an
-        error only once `cluster.num_nodes` machines have joined.
-
-        Raises:
-            RunError: machines are missing after `cluster.startup_timeout_s`, or the machines have too few GPUs.
-        """
+        # Machines of one job join minutes apart, because each first imports a container image. So a lack of GPUs is an
+        # error only once `cluster.num_nodes` machines have joined.
         end = time.monotonic() + self.config.startup_timeout_s
         logged: list[str] = []
         while (shortage := check_machines(self.config, ray.nodes())) is not None:
@@ -122,16 +104,12 @@ class RayCluster:
         generation: GenerationParallelConfig | None,
         value: ParallelConfig | None = None,
     ) -> None:
-        """Reserve GPUs for models and engines; does nothing on CPUs.
-
-        Ranks of the policy, and of the value model if there is one, fill whole nodes in rank order, so that
-        tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
-        bundle per GPU, which vLLM's Ray executor fills.
-        """
+        """Reserve GPUs for models and engines; does nothing on CPUs."""
         per_node = self.config.gpus
         if not per_node:
             return
         needs: dict[str, int] = {}  # GPUs of each component, for the error message
+        # Ranks fill whole nodes in rank order, so that tensor-parallel neighbours share a node.
         if policy is not None:
             self._policy_group = _fill_nodes(policy.world_size, per_node)
             needs["the policy"] = policy.world_size
@@ -140,6 +118,7 @@ class RayCluster:
             needs["the value model"] = value.world_size
         if generation is not None:
             ranks = generation.ranks_per_engine
+            # An engine that does not fit a node gets a bundle per GPU, which vLLM's Ray executor fills.
             bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
             self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
             needs["generation"] = ranks * generation.data
@@ -155,28 +134,19 @@ class RayCluster:
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
         """Let engines and the value model use the policy's GPUs.
 
-        Args:
-            devices: Ray's name of the GPU of each policy rank; empty on CPUs.
-            ranks_per_engine: number of these GPUs that an engine uses.
+        `devices`: Ray's name of the GPU of each policy rank; empty on CPUs.
         """
         self._shared_gpus, self._ranks_per_engine = devices, ranks_per_engine
 
     def _await_groups(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
-        """Wait until placement groups have their GPUs.
-
-        Raises:
-            RunError: the cluster has not enough free GPUs.
-        """
         ready, late = ray.wait(
             [group.ready() for group in groups], num_returns=len(groups), timeout=self.config.startup_timeout_s
         )
         if late:
             free = ray.available_resources().get("GPU", 0)
             demand = ", ".join(f"{component} needs {count}" for component, count in needs.items())
-            raise RunError(
-                f"the cluster has not enough free GPUs: {demand}; {free:g} are still free after placing {len(ready)} "
-                f"of {len(groups)} groups"
-            )
+            placed = f"{free:g} are still free after placing {len(ready)} of {len(groups)} groups"
+            raise RunError(f"the cluster has not enough free GPUs: {demand}; {placed}")
 
     def build_policy_options(self, rank: int) -> dict[str, Any]:
         """Build the Ray options of a policy rank."""
@@ -224,6 +194,18 @@ class RayCluster:
             ray.shutdown()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _join(address: str) -> None:
+    reason = check_address(address) or check_reachable(address)
+    if reason is None:
+        try:
+            ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **_QUIET)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = _explain_failed_join(error)
+    if reason is not None:
+        message = f"no Ray cluster answers at cluster.ray_address={address}: {reason}"
+        raise RunError(f"{message}{explain_origin(address)}")
 
 
 def _explain_failed_join(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 class Platform:
     """A kind of device and its collective library.
 
-    A dry platform (`planning.dry_run`) has tensors without numbers on the CPU, for which every choice is that of CUDA.
+    A dry platform (`planning.dry_run`) has tensors without numbers on the CPU, and makes every choice as on CUDA.
     """
 
     name: Literal["cuda", "cpu", "dry"]
@@ -44,22 +44,20 @@ class Platform:
 @cache
 def detect_platform() -> Platform:
     """Return CUDA if this process sees a GPU, else the CPU."""
-    if torch.cuda.is_available():
-        return Platform("cuda", torch.device("cuda", 0), "nccl", move=_copy_to_gpu)
-    return Platform("cpu", torch.device("cpu"), "gloo")
+    if not torch.cuda.is_available():
+        return Platform("cpu", torch.device("cpu"), "gloo")
+    device = torch.device("cuda", 0)
 
+    def copy_to_gpu(array: NDArray[Any]) -> Tensor:
+        # From pinned memory, so that the host does not wait for the copy.
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
-def _copy_to_gpu(array: NDArray[Any]) -> Tensor:
-    # From pinned memory, so that the host does not wait for the copy.
-    return torch.from_numpy(array).pin_memory().to(detect_platform().device, non_blocking=True)
+    return Platform("cuda", device, "nccl", move=copy_to_gpu)
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
-    """Check that torch sees a GPU if Ray assigned one, rather than use CPUs.
-
-    Args:
-        assigned: Ray's names of this process's GPUs (`list_assigned_gpus`); empty: it has none.
-    """
+    """Check that torch sees a GPU if Ray assigned one (`list_assigned_gpus`)."""
+    # Otherwise the process would silently compute on CPUs.
     if assigned and detect_platform().name != "cuda":
         raise RuntimeError(
             f"Ray gave this process GPU {', '.join(map(str, assigned))} of {socket.gethostname()}, and torch sees none "
@@ -69,18 +67,11 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this address alone."""
-    # It lives as long as the returned object.
+    """Open a store on a free port of this address alone; it lives as long as the result."""
     listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-        timeout=timedelta(seconds=timeout_s),
-    )
+    port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
+    descriptor = listener.detach()  # the store closes it
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=timeout)
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -99,13 +90,11 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
     """Set environment variables for the body, then restore them."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -37,10 +38,8 @@ class Library:
     def find_installed(self) -> tuple[str, str] | None:
         """Find the installed distribution and its version."""
         for distribution in self.distributions:
-            try:
+            with suppress(importlib.metadata.PackageNotFoundError):
                 return distribution, importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                continue
         return None
 
 
@@ -71,9 +70,14 @@ class Hook:
         """True if the library is imported and lacks the symbol."""
         module = sys.modules.get(self.module)
         root = LIBRARIES[self.library].package
-        if module is None:  # without importing it, only its file can be looked for
+        if module is None:
             package = sys.modules.get(root)
-            return package is not None and not _has_file(package.__path__, self.module.removeprefix(root))
+            if package is None:
+                return False
+            # Importing the module may take long or need a GPU, so only its file is looked for.
+            parts = self.module.removeprefix(root).strip(".").split(".")
+            paths = [Path(folder, *parts) for folder in package.__path__]
+            return not any(path.is_dir() or any(path.parent.glob(f"{path.name}.*")) for path in paths)
         if getattr(module.__spec__, "_initializing", False):
             return False  # it is being imported, and calls this check
         names = self.names[:-1] if self.why.endswith(ON_INSTANCES) else self.names
@@ -117,8 +121,3 @@ def find_untried_versions() -> Iterator[tuple[str, str, str]]:
         distribution, version = library.find_installed() or (None, "")
         if distribution is not None and not SpecifierSet(library.tried).contains(version, prereleases=True):
             yield distribution, version, library.tried
-
-
-def _has_file(roots: Iterable[str], module: str) -> bool:
-    paths = [Path(root, *module.strip(".").split(".")) for root in roots]
-    return any(path.is_dir() or any(path.parent.glob(f"{path.name}.*")) for path in paths)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,9 @@ from megatron_grpo.platform.hooks import check_hooks, load_hooks
 
 # Functions of `torch` that Megatron-Core calls with device="cuda".
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
+
+# Typed loosely, because names of the modules are replaced.
+_import_module: Callable[[str], Any] = importlib.import_module
 
 
 def _skip(*args: Any, **kwargs: Any) -> None: ...
@@ -56,7 +59,6 @@ class _Overlay(ModuleType):
 def build_cpu_torch() -> ModuleType:
     """Build a `torch` in which some names of CUDA use the CPU."""
     stream = _Stream()
-
     cuda = _Overlay(
         torch.cuda,
         {
@@ -86,38 +88,22 @@ def _wrap_factory(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return create
 
 
-@contextlib.contextmanager
-def without_compilation() -> Iterator[None]:
-    """Make torch.compile the identity, later for fused functions alone."""
-    # No run on a CPU calls Megatron-Core's fused functions, but their definition imports torch's compiler: seconds.
-    compile_function = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
-    try:
-        yield
-    finally:
-        torch.compile = compile_function
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
-
-
-def allow_uneven_parts() -> None:
-    """Let Megatron-Core gather and scatter unequal parts over gloo."""
+def _allow_uneven_parts() -> None:
     # gloo has equal parts only, so ranks sum tensors of full size, zero outside their own part.
     mappings = _import_module("megatron.core.tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_parts(input_: Tensor, group: Any, output_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
+    def gather_parts(input_: Tensor, group: Any, output_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Any:
         if output_split_sizes is None or group.size() == 1 or dist.get_backend(group) != "gloo":
-            even: Tensor = gather(input_, group, output_split_sizes, *rest, **keywords)
-            return even
+            return gather(input_, group, output_split_sizes, *rest, **keywords)
         gathered = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
         gathered.split(list(output_split_sizes))[group.rank()].copy_(input_)
         dist.all_reduce(gathered, group=group)
         return gathered
 
-    def scatter_parts(input_: Tensor, group: Any, input_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
+    def scatter_parts(input_: Tensor, group: Any, input_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Any:
         if input_split_sizes is None or group.size() == 1 or dist.get_backend(group) != "gloo":
-            even: Tensor = scatter(input_, group, input_split_sizes, *rest, **keywords)
-            return even
+            return scatter(input_, group, input_split_sizes, *rest, **keywords)
         summed = input_.contiguous().clone()
         dist.all_reduce(summed, group=group)
         return torch.split(summed, list(input_split_sizes))[group.rank()].clone()
@@ -134,25 +120,32 @@ CUDA_MODULES = [hook.module for hook in load_hooks() if hook.platform == "cpu" a
 def apply_patches() -> None:
     """Make Megatron-Core run on this process's CPU."""
     overlay = build_cpu_torch()
-    with without_compilation():
+    # No run on a CPU calls Megatron-Core's fused functions, but their definition imports torch's compiler: seconds.
+    compile_function = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
+    try:
         modules = [_import_module(name) for name in CUDA_MODULES]
+    finally:
+        torch.compile = compile_function
+    _import_module("megatron.core.jit").disable_jit_fuser()
     check_hooks("cpu")
     for module in modules:
         module.torch = overlay
     _patch_tensor_methods()
-    _patch_random_state()
     _patch_optimizer_loading()
-    _patch_checkpoints()
     _patch_experts()
-    allow_uneven_parts()
-
-
-def _import_module(name: str) -> Any:
-    return importlib.import_module(name)
+    _allow_uneven_parts()
+    # Dropout and initialisation draw from the RNG tracker, which keeps states of the CPU's generator then.
+    random = _import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
+    # A checkpoint's tensors are allocated on the CPU.
+    sharded_tensor = _import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    init_data = sharded_tensor.init_data
+    sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)
 
 
 def _patch_tensor_methods() -> None:
-    """Replace two methods of tensors that Megatron-Core calls for CUDA."""
     # Unlike a name in `torch`, a method cannot be replaced for some modules only.
     original_type = torch.Tensor.type
 
@@ -167,16 +160,8 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # the point of this function
 
 
-def _patch_random_state() -> None:
-    """Make the RNG tracker keep states of the CPU's generator."""
-    # Dropout and initialisation draw from it.
-    random = _import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
-
-
 def _patch_optimizer_loading() -> None:
-    """Make checkpoints work with torch's AdamW, which replaces fused implementations."""
+    # For torch's AdamW, which replaces fused implementations.
     optimizer_class = _import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
 
@@ -192,32 +177,26 @@ def _patch_optimizer_loading() -> None:
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
-    def build_state_dict(self: Any) -> dict[str, Any]:
+    def build_state_dict(self: Any) -> Any:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if not self.optimizer.state[parameter]:
                     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
         if not self.optimizer.state:  # stages without experts have an empty expert optimizer
-            groups = [{**group, "params": [], "step": 0} for group in self.optimizer.param_groups]
-            return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
-        state: dict[str, Any] = original_state(self)
-        return state
+            groups = [{**group, "step": 0} for group in self.optimizer.param_groups]
+            for group in groups:
+                del group["params"]
+            return {"optimizer": {"param_groups": groups}}
+        return original_state(self)
 
     optimizer_class.state_dict = build_state_dict
     optimizer_class._set_main_param_and_optimizer_states = set_states
     optimizer_class.load_state_dict = load
 
 
-def _patch_checkpoints() -> None:
-    """Allocate a checkpoint's tensors on the CPU."""
-    sharded_tensor = _import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
-    init_data = sharded_tensor.init_data
-    sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)
-
-
 def _patch_experts() -> None:
-    """Make experts work without Transformer Engine and C++ compiler."""
+    # For a machine without Transformer Engine and C++ compiler.
     utils = _import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         # RouterGatingLinearFunction reads it without a guard, but it is defined only with Transformer Engine.

@@ -66,7 +66,7 @@ class Model:
 
 def colocated(events: Any) -> Placement:
     models: Any = Model(events, "policy"), Model(events, "value")
-    return Placement(events, models[0], [models[1]])
+    return Placement(events, models)
 
 
 def publish_with(placement: Placement, events: Any, timer: StepTimer | None = None) -> Any:
