@@ -202,11 +202,7 @@ def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]
 
 
 def publish_and_report(
-    run: GRPORun,
-    samples: StepSamples,
-    metrics: Mapping[str, float],
-    learned: TrainResult | None,
-    timer: StepTimer,
+    run: GRPORun, samples: StepSamples, metrics: Mapping[str, float], learned: TrainResult | None, timer: StepTimer
 ) -> StepReport:
     """Assess a learnt step, publish its weights, and report it.
 

@@ -23,11 +23,7 @@ from megatron_grpo.losses.value import estimate_advantages, token_rewards, white
 
 
 def compute_token_advantages(
-    lengths: NDArray[np.int64],
-    arrays: TokenArrays,
-    config: Config,
-    rewards: Tensor,
-    response_tokens: NDArray[np.int64],
+    lengths: NDArray[np.int64], arrays: TokenArrays, config: Config, rewards: Tensor, response_tokens: NDArray[np.int64]
 ) -> tuple[TokenArrays, NDArray[np.bool_]]:
     """Compute the advantage of every sampled token, 0 for the others.
 

@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def gather(
-    refs: Sequence[ray.ObjectRef],
-    *,
-    deadline_s: float,
-    phase_name: str,
-    name: Callable[[int], str] = "rank {}".format,
+    refs: Sequence[ray.ObjectRef], *, deadline_s: float, phase_name: str, name: Callable[[int], str] = "rank {}".format
 ) -> list[Any]:
     """Wait for the results of `refs`, or for the first failure.
 

@@ -53,7 +53,7 @@ os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The last record of a process, the content of its file; times in seconds since the epoch."""
+    """The last record of a process; times in seconds since the epoch."""
 
     name: str
     pid: int

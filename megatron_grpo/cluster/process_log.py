@@ -102,7 +102,7 @@ def read_log_environment() -> dict[str, str]:
 
 @contextmanager
 def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterator[Path]:
-    """Log the driver, and the processes it starts, during the body; yields the logs' folder.
+    """Log the driver and its processes during the body; yields the logs' folder.
 
     With `one_machine` all processes are on this machine, where heartbeats cost nothing.
     """

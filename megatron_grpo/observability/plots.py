@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_FILE = "curves.png"
-# Weight of the past in the smoothed reward.
-SMOOTHING = 0.9
+SMOOTHING = 0.9  # weight of the past in smoothed curves
 PHASE_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 INK, FAINT = "#333333", "#c9d3dd"
 
@@ -26,9 +25,18 @@ def plot_run(run_dir: str | Path) -> Path:
     # Not through pyplot, which has global state and looks for a display.
     figure = Figure(figsize=(17, 3.8), dpi=130, layout="constrained")
     reward, accuracy, mismatch, time = figure.subplots(1, 4)
-    _draw_reward(reward, steps)
+    x, y = _select_series(steps, "reward")
+    reward.plot(x, y, color=FAINT, linewidth=1, label="each step")
+    reward.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
+    if x:
+        reward.legend(frameon=False, loc="best")
     _draw_accuracy(accuracy, steps, read_lines(folder / VALIDATION_FILE))
-    _draw_mismatch(mismatch, steps)
+    # The logarithm of the excess over 1 shows healthy steps beside broken ones.
+    x, y = _select_series(steps, "token_mult_prob_error")
+    excess = [value - 1.0 for value in y]
+    mismatch.plot(x, excess, color=PHASE_COLORS[4], linewidth=1.5)
+    if any(value > 0 for value in excess):
+        mismatch.set_yscale("log", nonpositive="mask")
     _draw_phases(time, steps)
     _format_axes(reward, "Reward of the training samples")
     _format_axes(accuracy, "Accuracy")
@@ -36,14 +44,6 @@ def plot_run(run_dir: str | Path) -> Path:
     _format_axes(time, "Seconds of each step, by phase")
     write_atomically(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
     return folder / PLOT_FILE
-
-
-def _draw_reward(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    x, y = _select_series(steps, "reward")
-    axes.plot(x, y, color=FAINT, linewidth=1, label="each step")
-    axes.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
-    if x:
-        axes.legend(frameon=False, loc="best")
 
 
 def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> None:
@@ -56,15 +56,6 @@ def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[di
     axes.set_ylim(0, 1.05)
     if x or x_val:
         axes.legend(frameon=False, loc="lower right")
-
-
-def _draw_mismatch(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    # The logarithm of the excess over 1 shows healthy steps beside broken ones.
-    x, y = _select_series(steps, "token_mult_prob_error")
-    excess = [value - 1.0 for value in y]
-    axes.plot(x, excess, color=PHASE_COLORS[4], linewidth=1.5)
-    if any(value > 0 for value in excess):
-        axes.set_yscale("log", nonpositive="mask")
 
 
 def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:
@@ -87,7 +78,6 @@ def _select_series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], li
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Average values exponentially over time."""
     import pandas as pd
 
     # The first values have their full weight, as Adam corrects its moments.

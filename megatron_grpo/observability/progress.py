@@ -22,20 +22,13 @@ WATCHED = (
     ("kl_penalty", "KL", "{:.4f}"),
     ("token_mult_prob_error", "prob error", "{:.6f}"),
 )
-# Number of latest steps from whose mean time the remaining time is estimated.
-ETA_STEPS = 20
+ETA_STEPS = 20  # latest steps from whose mean time the remaining time is estimated
 
 
 class ProgressDisplay:
     """A live line on a terminal, a plain line per step elsewhere."""
 
     def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
-        """
-        Args:
-            total_steps: steps at which the run ends.
-            live: redraw one line in place if the console is a terminal.
-            console: where to write; None: standard output.
-        """
         self.total_steps = total_steps
         self._console = console or Console(highlight=False)
         self._recent_s: deque[float] = deque(maxlen=ETA_STEPS)
@@ -49,14 +42,14 @@ class ProgressDisplay:
         self._recent_s.append(timing["total"])
         eta = format_duration(fmean(self._recent_s) * (self.total_steps - step))
         figures = [f"{label} {form.format(metrics[name])}" for name, label, form in WATCHED if name in metrics]
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != "total")
+        times = f"{timing['total']:.2f} s ({phases})" if phases else f"{timing['total']:.2f} s"
         if self._live is None:
-            self.print_line(
-                "  ".join([f"step {step}/{self.total_steps}", *figures, _format_phases(timing), f"ETA {eta}"])
-            )
+            self.print_line("  ".join([f"step {step}/{self.total_steps}", *figures, times, f"ETA {eta}"]))
             return
         bar = ProgressBar(total=self.total_steps, completed=step, width=24)
         head = Table.grid(padding=(0, 2))
-        head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", _format_phases(timing))
+        head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", times)
         panel = Table.grid()
         panel.add_row(head)
         panel.add_row(Text("  ".join(figures), style="cyan"))
@@ -84,8 +77,3 @@ def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _format_phases(timing: Mapping[str, float]) -> str:
-    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != "total")
-    return f"{timing['total']:.2f} s ({phases})" if phases else f"{timing['total']:.2f} s"

@@ -75,10 +75,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_non_finite(value: Any, digits: int | None = None) -> Any:
-    """Replace infinities and NaN by None, since JSON has neither.
-
-    `digits`: significant digits to which the finite floats are rounded; None: all digits stay.
-    """
+    """Replace infinities and NaN by None; with `digits` round to so many significant ones."""
     if isinstance(value, float):
         return (value if digits is None else float(f"{value:.{digits}g}")) if math.isfinite(value) else None
     if isinstance(value, dict):

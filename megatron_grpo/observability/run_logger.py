@@ -33,8 +33,7 @@ from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTrack
 
 logger = logging.getLogger(__name__)
 
-# Most characters of a prompt (its end) and of a response (its beginning) in tables that trackers keep.
-TABLE_CHARACTERS = 2000
+TABLE_CHARACTERS = 2000  # most characters of a prompt (its end) and of a response (its beginning) in trackers' tables
 # Phase of the time spent in `log_step`. A step reports the previous step's time, since its own is not known yet.
 LOGGING = "logging"
 # Metrics that are also reported under the names of TRL.
@@ -44,9 +43,7 @@ TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
 def make_sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
     """Make a sample's row in the table of a tracker.
 
-    Args:
-        prompt: text of the prompt.
-        trajectory: fields of the response by name (`read_rollouts`), with or without advantages.
+    `trajectory`: fields of the response by name (`read_rollouts`), with or without advantages.
     """
     return {
         "prompt": prompt[-TABLE_CHARACTERS:],
@@ -81,11 +78,7 @@ class RunLogger:
     """Reports a run to its directory, to trackers and to the terminal."""
 
     def __init__(self, run_dir: str | Path, config: Config, resume_step: int | None = None) -> None:
-        """
-        Args:
-            run_dir: folder of the run; made when it is missing.
-            config: the run's configuration.
-            resume_step: step after which the run continues, without the later lines of its files. None: a new run.
+        """Open a run's files, cut after `resume_step`; None: a new run.
 
         Raises:
             RunError: a tracker is enabled, but its package is missing or it does not start.
@@ -126,10 +119,8 @@ class RunLogger:
     ) -> None:
         """Report that all processes are up and the first step can begin.
 
-        Args:
-            startup_s: seconds that the start-up took.
-            parts: seconds of each part of the start-up; parts may overlap.
-            changes: differences from the configuration of a resumed run's previous start, a line each.
+        `parts`: seconds of each part of the start-up; parts may overlap. `changes`: differences from the configuration
+        of a resumed run's previous start, a line each.
         """
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
@@ -146,13 +137,10 @@ class RunLogger:
     def log_step(
         self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float], throughput: Mapping[str, float]
     ) -> None:
-        """Report one training step to the files, the trackers and the terminal.
+        """Report one training step, from 1, to the files, the trackers and the terminal.
 
-        Args:
-            step: number of the training step, from 1.
-            metrics: value of each metric.
-            timing: seconds of each phase, and of the step as "total" (`StepTimer.seconds`).
-            throughput: samples and tokens per second, utilisation.
+        `timing`: seconds of each phase, and of the step as "total" (`StepTimer.seconds`). `throughput`: samples and
+        tokens per second, utilisation.
         """
         begin = time.perf_counter()
         metrics = self._drop_excess_figures(metrics)
@@ -170,7 +158,7 @@ class RunLogger:
         self._logging_s += time.perf_counter() - begin
 
     def _drop_excess_figures(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Drop figures of environments beyond the run's first MOST_FIGURES names."""
+        # An environment may make up a new name in each step, which trackers would keep for the whole run.
         remaining = {}
         for name, value in metrics.items():
             if is_environment_metric(name) and name not in self._environment_figures:
@@ -183,7 +171,7 @@ class RunLogger:
         return remaining
 
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Report a validation after `step` training steps; arguments as in `log_step`."""
+        """Report a validation after `step` training steps."""
         self._validations.write(format_json_line({"step": step, **metrics, "timing": dict(timing)}))
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
@@ -207,18 +195,18 @@ class RunLogger:
     def show_completions(self, step: int, trajectories: Sequence[Mapping[str, Any]]) -> None:
         """Print responses of a step beside their prompts, and send them to the trackers.
 
-        `trajectories`: rows of `read_rollouts`. A prompt is the tokens before the first sampled one; its text is empty
-        when the model has no tokenizer.json.
+        `trajectories`: rows of `read_rollouts`. Prompts are empty when the model has no tokenizer.json.
         """
         if self._vocabulary is None:
             self._vocabulary = load_token_bytes(self.config.policy.model.path)
         rows = []
         for trajectory in trajectories:
+            # A prompt is the tokens before the first sampled one.
             prompt_ids = trajectory["token_ids"][: trajectory["spans"][0][0] if trajectory["spans"] else None]
             prompt = self._vocabulary.decode_text(prompt_ids) if self._vocabulary else ""
-            rows.append(make_sample_row(prompt, trajectory))
-        for row in rows:
+            row = make_sample_row(prompt, trajectory)
             self.note(f"  {row['prompt']!r} -> {row['response']!r} (reward {row['reward']}, {row['stop_reason']})")
+            rows.append(row)
         self.log_table(step, "train/completions", rows)
 
     def note(self, text: str) -> None:
@@ -252,16 +240,14 @@ class RunLogger:
         summary = self.write_summary(self._end)
         plot = plot_run(self.run_dir)
         before, after = summary["accuracy_before"], summary["accuracy_after"]
-        is_validated = before is not None and after is not None
-        accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if is_validated else ""
+        accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if None not in (before, after) else ""
         self.note(f"{summary['steps']} steps in {format_duration(summary['train_s'])}{accuracy}; curves in {plot}")
 
     def close(self, *, failed: bool = False) -> None:
         """Close every file and tracker; idempotent."""
         self._progress.close()
         for file in (self._metrics, self._validations):
-            # A full disk, which has ended the run, refuses the last line.
-            with suppress(OSError):
+            with suppress(OSError):  # a full disk, which has ended the run, refuses the last line
                 file.close()
         self._call_trackers(lambda tracker: tracker.close(failed))
         self._trackers.clear()
@@ -274,14 +260,12 @@ class RunLogger:
         self._call_trackers(lambda tracker: tracker.log(step, figures))
 
     def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
-        """Call every tracker, and drop those that fail: training does not depend on them."""
+        # Training does not depend on trackers, so those that fail are dropped.
         for tracker in list(self._trackers):
             try:
                 call(tracker)
             except Exception as error:  # a tracker may raise errors of files, networks or its own
                 self._trackers.remove(tracker)
                 logger.warning("a tracker failed", exc_info=error)
-                name = type(tracker).__name__.removesuffix("Tracker")
-                self.note(
-                    f"{name} gets no more figures, and the run goes on without it: {type(error).__name__}: {error}"
-                )
+                name, reason = type(tracker).__name__.removesuffix("Tracker"), f"{type(error).__name__}: {error}"
+                self.note(f"{name} gets no more figures, and the run goes on without it: {reason}")

@@ -21,7 +21,6 @@ class RunEnd:
     """How a run ended."""
 
     outcome: Literal["completed", "early_stop", "data_used_up", "failed", "interrupted"]
-    """early_stop and data_used_up are good ends before the last step."""
     reason: str | None = None
     """Why the run ended before its last step; None: it was completed."""
 
@@ -56,19 +55,20 @@ def write_summary(
 ) -> dict[str, Any]:
     """Write summary.json (docs/metrics.md lists its entries), and return its contents.
 
-    Args:
-        run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run has written them.
-        samples_per_step: prompts of a step times samples of a prompt.
-        end: how the run ended.
-        startup_s: seconds until all processes were up; None: the start-up failed.
-        train_s: seconds after the start-up, including validations and checkpoints; None: not known.
-        startup_parts_s: seconds of each part of the start-up.
+    `startup_s`: seconds until all processes were up; None: the start-up failed. `train_s`: seconds after that,
+    including validations and checkpoints; None: not known.
     """
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     validations = read_lines(folder / VALIDATION_FILE)
     rewards = _select_values(steps, "reward")
     first, last = (validations[0], validations[-1]) if validations else ({}, {})
+    # Rates are ratios of sums: a mean of the steps' ratios would give short steps the weight of long ones.
+    totals = [step["timing"]["total"] for step in steps]
+    total = sum(totals)
+    phases = sorted({phase for step in steps for phase in step["timing"]} - {"total"})
+    phase_s = {phase: sum(step["timing"].get(phase, 0.0) for step in steps) for phase in phases}
+    work = sum(phase_s.get(phase, 0.0) for phase in WORK_PHASES)
     summary: dict[str, Any] = {
         "outcome": end.outcome,
         "reason": end.reason,
@@ -81,7 +81,10 @@ def write_summary(
         "startup_s": startup_s,
         "startup_parts_s": dict(startup_parts_s or {}),
         "train_s": train_s,
-        **_compute_mean_times(steps, samples_per_step),
+        "step_s": _compute_mean(totals),
+        "phase_s": {phase: seconds / len(steps) for phase, seconds in phase_s.items()},
+        "samples_per_s": len(steps) * samples_per_step / total if total else None,
+        "overhead_fraction": 1.0 - work / total if total else None,
         "reward_first": _compute_mean(rewards[:10]),
         "reward_last": _compute_mean(rewards[-10:]),
         "token_mult_prob_error_max": max(_select_values(steps, "token_mult_prob_error_max"), default=None),
@@ -91,30 +94,12 @@ def write_summary(
     return summary
 
 
-def _compute_mean_times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
-    # Rates are ratios of sums: a mean of the steps' ratios would give short steps the weight of long ones.
-    totals = [step["timing"]["total"] for step in steps]
-    phases = sorted({phase for step in steps for phase in step["timing"]} - {"total"})
-    phase_s = {phase: sum(step["timing"].get(phase, 0.0) for step in steps) for phase in phases}
-    total = sum(totals)
-    work = sum(phase_s.get(phase, 0.0) for phase in WORK_PHASES)
-    return {
-        "step_s": _compute_mean(totals),
-        "phase_s": {phase: seconds / len(steps) for phase, seconds in phase_s.items()},
-        "samples_per_s": len(steps) * samples_per_step / total if total else None,
-        "overhead_fraction": 1.0 - work / total if total else None,
-    }
-
-
 def _select_values(steps: list[dict[str, Any]], name: str) -> list[float]:
     return [step[name] for step in steps if step.get(name) is not None]
 
 
 def _compute_mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
-
-
-_REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) says so"
 
 
 def make_killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
@@ -127,7 +112,8 @@ def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
     # A summary that the run had written before the kill stays.
     if (run_dir / SUMMARY_FILE).exists():
         return
-    write_summary(run_dir, samples_per_step=samples_per_step, end=RunEnd("failed", _REASON))
+    reason = "the driver was killed; if memory ran out, the kernel's log (dmesg) says so"
+    write_summary(run_dir, samples_per_step=samples_per_step, end=RunEnd("failed", reason))
     if report:
         from megatron_grpo.observability.page.write import try_to_write_report
 

@@ -14,10 +14,7 @@ TOTAL = "total"
 
 
 class StepTimer:
-    """Times the phases of a step, which begins when the timer is made.
-
-    Phases do not nest, so that they add up.
-    """
+    """Times the phases of a step, which begins when the timer is made."""
 
     def __init__(self) -> None:
         self._phases: dict[str, float] = {}
@@ -27,6 +24,7 @@ class StepTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the body's time to a phase, also when the body raises."""
+        # Phases do not nest, so that they add up.
         assert self._current is None, f"phase {name} inside phase {self._current}"
         self._current = name
         start = time.perf_counter()
@@ -56,15 +54,9 @@ PEAK_TFLOPS_BF16 = {
     "A100": 312.0,
 }
 
-# Forward and backward pass cost three forward passes: the backward pass of a matrix product is two products.
-BACKWARD_FACTOR = 3
-
 
 def find_peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
-    """The peak of a device in TFLOP/s; None: not known.
-
-    It is the configured one or, for bfloat16, the one in the data sheet.
-    """
+    """The configured or published peak of a device, TFLOP/s; None: not known."""
     if configured is not None or precision != "bfloat16":
         return configured
     return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
@@ -82,20 +74,15 @@ def compute_throughput(
     """Compute throughput and utilisation of a step.
 
     Args:
-        shape: sizes of the model that was trained.
-        lengths: tokens of each sequence that was trained on.
+        lengths: tokens of each sequence that was trained on, prompt included.
         timing: seconds by phase, "train" among them if there were passes, and "total".
         passes: forward and backward passes over all the sequences; a fraction for a pass over part of them.
         devices: ranks of the policy.
         peak: peak of one device, TFLOP/s.
-
-    Returns:
-        samples_per_s and tokens_per_s (prompts included) of the step, train_tflops_per_device of the training phase,
-        and model_flop_utilization, its share of the peak when that is known.
     """
     # FLOPs that the model needs, not those of the machine: padding and recomputed activations must not look like
-    # utilisation.
-    tflops = BACKWARD_FACTOR * passes * count_forward_flops(shape, lengths) / 1e12
+    # utilisation. The backward pass of a matrix product is two products, so both passes cost three forward passes.
+    tflops = 3 * passes * count_forward_flops(shape, lengths) / 1e12
     figures = compute_rates(lengths, timing)
     figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0
     if peak is not None:
@@ -104,8 +91,5 @@ def compute_throughput(
 
 
 def compute_rates(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
-    """Samples and tokens per second of a step.
-
-    lengths: tokens of each sequence. timing: has the seconds of the step under "total".
-    """
+    """Samples and tokens per second of a step whose sequences have these lengths."""
     return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

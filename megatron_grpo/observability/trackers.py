@@ -16,10 +16,8 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
 
-# A row of a table: values by name of the column.
-Row = Mapping[str, Any]
-# Figure of W&B that holds the number of the training step.
-STEP = "step"
+Row = Mapping[str, Any]  # a row of a table: values by name of the column
+STEP = "step"  # figure of W&B that holds the number of the training step
 
 
 class TensorBoardTracker:
@@ -33,7 +31,6 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -45,7 +42,6 @@ class TensorBoardTracker:
         self._writer.add_text(name, "\n".join(lines), step)
 
     def close(self, failed: bool) -> None:
-        """Flush and close."""
         self._writer.close()
 
 
@@ -53,17 +49,11 @@ class WandbTracker:
     """The run of W&B for a run directory, which a resumed run continues."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Start or continue the run of W&B.
-
-        Raises:
-            RunError: the wandb package is missing, or W&B cannot start a run.
-        """
         try:
             import wandb
         except ImportError:
             raise _make_missing_error("wandb") from None
-        settings = config.logger.wandb
-        folder = run_dir.resolve()
+        settings, folder = config.logger.wandb, run_dir.resolve()
         self._wandb = wandb
         try:
             self._run: Any = wandb.init(
@@ -82,17 +72,14 @@ class WandbTracker:
             raise RunError(f"logger.wandb.enabled=true, and W&B does not start: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all values in one call."""
         self._run.log({**values, STEP: step})
 
     def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log one table per step."""
         head = list(rows[0])
         data = [[_to_plain_value(row[column]) for column in head] for row in rows]
         self._run.log({name: self._wandb.Table(columns=[*head], data=data), STEP: step})
 
     def close(self, failed: bool) -> None:
-        """Upload the remaining data, and end the W&B run as finished or failed."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -100,18 +87,12 @@ class MlflowTracker:
     """The run of MLflow for a run directory, which a resumed run continues."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Start or continue the run of MLflow.
-
-        Raises:
-            RunError: the mlflow package is missing, or its store cannot be used.
-        """
         try:
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
         except ImportError:
             raise _make_missing_error("mlflow") from None
-        settings = config.logger.mlflow
-        folder = run_dir.resolve()
+        settings, folder = config.logger.mlflow, run_dir.resolve()
         uri = settings.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
         artifacts = None if settings.tracking_uri else (folder / "mlflow").as_uri()
         for package in ("mlflow", "alembic"):  # they log every table that they create
@@ -119,10 +100,9 @@ class MlflowTracker:
         try:
             self._client = MlflowClient(tracking_uri=uri)
             experiment = self._client.get_experiment_by_name(settings.experiment)
-            if experiment is None:
+            experiment_id = experiment.experiment_id if experiment is not None else None
+            if experiment_id is None:
                 experiment_id = self._client.create_experiment(settings.experiment, artifact_location=artifacts)
-            else:
-                experiment_id = experiment.experiment_id
             tags = {"run_dir_id": _compute_run_id(folder), "run_dir": str(folder)}
             runs = self._client.search_runs([experiment_id], f"tags.run_dir_id = '{tags['run_dir_id']}'")
             name = settings.name or folder.name
@@ -137,21 +117,17 @@ class MlflowTracker:
             raise RunError(f"logger.mlflow.enabled=true, and MLflow cannot use {uri}: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all values in one call."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(
-            self._id, [Metric(_clean_name(name), value, now, step) for name, value in values.items()]
-        )
+        metrics = [Metric(_clean_name(name), value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics)
 
     def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log one JSON artifact per step."""
         table = [{column: _to_plain_value(value) for column, value in row.items()} for row in rows]
         self._client.log_dict(self._id, {"rows": table}, f"{_clean_name(name)}/step_{step}.json")
 
     def close(self, failed: bool) -> None:
-        """End the MLflow run as finished or failed."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
@@ -163,13 +139,12 @@ def _make_missing_error(name: str) -> RunError:
 
 
 def _compute_run_id(folder: Path) -> str:
-    """Compute the identifier by which a resumed run finds its run in the tracker."""
+    # A resumed run, which has the same folder, finds its run in the tracker by it.
     return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
 
 
 def _clean_name(name: str) -> str:
-    """Replace the characters that MLflow refuses."""
-    return re.sub(r"[^\w\-. /]", "_", name)
+    return re.sub(r"[^\w\-. /]", "_", name)  # MLflow refuses other characters
 
 
 def _to_plain_value(value: Any) -> Any:
@@ -177,7 +152,6 @@ def _to_plain_value(value: Any) -> Any:
 
 
 def _format_cell(value: Any) -> str:
-    """Write a value as a Markdown cell, with HTML and Markdown characters escaped."""
     if isinstance(value, float):
         return f"{value:.4g}"
     # Quotes are harmless in a cell, and the entity of an apostrophe has a # that would be escaped again.

@@ -17,21 +17,15 @@ from megatron_grpo.batch.trajectory import list_suspicions
 from megatron_grpo.models.source import find_local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
-# Limit of log ratios, as in the metrics of a step.
-LEAST_GAP = -40.0
+LEAST_GAP = -40.0  # limit of log ratios, as in the metrics of a step
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Character that SentencePiece tokenizers write for a space.
-_WORD_START = "▁"
-# Most rows in all tables of a run; this limit and the next two are divided equally over its steps.
-ROWS = 160_000
-# Most tokens of the rollouts that are read, which takes about ten seconds.
-READ_TOKENS = 100_000_000
-# Most tokens of full trajectories, about eight bytes of the page each.
-TOKENS = 2_000_000
-# Most characters of a prompt, and of a response that is not shown in full.
-HEAD = 160
-# Most characters of a response that is shown in full; longer responses are cut, and the page says so.
-LONGEST = 1_200_000
+_WORD_START = "▁"  # what SentencePiece tokenizers write for a space
+# These three limits of a run are divided equally over its steps.
+ROWS = 160_000  # most rows in all tables
+READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, which takes about ten seconds
+TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
+HEAD = 160  # most characters of a prompt, and of a response that is not shown in full
+LONGEST = 1_200_000  # most characters of a response that is shown in full; the page says that longer ones are cut
 _COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
 
 
@@ -39,11 +33,6 @@ class TokenBytes:
     """The bytes of each token of a model, read from its tokenizer.json alone."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the tokenizer of a model's folder.
-
-        Raises:
-            ValueError: tokenizer.json is missing or damaged.
-        """
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception
@@ -72,9 +61,7 @@ class TokenBytes:
 
 
 def load_token_bytes(model: str) -> TokenBytes | None:
-    """Load a model's token bytes; None: no tokenizer.json is here.
-
-    `model`: path or hub name.
+    """Load token bytes of a model by path or hub name; None: no tokenizer.json.
 
     Raises:
         ValueError: tokenizer.json exists but cannot be read.
@@ -96,10 +83,6 @@ def list_byte_alphabet() -> dict[str, int]:
 def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield number, count of rollouts and table of each step.
 
-    Args:
-        folder: the run's folder.
-        vocabulary: token bytes of the run's model; None: not known.
-
     Raises:
         ValueError: a file of rollouts cannot be read; the message names it.
     """
@@ -116,7 +99,6 @@ def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tu
 
 
 def _read_first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:
-    """Read the first rollouts, at most `rows` or `tokens` of them."""
     first_rows: list[dict[str, Any]] = []
     for row in read_rows(step, file):
         first_rows.append(row)
@@ -127,27 +109,21 @@ def _read_first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[d
 
 
 def make_token_table(vocabulary: TokenBytes | None, token_ids: Iterable[int]) -> dict[str, Any]:
-    """Map ids to the text of their tokens.
-
-    A token that is a part of a character is a list with its bytes in base 64.
-    """
-    table: dict[str, Any] = {}
+    """Map ids to the text of their tokens."""
     if vocabulary is None:
-        return table
+        return {}
+    table: dict[str, Any] = {}
     for token_id in sorted(token_ids):
         content = vocabulary.find_bytes(token_id)
         try:
             table[str(token_id)] = content.decode()
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # a part of a character becomes a list with its bytes in base 64
             table[str(token_id)] = [base64.b64encode(content).decode()]
     return table
 
 
 def _make_table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
-    """Make the table of a step's trajectories.
-
-    Each entry is a column, but for `prompts` (text by group) and `full`: all data of some trajectories, by row index.
-    """
+    # Each entry is a column, but for `prompts` (text by group) and `full`: all data of some trajectories, by row index.
     full_rows = _choose_full_rows(rows, tokens)
     prompts: dict[str, str] = {}
     for row in rows:
@@ -178,12 +154,15 @@ def compute_mean_advantage(advantages: Any) -> float | None:
 
 def _choose_full_rows(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
     """Choose the indices of rows to show in full, up to `tokens` tokens."""
-    groups: dict[int, list[int]] = {}
+    by_group: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        groups.setdefault(row["group"], []).append(index)
-    # Groups stay together, so that their samples can be compared, and the chosen ones are spread over the step.
+        by_group.setdefault(row["group"], []).append(index)
+    # Groups stay together, so that their samples can be compared. In the order of their reversed binary numbers (the
+    # van der Corput sequence) every prefix is spread over the step.
+    groups, bits = list(by_group.values()), max(len(by_group) - 1, 1).bit_length()
+    order = sorted(range(len(groups)), key=lambda number: f"{number:0{bits}b}"[::-1])
     chosen: set[int] = set()
-    for index in (index for group in _spread_evenly(list(groups.values())) for index in group):
+    for index in (index for number in order for index in groups[number]):
         tokens -= len(rows[index]["token_ids"])
         if tokens < 0 and chosen:
             break
@@ -191,14 +170,7 @@ def _choose_full_rows(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int
     return chosen
 
 
-def _spread_evenly(groups: list[list[int]]) -> list[list[int]]:
-    """Reorder groups so that every prefix is spread over all (van der Corput sequence)."""
-    bits = max(len(groups) - 1, 1).bit_length()
-    return [groups[index] for index in sorted(range(len(groups)), key=lambda index: f"{index:0{bits}b}"[::-1])]
-
-
 def _describe_in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
-    """Collect tokens of a trajectory and their values, rounded for display."""
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full

@@ -43,16 +43,10 @@ SCRIPTS = tuple(
 )
 # JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters.
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
-# Significant digits of a number in the page: some metrics are 1 and a millionth.
-_DIGITS = 10
+_DIGITS = 10  # significant digits of a number in the page: some metrics are 1 and a millionth
 # Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first.
 _CLOCK_FIGURES = ("timing", "throughput")
 logger = logging.getLogger(__name__)
-
-
-def make_json_element(name: str, value: Any) -> str:
-    """Make a script element that holds JSON and is not run."""
-    return f'<script type="application/json" id="{name}">{format_escaped_json(value)}</script>\n'
 
 
 def make_packed_element(name: str, value: Any) -> str:
@@ -74,19 +68,14 @@ def format_escaped_json(value: Any) -> str:
 def render_page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
     """Write a page whose security policy allows this script alone.
 
-    Args:
-        style: CSS.
-        script: JavaScript, run when the page is loaded.
-        body: HTML of this package, without data of a run.
-        data: elements made by `make_json_element` and `make_packed_element`.
-        title: title of the page, without HTML characters.
+    `body` is HTML of this package, without data of a run; `data` has elements that hold escaped or packed JSON.
     """
+    hashes = []
     for kind, text in (("style", style), ("script", script)):
         assert f"</{kind}" not in text.lower(), f"the {kind} would end its own element"
-    policy = (
-        f"default-src 'none'; style-src '{_hash_source(style)}'; script-src '{_hash_source(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes.append(f"{kind}-src 'sha256-{digest}'; ")
+    policy = f"default-src 'none'; {''.join(hashes)}base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -95,11 +84,6 @@ def render_page(style: str, script: str, body: str, data: Sequence[str], title: 
         f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
         f"{''.join(data)}<script>{script}</script>\n</body>\n</html>\n"
     )
-
-
-def _hash_source(text: str) -> str:
-    """Write the expression that allows this content in a security policy."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def read_run_data(folder: Path) -> dict[str, Any]:
@@ -126,11 +110,6 @@ def read_run_data(folder: Path) -> dict[str, Any]:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file, each with its step.
-
-    Raises:
-        ValueError: a line has a wrong form; the message names file and line.
-    """
     rows = read_lines(file)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get("step"), int):
@@ -142,7 +121,6 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Read the mapping in a file; empty if that fails."""
     try:
         values = parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -166,7 +144,7 @@ def _select_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_settings(folder: Path) -> list[tuple[str, str, str | None]]:
-    """List (key, value, default where it differs) of every setting."""
+    # Of each setting: key, value, and the default where it differs.
     defaults = dict(flatten(asdict(Config())))
     return [
         (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
@@ -211,7 +189,8 @@ def render_report(folders: Sequence[Path]) -> str:
     assets = resources.files("megatron_grpo.observability.page") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
     script = '"use strict";\n' + "\n".join(texts[name] for name in SCRIPTS)
-    return render_page(texts[STYLE], script, texts["body.html"], [make_json_element("runs", runs), *data])
+    data.insert(0, f'<script type="application/json" id="runs">{format_escaped_json(runs)}</script>\n')
+    return render_page(texts[STYLE], script, texts["body.html"], data)
 
 
 def try_to_write_report(folder: Path) -> Path | None:
@@ -224,7 +203,6 @@ def try_to_write_report(folder: Path) -> Path | None:
 
 
 def _load_vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
-    """Load the token bytes of a run's model, or explain their absence."""
     path = read_config(folder).get("policy.model.path")
     reason = f"the tokenizer of {path} is not on this machine"
     try:
