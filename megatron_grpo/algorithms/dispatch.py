@@ -13,14 +13,12 @@ from megatron_grpo.run.user_objects import UserObjects
 # Training function of each algorithm; imported late, because torch and Ray take seconds to import.
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
 SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only:sample_steps"
-SETUP = "megatron_grpo.algorithms.setup:setup"
 
 
 def run_algorithm(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
-    """Run the configured algorithm from start (or resume) to end.
+    """Run the configured algorithm, or only sampling, from start (or resume) to end.
 
-    With debug.train=false the run only samples and scores. `began`: time since the epoch at which a script called for
-    the run; None: the run is the command of this process.
+    `began`: time since the epoch at which a script called for the run; None: the run is the command of this process.
 
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
@@ -35,7 +33,8 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
 
     algorithm = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
     with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
-        functions = importer.submit(lambda: (pkgutil.resolve_name(algorithm), pkgutil.resolve_name(SETUP)))
+        names = (algorithm, "megatron_grpo.algorithms.setup:setup")
+        functions = importer.submit(lambda: [pkgutil.resolve_name(name) for name in names])
         if config.needs_generation:
             check_scoring(config, rewards=user_objects.rewards if user_objects is not None else None)
         with open_run(config, user_objects, began) as startup:

@@ -64,8 +64,7 @@ class Placement:
         """Put engines to sleep and load the models.
 
         Raises:
-            SamplingError: an engine failed. A second call loads the models in spite of it, so that they can be saved.
-            RunError: a rank of a model failed.
+            SamplingError: an engine failed.
         """
         if self._engines is None or not (self._sampling or self._unsettled):
             return
@@ -73,7 +72,9 @@ class Placement:
             try:
                 self._engines.sleep()
             except RunError as error:
-                if not self._unsettled and not is_lost(error.__cause__):  # a lost engine holds no memory
+                # The second call after a failure loads the models in spite of it, so that they can be saved. An engine
+                # that is lost holds no memory.
+                if not self._unsettled and not is_lost(error.__cause__):
                     self._unsettled = True
                     raise SamplingError(str(error)) from error
                 logger.warning("the models come back to the devices, although %s", error)
@@ -88,7 +89,6 @@ def publish(transport: WeightTransport, placement: Placement, version: int, time
 
     Raises:
         RefitError: the engines do not serve the version; the models are as before.
-        ModelLostError: a rank that had to make room for the engines is gone.
     """
     try:
         with placement.refit(timer), timer.phase("refit"):

@@ -31,16 +31,7 @@ def ppo_train(run: PPORun) -> None:
 
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step of PPO; None: no prompts are left.
-
-    In the first ppo.policy_training_start_step steps only the value model is trained. The policy's unchanged weights
-    are still published, so that the weight version stays the number of steps.
-
-    Raises:
-        SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as
-            before the step.
-        RunError: a value is not finite, or a process failed.
-    """
+    """Do one step of PPO; None: no prompts are left. Raises the errors of `grpo_step`."""
     config, policy, rollouts = run.config, run.policy, run.rollouts
     step, timer = run.state["total_steps"] + 1, StepTimer()
     run.placement.wake_engines(timer)
@@ -62,9 +53,11 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         is_finite = add_advantages(config, scores, batch, rollouts)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
+    # In the first steps only the value model is trained. The policy's unchanged weights are still published, so that
+    # the weight version stays the number of steps. Later the policy learns first, since it may refuse the step, which
+    # then changes nothing.
     learned = None
     if step > config.ppo.policy_training_start_step:
-        # The policy learns first, since it may refuse the step, which then changes nothing.
         with timer.phase("train"):
             learned = train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):

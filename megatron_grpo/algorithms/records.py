@@ -130,18 +130,11 @@ class StepCheck:
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
     """Brings the tokens and texts of groups to the driver (`RolloutPool.fetch`)."""
     groups: Sequence[SampledGroup]
-    step: int
-    """Number of the step, or of the last one before a validation."""
+    step: int  # or the last step before a validation
     dataset: str = "training"
-    """Name of the prompts' data set, for messages."""
 
     def require_finite_samples(self) -> None:
-        """Check the rewards and the sampling log-probabilities.
-
-        Raises:
-            SamplingError: a reward is not finite.
-            RunError: a sampling log-probability is not finite.
-        """
+        """Check the sampling log-probabilities (RunError) and the rewards (SamplingError)."""
         outcomes = [outcome for group in self.groups for outcome in group.outcomes]
         bad_logprobs = [index for index, outcome in enumerate(outcomes) if not outcome.finite_logprobs]
         if bad_logprobs:  # the weights themselves may be broken
@@ -173,10 +166,7 @@ class StepCheck:
     ) -> NoReturn:
         """Write the offending responses to run_dir/non_finite_step_N.json and end the run.
 
-        Args:
-            responses: indices of the responses in the step.
-            values: further keys of the file, a value for each response.
-            error: class of the error to raise, which names the prompts as rows of the data.
+        `responses`: their indices in the step. `values`: further keys of the file, a value for each response.
         """
         file = self.run_dir / f"non_finite_step_{self.step}.json"
         outcomes: list[Outcome] = [outcome for group in self.groups for outcome in group.outcomes]

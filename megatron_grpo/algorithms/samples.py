@@ -69,18 +69,17 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     Raises:
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
             fill the step within its limit.
-        RunError: a sampling log-probability is not finite.
     """
     if isinstance(run.loader, RecordedSteps):
         return _read_recorded(run, run.loader, timer)
     if run.config.training_loop.use_dynamic_sampling:
         samples = _fill_step(run, batches, timer)
+    elif groups := _sample_groups(run, batches, timer):
+        samples = StepSamples(groups)
+        samples.sampled = samples.outcomes
+        samples.metrics = _compute_async_metrics(run, samples.outcomes, timer)
     else:
-        groups = _sample_groups(run, batches, timer)
-        samples = StepSamples(groups) if groups else None
-        if samples is not None:
-            samples.sampled = samples.outcomes
-            samples.metrics = _compute_async_metrics(run, samples.outcomes, timer)
+        samples = None
     if samples is not None:
         # Also if dynamic sampling sampled several batches: the counts are since the last step.
         samples.engines = compute_engine_metrics(run.rollouts.take_engine_counts())

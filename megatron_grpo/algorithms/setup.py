@@ -45,13 +45,8 @@ from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
-    Args:
-        config: the run's configuration, checked.
-        startup: the start-up from `open_run`, which also ends Ray; None: this function starts and ends Ray.
-
-    Yields:
-        A GRPORun, for algorithm=ppo a PPORun. With debug.train=false a SamplingRun without models, whose engines have
-        the weights of the model folder.
+    Yields a GRPORun, for algorithm=ppo a PPORun. With debug.train=false it is a SamplingRun without models, whose
+    engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
 
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.

@@ -51,8 +51,7 @@ def add_logprobs(
     metrics about responses that were left out.
 
     Raises:
-        RunError: a log-probability that the step uses is not finite.
-        DisagreementError: they are too far from those of generation (`require_agreement`).
+        RunError: a log-probability that the step uses is not finite, or too far from that of generation.
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it; others need not be finite.
     needs_all = config.loss_fn.use_kl_in_reward
@@ -90,8 +89,7 @@ def train_policy(
     None: no token is in the loss, and the weights are as they were.
 
     Raises:
-        RunError: a gradient is not finite; no update was made from it.
-        DisagreementError: the policy's log-probabilities are too far from those of generation; no update was made.
+        RunError: a gradient is not finite, or training and generation disagree too much; no update was made from it.
     """
     loop, is_recorded = config.training_loop, config.logger.has_replay(check.step)
     if not config.needs_prev_logprobs:
@@ -156,8 +154,7 @@ def train_in_minibatches(
 ) -> TrainResult | None:
     """Train passes over the batch in optimizer steps of `samples` sequences.
 
-    Samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. None: there was no
-    optimizer step.
+    None: there was no optimizer step.
 
     Raises:
         NonFiniteGradientError: a gradient is not finite; names sequences by their indices in `batch`.
@@ -165,6 +162,7 @@ def train_in_minibatches(
     results: list[TrainResult] = []
     loss_tokens: list[float] = []
     for _ in range(iterations):
+        # Samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it.
         for sequences in batch.split_minibatches(samples):
             tokens = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
             # A minibatch without a token in the loss gets no optimizer step: it would move the weights by momentum and
@@ -204,13 +202,10 @@ def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]
 def publish_and_report(
     run: GRPORun, samples: StepSamples, metrics: Mapping[str, float], learned: TrainResult | None, timer: StepTimer
 ) -> StepReport:
-    """Assess a learnt step, publish its weights, and report it.
-
-    `metrics`: those of sampling and learning.
+    """Assess a learnt step with these metrics, publish its weights, and report it.
 
     Raises:
         UnpublishedStepError: the engines do not serve the weights; the error has the report.
-        ModelLostError: a rank that had to make room for the engines is gone.
     """
     step, transfer = run.state["total_steps"] + 1, None
     # Assessed first, because the refit of a step that disagrees with generation also compares weights.

@@ -23,7 +23,6 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
 
     Raises:
         SamplingError: an engine or an environment failed, or a reward is not finite.
-        RunError: a sampling log-probability is not finite.
     """
     if not run.val_prompts:
         return {}
@@ -59,14 +58,9 @@ def sample_responses(
     size: int,
     timer: StepTimer,
 ) -> Iterator[list[SampledGroup]]:
-    """Sample and score responses to all prompts, in batches.
-
-    The same weights give the same prompts the same responses for a seed.
-
-    Raises:
-        SamplingError: an engine or an environment failed, or too many rollouts did.
-    """
+    """Sample and score responses to all prompts, in batches of `size`."""
     for start in range(0, len(prompts), size):
+        # Step 0 for every batch and validation: the same weights give the same responses for a seed.
         rollout_settings = rollouts.make_settings(samples, settings, seed, step=0)
         yield rollouts.collect(prompts[start : start + size], rollout_settings, timer)
 
