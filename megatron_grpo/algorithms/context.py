@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from megatron_grpo.algorithms.placement import Placement
-from megatron_grpo.algorithms.prob_error import ProbErrorState
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepCheck
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.generation_requests import SamplingSettings
@@ -34,6 +33,19 @@ class EarlyStopState(TypedDict):
     last: float | None
     waited: int
     """Validations in a row that did not improve on the best."""
+
+
+class ProbErrorState(TypedDict):
+    """The noise in steps within the bound (prob_error.py), and the episode of others."""
+
+    precision: str
+    """Precision of policy and engines for which the noise was measured."""
+    fresh: list[float]
+    """Excess of the first steps, for tokens drawn from the weights that train."""
+    stale: list[float]
+    """Divergence of the latest steps, for older tokens."""
+    calm_steps: int | None
+    """Steps within the bound since the last step beyond it; None: there is no episode."""
 
 
 class GRPOSaveState(TypedDict):

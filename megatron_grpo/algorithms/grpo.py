@@ -50,7 +50,7 @@ from megatron_grpo.algorithms.prob_error import compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import add_logprobs, build_batch, publish_and_report, train_policy
-from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.algorithms.step_advantages import add_advantages
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
@@ -107,17 +107,16 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     run.placement.offload_engines(timer)  # on shared devices models and engines take turns
     check = run.make_check(samples.groups, step)
     with timer.phase("batch"):
-        scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
         batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
         run.dumps.hold(step, samples.groups, batch, samples.make_facts(run.loader_state))
     logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):
-        is_finite = add_advantages(config, scores, batch, rollouts)
+        is_finite = add_advantages(config, samples.scores, batch, rollouts)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()  # rollouts are written while the policy learns
     with timer.phase("train"):
         learned = train_policy(config, batch, policy, run.loss_fn, check)
-    metrics = compute_sampling_metrics(config, samples, scores)
+    metrics = compute_sampling_metrics(config, samples)
     metrics |= logprob_metrics | compute_learning_metrics(learned, batch)
     return publish_and_report(run, samples, metrics, learned, timer)

@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.stages import (
     train_policy,
     train_value_model,
 )
-from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.algorithms.step_advantages import add_advantages
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
@@ -41,7 +41,6 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     run.placement.offload_engines(timer)
     check = run.make_check(samples.groups, step)
     with timer.phase("batch"):
-        scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
         batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
         run.dumps.hold(step, samples.groups, batch, samples.make_facts(run.loader_state))
@@ -50,7 +49,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         is_finite = run.value.add_values(batch)
     check.require_finite("values", is_finite | ~batch.in_loss, batch)
     with timer.phase("advantages"):
-        is_finite = add_advantages(config, scores, batch, rollouts)
+        is_finite = add_advantages(config, samples.scores, batch, rollouts)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     # In the first steps only the value model is trained. The policy's unchanged weights are still published, so that
@@ -62,6 +61,6 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
             learned = train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):
         value_metrics = train_value_model(config, batch, run.value, run.value_loss_fn, check)
-    metrics = compute_sampling_metrics(config, samples, scores)
+    metrics = compute_sampling_metrics(config, samples)
     metrics |= logprob_metrics | compute_learning_metrics(learned, batch) | value_metrics
     return publish_and_report(run, samples, metrics, learned, timer)

@@ -13,22 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NoReturn, TypedDict
+from typing import NoReturn
 
+from megatron_grpo.algorithms.context import GRPORun, ProbErrorState
+from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.token_functions import measure_prob_error
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import DisagreementError
+from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.divergence import error_without_worst
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout_metrics import compute_age_metrics
-
-if TYPE_CHECKING:
-    from megatron_grpo.algorithms.context import GRPORun
-    from megatron_grpo.algorithms.records import StepCheck
-    from megatron_grpo.batch.step_batch import StepBatch
-    from megatron_grpo.batch.trajectory import Outcome
-    from megatron_grpo.config.schema import Config
-    from megatron_grpo.models.shape import ModelShape
-    from megatron_grpo.observability.timing import StepTimer
-    from megatron_grpo.rollouts.pool import RolloutPool
 
 ERROR = "token_mult_prob_error"
 WORST = "token_mult_prob_error_max"
@@ -55,27 +53,12 @@ STALE_FLOOR = 0.05  # the smallest bound, for each update that the tokens are be
 CALM_STEPS = 10
 
 
-class ProbErrorState(TypedDict):
-    """The noise in steps within the bound, and the episode of others."""
-
-    precision: str
-    """Precision of policy and engines for which the noise was measured."""
-    fresh: list[float]
-    """Excess of the first steps, for tokens drawn from the weights that train."""
-    stale: list[float]
-    """Divergence of the latest steps, for older tokens."""
-    calm_steps: int | None
-    """Steps within the bound since the last step beyond it; None: there is no episode."""
-
-
 @dataclass(frozen=True, slots=True)
 class NoiseBounds:
     """How far rounding may move the probability error above 1 (docs/metrics.md)."""
 
-    first: float
-    """The bound before the noise is measured."""
-    floor: float
-    """The smallest bound afterwards, since noise changes with the policy."""
+    first: float  # before the noise is measured
+    floor: float  # afterwards the smallest bound, since noise changes with the policy
 
     @staticmethod
     def from_config(config: Config, shape: ModelShape) -> NoiseBounds:
@@ -103,10 +86,8 @@ def make_prob_error_state(kind: str) -> ProbErrorState:
 class NoiseComparison:
     """One step compared with the noise so far."""
 
-    figure: str
-    """Metric that was compared: ERROR or DIVERGENCE."""
-    bound: float
-    """Largest value of the figure that noise explains; infinite while that is not known."""
+    figure: str  # the metric that was compared: ERROR or DIVERGENCE
+    bound: float  # its largest value that noise explains; infinite while that is not known
     is_off: bool
     begins_episode: bool
 
@@ -154,8 +135,7 @@ class Assessment:
 
     metrics: Mapping[str, float]
     remarks: Sequence[str] = ()
-    needs_checkpoint: bool = False
-    """True: a checkpoint after the step lets the doctor examine the next one."""
+    needs_checkpoint: bool = False  # True: a checkpoint after the step lets the doctor examine the next one
 
 
 def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
@@ -217,13 +197,8 @@ def _write_warning(
 def require_agreement(
     config: Config, batch: StepBatch, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> None:
-    """Refuse to learn from prev_logprobs that are beyond the hard limit.
-
-    Without prev_logprobs the ranks check their own, before the only optimizer step (`ModelRank.is_beyond_limit`).
-
-    Raises:
-        DisagreementError: the error is beyond the limit.
-    """
+    """Refuse to learn from prev_logprobs that are beyond the hard limit (`refuse_step`)."""
+    # Without prev_logprobs the ranks check their own, before the only optimizer step (`ModelRank.is_beyond_limit`).
     limit, tokens = batch.prob_error_limit, float(batch.loss_tokens)
     if limit is None or "prev_logprobs" not in batch.fields or not tokens:
         return
@@ -235,7 +210,7 @@ def require_agreement(
 
 
 def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Mapping[str, float]) -> NoReturn:
-    """End the run before it learns from a step."""
+    """End the run before it learns from a step: DisagreementError."""
     limit, step = batch.prob_error_limit, check.step
     assert limit is not None
     is_recorded = config.logger.rollouts == "all"

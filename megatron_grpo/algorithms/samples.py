@@ -33,13 +33,13 @@ class StepSamples:
     equal, so `groups` is [A, C], `sampled` has the outcomes of A, B and C, and `dropped` those of B.
     """
 
-    groups: list[SampledGroup] = field(default_factory=list)
+    groups: list[SampledGroup]
     """Groups to train on, numbered by their position in the step."""
-    scores: Scores | None = None
-    """Scores of the groups to train on, where dynamic sampling needed them; None: not computed yet."""
-    sampled: list[Outcome] = field(default_factory=list)
+    scores: Scores
+    """Scores of the groups to train on."""
+    sampled: list[Outcome]
     """Outcomes of all rollouts that were sampled, including those that dynamic sampling dropped."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
     engines: dict[str, float] = field(default_factory=dict)
     """Load and speed of the engines, which depend on timing."""
     dropped: list[Outcome] = field(default_factory=list)
@@ -75,9 +75,9 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     if run.config.training_loop.use_dynamic_sampling:
         samples = _fill_step(run, batches, timer)
     elif groups := _sample_groups(run, batches, timer):
-        samples = StepSamples(groups)
-        samples.sampled = samples.outcomes
-        samples.metrics = _compute_async_metrics(run, samples.outcomes, timer)
+        outcomes = [outcome for group in groups for outcome in group.outcomes]
+        metrics = _compute_async_metrics(run, outcomes, timer)
+        samples = StepSamples(groups, score(run.config, outcomes), outcomes, metrics)
     else:
         samples = None
     if samples is not None:
@@ -88,8 +88,9 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
 
 def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     # Groups of a step that the last prompts do not fill stay in run.batch_cache, for a continuation with more epochs.
-    config, loop = run.config, run.config.training_loop
-    samples = StepSamples(carried=len(run.batch_cache))
+    config, loop, carried = run.config, run.config.training_loop, len(run.batch_cache)
+    sampled: list[Outcome] = []
+    dropped: list[Outcome] = []
     # Groups that waited in a checkpoint are scored anew: it has their rewards, not their scores.
     waiting = [(group, score(config, group.outcomes)) for group in run.batch_cache]
     without_signal = surplus = 0
@@ -104,8 +105,8 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
         run.batch_cache[:] = [group for group, _ in waiting]
         without_signal += batch.without_signal
         surplus += batch.surplus
-        samples.sampled += [outcome for group in groups for outcome in group.outcomes]
-        samples.dropped += [outcome for group, _ in batch.dropped for outcome in group.outcomes]
+        sampled += [outcome for group in groups for outcome in group.outcomes]
+        dropped += [outcome for group, _ in batch.dropped for outcome in group.outcomes]
         if batch.is_batch_complete:
             break
         if gen_batches >= loop.dynamic_sampling_max_gen_batches:
@@ -115,15 +116,15 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
                 f"nearly every prompt get the same reward; choose easier or harder prompts, more "
                 f"{config.algorithm}.num_generations_per_prompt, or a higher limit"
             )
-    samples.groups = renumber_groups([group for group, _ in batch.groups])
-    samples.scores = Scores.join([scores for _, scores in batch.groups])
-    samples.metrics = {
+    groups = renumber_groups([group for group, _ in batch.groups])
+    metrics = {
         _GEN_BATCHES: float(gen_batches),
         "dynamic_sampling_groups_without_signal": float(without_signal),
         "dynamic_sampling_groups_sliced": float(surplus),
-        **_compute_async_metrics(run, samples.outcomes, timer),
+        **_compute_async_metrics(run, [outcome for group in groups for outcome in group.outcomes], timer),
     }
-    return samples
+    scores = Scores.join([scores for _, scores in batch.groups])
+    return StepSamples(groups, scores, sampled, metrics, dropped=dropped, carried=carried)
 
 
 def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer) -> StepSamples | None:
@@ -134,15 +135,16 @@ def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer)
     with timer.phase("recording"):
         facts, groups = run.rollouts.load(recording.files[step])
     run.make_check(groups, step).require_finite_samples()
-    samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
-    samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
-    samples.metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    sampled = outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
     # Progress and the position in the data advance as they did in the recorded run.
     recording.load_state_dict(facts.position)
     run.batch_cache.clear()
     state["generation_batches"] += int(facts.dynamic_sampling.get(_GEN_BATCHES, 1))
-    state["consumed_samples"] += len(samples.sampled) // loop.num_generations_per_prompt
-    return samples
+    state["consumed_samples"] += len(sampled) // loop.num_generations_per_prompt
+    metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
+    scores = score(run.config, outcomes)
+    return StepSamples(groups, scores, sampled, metrics, dropped=facts.dropped, carried=facts.carried)
 
 
 def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
@@ -202,7 +204,6 @@ def dynamic_sampling(
     """
     assert signal.shape == (len(groups),)
     assert signal.dtype == torch.bool
-    # With 3 prompts a step and 1 group that waits, the first 2 groups with a signal fill the step.
     # Surplus groups do not wait for the next step: they were sampled from weights that are about to change.
     is_used = (signal & (signal.cumsum(0) <= num_prompts_per_step - len(batch_cache))).tolist()
     useful = [*batch_cache, *(group for group, used in zip(groups, is_used, strict=True) if used)]

@@ -11,7 +11,7 @@ from megatron_grpo.algorithms.placement import publish
 from megatron_grpo.algorithms.prob_error import assess_agreement, refuse_step, require_agreement
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
-from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, make_report
+from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError
 from megatron_grpo.algorithms.token_functions import flag_inconsistent_sequences
 from megatron_grpo.batch.packing import OF_TOKENS, Cost
 from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, write_figures
@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
-from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.trainer.model_ranks import (
     MegatronPolicy,
@@ -207,13 +207,38 @@ def publish_and_report(
     Raises:
         UnpublishedStepError: the engines do not serve the weights; the error has the report.
     """
-    step, transfer = run.state["total_steps"] + 1, None
+    config, policy, step = run.config, run.policy, run.state["total_steps"] + 1
     # Assessed first, because the refit of a step that disagrees with generation also compares weights.
     assessment = assess_agreement(run, step, metrics, samples.outcomes)
+    metrics, remarks = {**metrics, **assessment.metrics}, [*assessment.remarks]
+    checks: Mapping[str, float] = {}
+    failure: RefitError | None = None
     if run.transport is not None:
         try:
             transfer = publish(run.transport, run.placement, step, timer)
-        except RefitError as failure:
-            report = make_report(run, samples, metrics, learned, assessment, timer.seconds, transfer)
-            raise UnpublishedStepError(report, failure) from failure
-    return make_report(run, samples, metrics, learned, assessment, timer.seconds, transfer)
+        except RefitError as error:
+            failure = error
+        else:
+            metrics["refit_bytes"] = float(transfer.bytes_sent)
+            metrics["refit_retries"] = float(transfer.retries)
+            metrics["engine_restarts"] = float(len(transfer.replaced))
+            remarks += transfer.replaced
+            checks = transfer.checks
+    timing, passes = timer.seconds, 0.0
+    if learned is not None:  # minibatches without a token in the loss had no optimizer step
+        passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
+    figures = compute_throughput(
+        policy.shape,
+        [outcome.tokens for outcome in samples.outcomes],
+        timing,
+        passes=passes,
+        devices=config.policy.parallel.world_size,
+        peak=find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
+    )
+    if learned is not None and learned.gpu_memory_gib:
+        figures["gpu_memory_gib"] = learned.gpu_memory_gib
+    figures |= {**samples.engines, **checks}
+    report = StepReport(metrics, timing, figures, samples.sampled, remarks, assessment.needs_checkpoint)
+    if failure is not None:
+        raise UnpublishedStepError(report, failure) from failure
+    return report

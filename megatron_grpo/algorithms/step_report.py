@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_grpo.algorithms.context import GRPORun, SamplingRun
-from megatron_grpo.algorithms.prob_error import Assessment
+from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.samples import StepSamples
-from megatron_grpo.algorithms.step_advantages import Scores
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
-from megatron_grpo.observability.timing import compute_throughput, find_peak_tflops
 from megatron_grpo.rollouts.failures import describe_failures
 from megatron_grpo.rollouts.rollout_metrics import (
     compute_group_metrics,
@@ -23,7 +20,6 @@ from megatron_grpo.rollouts.rollout_metrics import (
 )
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
-from megatron_grpo.weight_sync.transfer_modes import TransferReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class UnpublishedStepError(Exception):
         self.report, self.failure = report, failure
 
 
-def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
+def compute_sampling_metrics(config: Config, samples: StepSamples) -> dict[str, float]:
     """Compute the metrics of all sampled rollouts."""
     sampled = samples.sampled
     generations = config.training_loop.num_generations_per_prompt
@@ -61,7 +57,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
         **compute_reward_function_metrics(sampled),
         **compute_task_metrics(sampled, config.env),
         # This one and filtered_reward cover only rollouts that are trained on; a single sample never has a signal.
-        **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
+        **({"groups_without_signal": float((~samples.scores.differs).float().mean())} if generations > 1 else {}),
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,
     }
@@ -78,44 +74,6 @@ def compute_learning_metrics(learned: TrainResult | None, batch: StepBatch) -> d
         metrics |= learned.metrics
     steps = 0 if learned is None else learned.optimizer_steps
     return {**metrics, "optimizer_steps": float(steps), "valid_tokens": float(batch.loss_tokens)}
-
-
-def make_report(
-    run: GRPORun,
-    samples: StepSamples,
-    metrics: Mapping[str, float],
-    learned: TrainResult | None,
-    assessment: Assessment,
-    timing: Mapping[str, float],
-    transfer: TransferReport | None,
-) -> StepReport:
-    """Build the report of a step.
-
-    `learned` is None if there were no optimizer steps, `transfer` if the refit failed or there are no engines.
-    """
-    config, policy, passes = run.config, run.policy, 0.0
-    if learned is not None:  # minibatches without a token in the loss had no optimizer step
-        passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
-    figures = compute_throughput(
-        policy.shape,
-        [outcome.tokens for outcome in samples.outcomes],
-        timing,
-        passes=passes,
-        devices=config.policy.parallel.world_size,
-        peak=find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
-    )
-    if learned is not None and learned.gpu_memory_gib:
-        figures["gpu_memory_gib"] = learned.gpu_memory_gib
-    figures |= samples.engines
-    metrics = {**metrics, **assessment.metrics}
-    remarks = [*assessment.remarks]
-    if transfer is not None:
-        metrics["refit_bytes"] = float(transfer.bytes_sent)
-        metrics["refit_retries"] = float(transfer.retries)
-        metrics["engine_restarts"] = float(len(transfer.replaced))
-        figures |= transfer.checks
-        remarks += transfer.replaced
-    return StepReport(metrics, dict(timing), figures, samples.sampled, remarks, assessment.needs_checkpoint)
 
 
 def log_step(run: SamplingRun, report: StepReport, metrics: Mapping[str, float]) -> None:

@@ -92,7 +92,7 @@ def test_without_dynamic_sampling_a_step_is_a_generation_batch(tmp_path: Path) -
         assert prompts_of(samples.outcomes) == expected
         assert samples.outcomes == samples.sampled
         assert samples.metrics == {}
-        assert samples.scores is None, "nobody has asked yet"
+        assert samples.scores.rewards.tolist() == score(run.config, samples.outcomes).rewards.tolist()
     assert sample(run, prompts, StepTimer()) is None
     assert [asked["step"] for asked in rollouts.asked] == [1, 2]
     assert run.state["consumed_samples"] == 6
@@ -139,16 +139,15 @@ def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     samples = drawn(run, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
     assert scored == [0, 1, 2, 3, 5, 7, 4, 6, 8]
     expected = score(run.config, samples.outcomes)
-    assert samples.scores is not None
     assert samples.scores.rewards.tolist() == expected.rewards.tolist()
     assert samples.scores.has_signal.tolist() == samples.scores.differs.tolist() == [True] * 3
     assert samples.scores.reward_parts is samples.scores.weights is None
 
 
-def test_without_dynamic_sampling_scores_are_left_to_the_step(tmp_path: Path, scored: list[int]) -> None:
+def test_without_dynamic_sampling_a_step_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     run, _ = make(tmp_path)
     drawn(run, batches([0, 1, 2]))
-    assert scored == []
+    assert scored == [0, 1, 2]
 
 
 def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, scored: list[int]) -> None:
@@ -166,8 +165,6 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
     straight = drawn(make(tmp_path, use_dynamic_sampling=True)[0], batches([0, 1, 2], [4, 6, 8]))
     assert continued.outcomes == straight.outcomes
     assert trajectories_of(continued.groups) == trajectories_of(straight.groups)
-    assert continued.scores is not None
-    assert straight.scores is not None
     assert continued.scores.rewards.tolist() == straight.scores.rewards.tolist()
     assert [asked["step"] for asked in again.asked] == [2]
 

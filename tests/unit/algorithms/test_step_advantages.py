@@ -216,7 +216,7 @@ def signal_metric(config: Config, trajectories: list[Trajectory]) -> float | Non
     """The share of groups without a signal that a step reports."""
     outcomes = [one.outcome for one in trajectories]
     groups = FakeRollouts().put([trajectories])
-    metrics = compute_sampling_metrics(config, StepSamples(groups, None, outcomes), score(config, outcomes))
+    metrics = compute_sampling_metrics(config, StepSamples(groups, score(config, outcomes), outcomes, {}))
     return metrics.get("groups_without_signal")
 
 

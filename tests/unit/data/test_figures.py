@@ -57,8 +57,9 @@ def step_metrics_of(scores: list[EnvironmentReturn]) -> dict[str, float]:
     sampled = [trajectory.outcome for trajectory in group]
     config = Config()
     config.grpo.num_generations_per_prompt = 8
-    samples: Any = SimpleNamespace(sampled=sampled, outcomes=sampled, metrics={"dropped": 1.0})
-    return compute_sampling_metrics(config, samples, SimpleNamespace(differs=torch.ones(8, dtype=torch.bool)))  # type: ignore[arg-type]
+    differs = SimpleNamespace(differs=torch.ones(8, dtype=torch.bool))
+    samples: Any = SimpleNamespace(sampled=sampled, outcomes=sampled, metrics={"dropped": 1.0}, scores=differs)
+    return compute_sampling_metrics(config, samples)
 
 
 def rewards(count: int) -> list[float]:
