@@ -9,8 +9,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `read_rollouts` when it is first used."""
-    # Other modules of this folder need no NumPy.
+    # Imported when it is first used: other modules of this folder need no NumPy.
     if name == "read_rollouts":
         from megatron_grpo.batch.rollout_files import read_rollouts
 

@@ -38,10 +38,14 @@ def plot_run(run_dir: str | Path) -> Path:
     if any(value > 0 for value in excess):
         mismatch.set_yscale("log", nonpositive="mask")
     _draw_phases(time, steps)
-    _format_axes(reward, "Reward of the training samples")
-    _format_axes(accuracy, "Accuracy")
-    _format_axes(mismatch, "Mismatch of training and generation")
-    _format_axes(time, "Seconds of each step, by phase")
+    titles = {reward: "Reward of the training samples", accuracy: "Accuracy"}
+    titles |= {mismatch: "Mismatch of training and generation", time: "Seconds of each step, by phase"}
+    for axes, title in titles.items():
+        axes.set_title(title, fontsize=11, color=INK)
+        axes.set_xlabel("step")
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     write_atomically(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
     return folder / PLOT_FILE
 
@@ -82,11 +86,3 @@ def _smooth(values: list[float]) -> list[float]:
 
     # The first values have their full weight, as Adam corrects its moments.
     return list(pd.Series(values, dtype=float).ewm(alpha=1 - SMOOTHING).mean())
-
-
-def _format_axes(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=11, color=INK)
-    axes.set_xlabel("step")
-    axes.grid(axis="y", color="#eeeeee")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -25,8 +25,7 @@ class Platform:
     """
 
     name: Literal["cuda", "cpu", "dry"]
-    device: torch.device
-    """Device of a process's tensors: the first GPU that Ray shows it."""
+    device: torch.device  # of a process's tensors: the first GPU that Ray shows it
     backend: Literal["nccl", "gloo", "fake"]
     host: Literal["cpu", "meta"] = "cpu"
     """Device of tensors in host memory; a dry platform distinguishes it from the device."""
@@ -75,12 +74,10 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect a client to the store at this address.
-
-    Raises:
-        RuntimeError: nothing listens there. A store listens before its address is sent, so it was closed.
-    """
-    try:  # TCPStore would try for up to twice its timeout
+    """Connect a client to the store at this address; RuntimeError if nothing listens."""
+    # A store listens before its address is sent, so one that does not was closed. TCPStore alone would try for up to
+    # twice its timeout.
+    try:
         socket.create_connection((host, port), timeout_s).close()
     except OSError as error:
         raise RuntimeError(f"no store listens at {host}:{port}: {error}") from None

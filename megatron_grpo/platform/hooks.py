@@ -28,12 +28,9 @@ ON_INSTANCES = "(on instances)"
 class Library:
     """A third-party library that hooks reach into."""
 
-    package: str
-    """Name that Python imports."""
-    tried: str
-    """Versions with which the library's hooks were tried; `pyproject.toml` allows the same or fewer."""
-    distributions: tuple[str, ...]
-    """Distributions of the library, of which one is installed at a time."""
+    package: str  # name that Python imports
+    tried: str  # versions with which the hooks were tried; `pyproject.toml` allows the same or fewer
+    distributions: tuple[str, ...]  # one of them is installed at a time
 
     def find_installed(self) -> tuple[str, str] | None:
         """Find the installed distribution and its version."""
@@ -57,13 +54,10 @@ LIBRARIES = {
 class Hook:
     """One row of hooks.yaml."""
 
-    library: str
-    """Key of LIBRARIES."""
-    platform: Literal["cuda", "cpu", "dry", "both"]
-    """Platforms that use the hook; both: CUDA and CPU."""
+    library: str  # key of LIBRARIES
+    platform: Literal["cuda", "cpu", "dry", "both"]  # platforms that use the hook; both: CUDA and CPU
     module: str
-    names: tuple[str, ...]
-    """Path of attributes from the module to the symbol."""
+    names: tuple[str, ...]  # path of attributes from the module to the symbol
     why: str
 
     def is_missing(self) -> bool:
@@ -100,11 +94,7 @@ def load_hooks() -> tuple[Hook, ...]:
 
 
 def check_hooks(platform: Literal["cuda", "cpu", "dry"]) -> None:
-    """Check the hooks of libraries that this process has imported.
-
-    Raises:
-        RunError: a symbol of this platform is missing.
-    """
+    """Check the hooks of this platform in imported libraries (RunError)."""
     for hook in load_hooks():
         if hook.platform in ("both", platform) and hook.is_missing():
             library = LIBRARIES[hook.library]

@@ -47,13 +47,13 @@ class _Stream:
 class _Overlay(ModuleType):
     """A module with some names replaced; its lazy imports still work."""
 
-    def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
+    def __init__(self, original: ModuleType, **replaced: Any) -> None:
         super().__init__(original.__name__)
         self.__dict__.update({**vars(original), **replaced})
-        self.__dict__["_original"] = original
+        self._original = original
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
+        return getattr(self._original, name)
 
 
 def build_cpu_torch() -> ModuleType:
@@ -61,21 +61,19 @@ def build_cpu_torch() -> ModuleType:
     stream = _Stream()
     cuda = _Overlay(
         torch.cuda,
-        {
-            "current_device": lambda: torch.device("cpu"),
-            "synchronize": _skip,
-            "empty_cache": _skip,
-            "Stream": _Stream,
-            "Event": _Stream,
-            "stream": contextlib.nullcontext,
-            "current_stream": lambda device=None: stream,
-            "default_stream": lambda device=None: stream,
-            "get_rng_state": lambda device=None: torch.get_rng_state(),
-            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-            "manual_seed": torch.manual_seed,
-        },
+        current_device=lambda: torch.device("cpu"),
+        synchronize=_skip,
+        empty_cache=_skip,
+        Stream=_Stream,
+        Event=_Stream,
+        stream=contextlib.nullcontext,
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
     )
-    return _Overlay(torch, {"cuda": cuda, **{name: _wrap_factory(getattr(torch, name)) for name in FACTORIES}})
+    return _Overlay(torch, cuda=cuda, **{name: _wrap_factory(getattr(torch, name)) for name in FACTORIES})
 
 
 def _wrap_factory(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
