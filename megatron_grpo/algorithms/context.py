@@ -31,42 +31,30 @@ class EarlyStopState(TypedDict):
 
     best: float | None
     last: float | None
-    waited: int
-    """Validations in a row that did not improve on the best."""
+    waited: int  # validations in a row that did not improve on the best
 
 
 class ProbErrorState(TypedDict):
     """The noise in steps within the bound (prob_error.py), and the episode of others."""
 
-    precision: str
-    """Precision of policy and engines for which the noise was measured."""
-    fresh: list[float]
-    """Excess of the first steps, for tokens drawn from the weights that train."""
-    stale: list[float]
-    """Divergence of the latest steps, for older tokens."""
-    calm_steps: int | None
-    """Steps within the bound since the last step beyond it; None: there is no episode."""
+    precision: str  # of policy and engines when the noise was measured
+    fresh: list[float]  # excess of the first steps, for tokens drawn from the weights that train
+    stale: list[float]  # divergence of the latest steps, for older tokens
+    calm_steps: int | None  # steps within the bound since the last step beyond it; None: there is no episode
 
 
 class GRPOSaveState(TypedDict):
     """Progress of a GRPO run."""
 
-    consumed_samples: int
-    """Prompts used so far."""
-    current_step: int
-    """Steps in the current epoch."""
+    consumed_samples: int  # prompts used so far
+    current_step: int  # steps in the current epoch
     current_epoch: int
-    total_steps: int
-    """Steps so far; also the policy's weight version."""
-    generation_batches: int
-    """Batches of prompts sampled so far; more than steps with dynamic sampling."""
-    total_valid_tokens: int
-    """Tokens in the loss, summed over all steps."""
+    total_steps: int  # steps so far; also the policy's weight version
+    generation_batches: int  # batches of prompts sampled so far; more than steps with dynamic sampling
+    total_valid_tokens: int  # tokens in the loss, summed over all steps
     early_stop: EarlyStopState
-    prob_error: NotRequired[ProbErrorState]
-    """Noise of the probability error; absent before the first step that has one."""
-    val_step: NotRequired[int]
-    """Steps before the last validation."""
+    prob_error: NotRequired[ProbErrorState]  # absent before the first step that has a probability error
+    val_step: NotRequired[int]  # steps before the last validation
     val_reward: NotRequired[float | None]
     val_accuracy: NotRequired[float | None]
 

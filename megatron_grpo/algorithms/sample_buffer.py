@@ -26,7 +26,6 @@ class SampleBuffer(ABC):
 
     rollouts: RolloutPool
     loader: Batches
-    """Loader of the prompts that `take` gets."""
     loop: LoopConfig
     settings: SamplingSettings
     generation_batches: int

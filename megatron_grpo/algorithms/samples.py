@@ -36,14 +36,11 @@ class StepSamples:
     groups: list[SampledGroup]
     """Groups to train on, numbered by their position in the step."""
     scores: Scores
-    """Scores of the groups to train on."""
     sampled: list[Outcome]
     """Outcomes of all rollouts that were sampled, including those that dynamic sampling dropped."""
     metrics: dict[str, float]
-    engines: dict[str, float] = field(default_factory=dict)
-    """Load and speed of the engines, which depend on timing."""
-    dropped: list[Outcome] = field(default_factory=list)
-    """The part of `sampled` that dynamic sampling dropped."""
+    engines: dict[str, float] = field(default_factory=dict)  # load and speed of the engines
+    dropped: list[Outcome] = field(default_factory=list)  # the part of `sampled` that dynamic sampling dropped
     carried: int = 0
     """Number of groups, the first of `groups`, that were sampled before the run was resumed; `sampled` lacks them."""
 

@@ -25,10 +25,8 @@ class Snapshot:
     """The driver's part of a checkpoint, which later steps do not change."""
 
     state: GRPOSaveState
-    loader_state: dict[str, Any]
-    """Position in the training data."""
-    batch_cache: list[SampledGroup]
-    """Groups that dynamic sampling keeps for the next step."""
+    loader_state: dict[str, Any]  # position in the training data
+    batch_cache: list[SampledGroup]  # groups that dynamic sampling keeps for the next step
 
     @staticmethod
     def from_run(run: SamplingRun) -> Snapshot:

@@ -27,15 +27,11 @@ class StepReport:
     """Metrics and samples of one step."""
 
     metrics: dict[str, float]
-    timing: dict[str, float]
-    """Seconds by phase, and of the step as "total"."""
+    timing: dict[str, float]  # seconds by phase, and of the step as "total"
     throughput: dict[str, float]
-    sampled: list[Outcome]
-    """Outcomes of all sampled responses, including those that dynamic sampling dropped."""
-    remarks: Sequence[str] = ()
-    """Messages for the progress output."""
-    needs_checkpoint: bool = False
-    """True: a checkpoint is written after the step, whatever its number."""
+    sampled: list[Outcome]  # all sampled responses, including those that dynamic sampling dropped
+    remarks: Sequence[str] = ()  # messages for the progress output
+    needs_checkpoint: bool = False  # True: a checkpoint is written after the step, whatever its number
 
 
 class UnpublishedStepError(Exception):
