@@ -58,14 +58,10 @@ class Heartbeat:
     name: str
     pid: int
     host: str
-    machine: str
-    """Identifies the machine or container within which the pid is valid."""
-    beat: float
-    """Time of writing, on the clock of the process's machine."""
-    phases: tuple[Phase, ...]
-    """Current phases, outermost first; empty: the process waits for work."""
-    idle_since: float
-    """Time of the end of `last_phase`."""
+    machine: str  # the machine or container within which the pid is valid
+    beat: float  # time of writing, on the clock of the process's machine
+    phases: tuple[Phase, ...]  # current ones, outermost first; empty: the process waits for work
+    idle_since: float  # end of `last_phase`
     last_phase: str | None
 
 

@@ -1,8 +1,7 @@
 """Reports of overdue calls: phases in messages, stacks in logs.
 
 faulthandler writes the stacks of running processes; py-spy, which comes with Ray, writes those of stopped ones. Neither
-knows the phase of a process or reaches other machines, so heartbeat files do that (heartbeat.py); torch's flight
-recorder covers only collectives.
+knows the phase of a process or reaches other machines, so heartbeat files do that (heartbeat.py).
 """
 
 from __future__ import annotations

@@ -54,8 +54,6 @@ class RayCluster:
     def start(self, remove_if_killed: FolderRemover | None = None) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
-        `remove_if_killed` takes the folder of a Ray that is started here (`cleanup_after_kill`).
-
         Raises:
             RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
                 process already uses Ray.
