@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.reward_model import start_reward_model
 
@@ -43,8 +44,6 @@ class EnvironmentHandle:
 
     def spawn(self) -> Any:
         """Start another process, which ends with the calling process."""
-        from megatron_grpo.environments.environment_worker import EnvironmentWorker
-
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(EnvironmentWorker)
         return actor.remote(self.name, self.config, self.settings, self.rewards)
 

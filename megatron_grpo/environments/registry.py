@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import GenericAlias
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, Environ
 from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
-from megatron_grpo.environments.reward_functions import AgentEnvironment, RewardFunctionEnvironment
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.environments.user_functions import RewardFunction, load_agent_function, load_reward_function
 
 SETTINGS = "settings"  # name of the constructor parameter that receives the settings of the run
@@ -38,10 +37,8 @@ def create_environment(
         functions = {
             parse_reward_name(entry): rewards.get(entry) or load_reward_function(entry) for entry in config.reward_funcs
         }
-        make: Callable[..., Environment] = RewardFunctionEnvironment
-        if config.agent_func is not None:
-            make = partial(AgentEnvironment, agent_function=load_agent_function(config.agent_func))
-        return make(
+        return RewardFunctionEnvironment(
+            agent_function=None if config.agent_func is None else load_agent_function(config.agent_func),
             functions=functions,
             weights=config.function_weights,
             correctness=config.correctness_function,

@@ -159,6 +159,8 @@ class RewardFunctionEnvironment(Environment):
     A reward None is left out of the sum, as in TRL. If the prompt is a text, completions are texts; if it is a list of
     messages, each completion is a list of one assistant message. A column that a row lacks is None for it. Functions
     are called one after the other; awaitables that async functions return are then awaited together.
+
+    With `agent_function`, an agent runs the rollouts, and its results are an argument of the functions.
     """
 
     functions: Mapping[str, RewardFunction]
@@ -166,13 +168,21 @@ class RewardFunctionEnvironment(Environment):
     correctness: str | None  # name of the function whose reward above 0 means correct, and whose None means unknown
     timeout_s: float | None = None  # deadline of one call of a function; None: only the deadline of the process
     tolerant: bool = False  # a failed function counts as reward None; otherwise the rollout fails
+    agent_function: AgentFunction | None = None  # runs the rollouts, if there is one
     reads_token_ids = True
 
     def __post_init__(self) -> None:
         assert self.functions.keys() == self.weights.keys(), "a weight for every function"
+        self.agent = self.agent_function is not None
         self._calls = {name: RewardCall(function) for name, function in self.functions.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: set[str] = set()
+
+    def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+        assert self.agent_function is not None, "`agent` says so"
+        columns = {name: value for name, value in extra_env_info.items() if name not in ("prompt", REFERENCE)}
+        result = self.agent_function(prompt=prompt, access=access, **columns)
+        return asyncio.run(_await_all([result]))[0] if inspect.isawaitable(result) else result
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Call the functions, and sum up their weighted rewards.
@@ -227,10 +237,6 @@ class RewardFunctionEnvironment(Environment):
             rewards += [None] if isinstance(outcome, RewardError) else outcome
         return rewards
 
-    def collect_columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-        names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
-        return {name: [request.extra_env_info.get(name) for request in requests] for name in names}
-
     def _make_arguments(
         self,
         requests: Sequence[EnvironmentRequest],
@@ -246,6 +252,10 @@ class RewardFunctionEnvironment(Environment):
             for score, value in zip(scores, values, strict=True):
                 score.notes[column] = value if isinstance(value, str) else json.dumps(value, default=str)
 
+        names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
+        columns = {name: [request.extra_env_info.get(name) for request in requests] for name in names}
+        if self.agent:
+            columns[AGENT_RESULT] = [request.state for request in requests]
         ids = [request.response_ids for request in requests]
         return {
             "prompts": [request.prompt for request in requests],
@@ -256,7 +266,7 @@ class RewardFunctionEnvironment(Environment):
                 for request in requests
             ],
             "completion_ids": [[] if response_ids is None else response_ids.tolist() for response_ids in ids],
-            **self.collect_columns(requests),
+            **columns,
             "trainer_state": requests[0].trainer_state,
             "log_metric": log_metric,
             "log_extra": log_extra,
@@ -276,19 +286,3 @@ def _copy_value(value: Any) -> Any:
 
 async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*awaitables)
-
-
-@dataclass(eq=False, kw_only=True)
-class AgentEnvironment(RewardFunctionEnvironment):
-    """An agent runs the rollout, and reward functions score it."""
-
-    agent_function: AgentFunction
-    agent = True
-
-    def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        columns = {name: value for name, value in extra_env_info.items() if name not in ("prompt", REFERENCE)}
-        result = self.agent_function(prompt=prompt, access=access, **columns)
-        return asyncio.run(_await_all([result]))[0] if inspect.isawaitable(result) else result
-
-    def collect_columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-        return {**super().collect_columns(requests), AGENT_RESULT: [request.state for request in requests]}
