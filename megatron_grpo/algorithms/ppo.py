@@ -31,7 +31,7 @@ def ppo_train(run: PPORun) -> None:
 
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step of PPO; None: no prompts are left. Raises the errors of `grpo_step`."""
+    """Do one step of PPO; errors and results are those of `grpo_step`."""
     config, policy, rollouts = run.config, run.policy, run.rollouts
     step, timer = run.state["total_steps"] + 1, StepTimer()
     run.placement.wake_engines(timer)

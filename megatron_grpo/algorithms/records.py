@@ -152,10 +152,19 @@ class StepCheck:
 
     def require_finite(self, field: str, is_finite: NDArray[np.bool_], batch: StepBatch) -> None:
         """Check that a field is finite where it is used: [sequences], bool."""
-        if not is_finite.all():
-            bad_sequences = np.flatnonzero(~is_finite)
-            values = {field: _fetch_values(batch, field, bad_sequences)}
-            self.stop(f"a value of {field}", bad_sequences.tolist(), values)
+        if is_finite.all():
+            return
+        bad_sequences = np.flatnonzero(~is_finite).tolist()
+        values: dict[int, list[float]] = {}
+        if field == "advantages" and batch.advantages is not None:
+            values = {sequence: [float(batch.advantages[sequence])] for sequence in bad_sequences}
+        else:
+            for partition, reference in zip(batch.partitions, batch.fields[field], strict=True):
+                for index in np.flatnonzero(np.isin(partition, bad_sequences)):
+                    tokens = find_token_indices(batch.lengths[partition], np.array([index]))
+                    values[int(partition[index])] = fetch_stored([reference], field)[0][tokens].tolist()
+        in_order = [values[sequence] for sequence in bad_sequences]
+        self.stop(f"a value of {field}", bad_sequences, {field: in_order})
 
     def stop(
         self,
@@ -195,14 +204,3 @@ class StepCheck:
 
 def _fits_float32(value: float | None) -> bool:
     return value is None or abs(value) <= LARGEST_FLOAT32  # false for NaN
-
-
-def _fetch_values(batch: StepBatch, field: str, sequences: NDArray[np.int64]) -> list[list[float]]:
-    if field == "advantages" and batch.advantages is not None:
-        return [[float(batch.advantages[sequence])] for sequence in sequences]
-    values: dict[int, list[float]] = {}
-    for partition, reference in zip(batch.partitions, batch.fields[field], strict=True):
-        for index in np.flatnonzero(np.isin(partition, sequences)):
-            tokens = find_token_indices(batch.lengths[partition], np.array([index]))
-            values[int(partition[index])] = fetch_stored([reference], field)[0][tokens].tolist()
-    return [values[int(sequence)] for sequence in sequences]

@@ -207,7 +207,19 @@ class Oversampling(SampleBuffer):
         self._pending: list[PendingBatch] = []  # some of their prompts are not complete
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        self._begin_prompts(batches, version)
+        # Prompts are begun until enough are under way, but none that no step is left to take.
+        needed = self._per_take * (self.loop.max_num_steps - version)
+        missing = min(self._under_way, needed) - len(self._buffer)
+        while missing > 0:
+            if not self._next_prompts:
+                self._next_prompts.extend(next(batches, []))
+                self.generation_batches += 1
+            if not self._next_prompts:
+                break
+            prompts = [self._next_prompts.popleft() for _ in range(min(missing, len(self._next_prompts)))]
+            missing -= len(prompts)
+            numbered = {self._buffer.add(prompt["idx"], version): prompt for prompt in prompts}
+            self._pending.append(self.rollouts.begin(numbered, self._make_settings()))
         if not len(self._buffer):
             return None
         since = time.monotonic()
@@ -229,20 +241,6 @@ class Oversampling(SampleBuffer):
             "oversampling_left_over": float(self._buffer.passed_over),
             "oversampling_resumed": float(self._buffer.resumed),
         }
-
-    def _begin_prompts(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
-        needed = self._per_take * (self.loop.max_num_steps - version)
-        missing = min(self._under_way, needed) - len(self._buffer)
-        while missing > 0:
-            if not self._next_prompts:
-                self._next_prompts.extend(next(batches, []))
-                self.generation_batches += 1
-            if not self._next_prompts:
-                return
-            prompts = [self._next_prompts.popleft() for _ in range(min(missing, len(self._next_prompts)))]
-            missing -= len(prompts)
-            numbered = {self._buffer.add(prompt["idx"], version): prompt for prompt in prompts}
-            self._pending.append(self.rollouts.begin(numbered, self._make_settings()))
 
     def _record_arrivals(self) -> None:
         for complete in self.rollouts.list_complete(self._pending):

@@ -18,7 +18,6 @@ import yaml
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.page.trajectories import (
-    TokenBytes,
     load_token_bytes,
     make_step_tables,
     make_token_table,
@@ -94,7 +93,12 @@ def read_run_data(folder: Path) -> dict[str, Any]:
     """
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
-    steps = _read_rows(folder / METRICS_FILE)
+    steps, defaults = _read_rows(folder / METRICS_FILE), dict(flatten(asdict(Config())))
+    # Of each setting: key, value, and the default where it differs.
+    settings = [
+        (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
+        for key, value in read_config(folder).items()
+    ]
     return {
         "name": folder.resolve().name,
         "summary": _read_mapping(folder / SUMMARY_FILE, json.loads),
@@ -104,7 +108,7 @@ def read_run_data(folder: Path) -> dict[str, Any]:
             for group in _CLOCK_FIGURES
         },
         "validation": collect_columns([_select_metrics(row) for row in _read_rows(folder / VALIDATION_FILE)]),
-        "config": _list_settings(folder),
+        "config": settings,
         "starts": read_lines(folder / STARTS_FILE),
     }
 
@@ -143,15 +147,6 @@ def _select_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in _CLOCK_FIGURES}
 
 
-def _list_settings(folder: Path) -> list[tuple[str, str, str | None]]:
-    # Of each setting: key, value, and the default where it differs.
-    defaults = dict(flatten(asdict(Config())))
-    return [
-        (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
-        for key, value in read_config(folder).items()
-    ]
-
-
 def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -172,8 +167,13 @@ def render_report(folders: Sequence[Path]) -> str:
     """Write the HTML of `write_report`."""
     runs, data = [], []
     for number, folder in enumerate(folders):
-        run = read_run_data(folder)
-        vocabulary, remark = _load_vocabulary(folder)
+        run, model = read_run_data(folder), read_config(folder).get("policy.model.path")
+        reason = f"the tokenizer of {model} is not on this machine"
+        try:
+            vocabulary = load_token_bytes(model) if isinstance(model, str) else None
+        except ValueError as error:
+            vocabulary, reason = None, str(error)
+        remark = None if vocabulary else f"Responses are shown as text, not as tokens: {reason}."
         counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0, "remark": remark}
         token_ids: set[int] = set()
         for step, rollouts, table in make_step_tables(folder, vocabulary):
@@ -200,13 +200,3 @@ def try_to_write_report(folder: Path) -> Path | None:
     except Exception as error:  # noqa: BLE001  # a failed report must not change the outcome of the run
         logger.warning("%s could not be written: %s: %s", folder / REPORT_FILE, type(error).__name__, error)
         return None
-
-
-def _load_vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
-    path = read_config(folder).get("policy.model.path")
-    reason = f"the tokenizer of {path} is not on this machine"
-    try:
-        vocabulary = load_token_bytes(path) if isinstance(path, str) else None
-    except ValueError as error:
-        vocabulary, reason = None, str(error)
-    return vocabulary, None if vocabulary else f"Responses are shown as text, not as tokens: {reason}."

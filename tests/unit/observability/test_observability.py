@@ -20,9 +20,8 @@ from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.plots import plot_run
-from megatron_grpo.observability.progress import ProgressDisplay, format_duration
 from megatron_grpo.observability.run_files import read_lines, write_json
-from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.run_logger import ProgressDisplay, RunLogger, format_duration
 from megatron_grpo.observability.summary import write_summary
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.trajectories import with_learnt
