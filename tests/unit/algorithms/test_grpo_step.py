@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.algorithms import grpo, samples
+from megatron_grpo.algorithms import samples
 from megatron_grpo.algorithms.step_advantages import score
 from megatron_grpo.batch.replay_files import locate_figures_file, read_figures
 from megatron_grpo.batch.trajectory import Outcome
@@ -90,8 +90,7 @@ def test_scores_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         asked.extend(outcomes)
         return score(config, outcomes)
 
-    for module in (grpo, samples):
-        monkeypatch.setattr(module, "score", counted)
+    monkeypatch.setattr(samples, "score", counted)
     for dynamic in ("false", "true"):
         run = Run(tmp_path, f"grpo.use_dynamic_sampling={dynamic}")
         run.step()
