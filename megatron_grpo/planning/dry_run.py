@@ -271,19 +271,15 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
     maker = MicrobatchMaker(settings.config, shape, platform, scope=_disable_current_modes)
     rank: PolicyRank | ValueRank
     if shape.value_head is not None:
-        rank = ValueRank(settings, platform, _load_nothing, maker)
+        rank = ValueRank(settings, platform, maker)
     else:
-        rank = PolicyRank(settings, platform, _load_nothing, maker)
+        rank = PolicyRank(settings, platform, maker)
         if settings.config.logprob_kernel != "chunked":  # the head then has the fused kernel's tensors
             rank.head_kernel = ShapedLogprobs()
     if config.policy.fp8.is_on_device:
         require_fp8(config.policy.fp8, shape, platform)
         _multiply_in_fp8(rank, config.policy.fp8)
     return rank
-
-
-def _load_nothing(*_: Any) -> None:
-    pass
 
 
 def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:
@@ -54,7 +57,6 @@ class RankActor:
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the ranks' rendezvous store; returns its address."""
-        from megatron_grpo.cluster.ray_cluster import find_node_address
         from megatron_grpo.platform.device import open_store
 
         self.store = open_store(find_node_address(), timeout_s)
@@ -62,8 +64,6 @@ class RankActor:
 
     def list_gpus(self) -> list[str]:
         """List Ray's ids of this process's GPUs; empty on a CPU."""
-        from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
-
         return list_assigned_gpus()
 
     @phase("import packages")
@@ -173,7 +173,6 @@ class RankActor:
     ) -> ForwardResult | None:
         # Stores the model's outputs for every token of the replica; None except on the output rank.
         import numpy as np
-        import ray
 
         from megatron_grpo.batch.token_batch import require_field
 
@@ -190,8 +189,6 @@ class RankActor:
         return references, np.array([bool(flags.all()) for flags in usable.split(tokens.lengths)])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
-        import ray
-
         from megatron_grpo.batch.token_batch import TokenBatch
 
         # Only the fields that this rank's stage reads travel to its node.

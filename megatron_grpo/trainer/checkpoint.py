@@ -16,13 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -95,8 +91,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 class RankCheckpoint:
     """Writes and reads a rank's part of checkpoints.
 
-    Methods are collective over all ranks of the model, except `is_written`. In the background a forked process writes,
-    which sees host tensors as they were at the fork; tensors on a GPU are copied to the host before the fork.
+    Methods are collective over all ranks of the model, except `is_written`.
     """
 
     def __init__(self, rank: ModelRank) -> None:
@@ -106,10 +101,7 @@ class RankCheckpoint:
         self._writer: ForkProcess | None = None
 
     def save(self, folder: str, background: bool = False) -> None:
-        """Write this rank's part to an existing, empty folder.
-
-        In the background it returns as soon as the rank may train on, and `finish` has to follow.
-        """
+        """Write to an existing, empty folder; in the background `finish` has to follow."""
         assert self._finishing is None, "one checkpoint is written at a time"
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be written"):
@@ -119,36 +111,29 @@ class RankCheckpoint:
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _build_reference_weights(rank.reference)
             # Replicas divide the writing of equal weights. Of the optimizer's state each rank writes its own.
-            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _find_replicas())
+            default = serialization.get_default_save_sharded_strategy()
+            strategy = FullyParallelSaveStrategyWrapper(default, _find_replicas())
             request = dist_checkpointing.save(
                 state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
             )
-            if request is not None:
-                self._write(request)
-
-    def _write(self, request: AsyncRequest) -> None:
-        self._finishing = request.finalize_fns
-        if request.async_fn is None:
-            return
-        arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            arguments[1] = request.preload_fn()  # the buckets to write, on the host
-        self._writer = multiprocessing.get_context("fork").Process(
-            target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
-        )
-        self._writer.start()
-        logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
+            self._finishing = None if request is None else request.finalize_fns
+            if request is not None and request.async_fn is not None:
+                # A forked process sees host tensors as they were at the fork; tensors on a GPU are copied before it.
+                arguments = list(request.async_fn_args)
+                if request.preload_fn is not None:
+                    arguments[1] = request.preload_fn()  # the buckets to write, on the host
+                self._writer = multiprocessing.get_context("fork").Process(
+                    target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
+                )
+                self._writer.start()
+                logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
 
     def is_written(self) -> bool:
         """True once the background process has ended."""
         return self._writer is None or not self._writer.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, then write the metadata.
-
-        Raises:
-            RunError: a rank could not write its part, or its process was killed.
-        """
+        """Wait until all ranks have written, else raise a RunError; then write the metadata."""
         assert self._finishing is not None, "no checkpoint is written in the background"
         writer, finishing = self._writer, self._finishing
         self._writer = self._finishing = None
@@ -183,9 +168,9 @@ class RankCheckpoint:
                 state["random"] = _build_random_state(rank)
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _build_reference_weights(rank.reference)
-            # Of the weights, each replica reads a part and sends it to the others. Optimizer state is different on
-            # every replica.
-            shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _find_replicas())
+            # Of the weights, each replica reads a part and sends it to the others; its optimizer state is its own.
+            default = serialization.get_default_load_sharded_strategy(folder)
+            shared = FullyParallelLoadStrategyWrapper(default, _find_replicas())
             weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
             loaded = dist_checkpointing.load(weights, folder, shared) | dist_checkpointing.load(state, folder)
             load_weights(rank.chunks, loaded["model"])
@@ -231,10 +216,8 @@ def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 
 
 def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Build a rank's weight entries by chunk; with adapters, theirs only.
-
-    Megatron-Core adds process groups to the checkpoint's `metadata`.
-    """
+    """Build a rank's weight entries by chunk; with adapters, theirs only."""
+    # Megatron-Core adds process groups to the checkpoint's metadata.
     by_chunk = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     if not any(_is_adapter(name) for weights in by_chunk.values() for name in weights):
         return by_chunk
@@ -245,11 +228,7 @@ def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] |
 
 
 def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Load weights into a model from the form of `build_sharded_weights`.
-
-    Raises:
-        RunError: the pickled state of a layer names something that is not on its list.
-    """
+    """Load the form of `build_sharded_weights`; RunError: a forged state of a layer."""
     partial = any(_is_adapter(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
         weights = loaded[str(number)]

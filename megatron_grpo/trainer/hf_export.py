@@ -41,8 +41,7 @@ def export_checkpoint(
     Args:
         weights: folder of Megatron's distributed checkpoint.
         source: folder of the model that the run started from.
-        lora: settings of the run's adapters, which are merged into the weights of a whole model.
-        adapters_of: write the adapters alone, for the base model of this name; None: write the whole model.
+        adapters_of: write the adapters alone, for the base model of this name; None: merge them into a whole model.
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
         chat_template: template of the run's prompts, for a whole model; None: that of `source`.
 
@@ -107,21 +106,15 @@ def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-# peft puts this before the parameter names of the model that it wraps.
-_PREFIX = "base_model.model."
 
 
 @torch.no_grad()
 def write_peft_folder(
     chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
 ) -> None:
-    """Write a whole model's adapters as a folder that peft loads.
-
-    Raises:
-        ValueError: `output` is not empty.
-    """
-    # Hugging Face matrices of one Megatron parameter share its A: each is written with a copy of A and its own rows of
-    # B. Copies: matrices with one A share its memory, which safetensors refuses to write.
+    """Write a whole model's adapters as a folder, new or empty, for peft."""
+    # Hugging Face matrices of one Megatron parameter share its A: each is written with its own rows of B and a copy of
+    # A, because safetensors refuses to write shared memory.
     tensors = {}
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
@@ -129,7 +122,7 @@ def write_peft_folder(
         slices = bound.entry.list_slices(shape, bound.layer, 0, 1)
         rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
         for matrix, lora_b in zip(slices, rows_of_b, strict=True):
-            name = _PREFIX + matrix.name.removesuffix(".weight")
+            name = f"base_model.model.{matrix.name.removesuffix('.weight')}"  # in peft's wrapper
             tensors[f"{name}.lora_A.weight"] = bound.adapted.lora_a.detach().to("cpu", copy=True).contiguous()
             tensors[f"{name}.lora_B.weight"] = lora_b.to("cpu", copy=True).contiguous()
     config = {
@@ -153,8 +146,6 @@ def write_peft_folder(
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 # Rows without a larger absolute value are written as zeros, as in modelopt.
 _ALMOST_ZERO = 2.0**-24
-# compressed-tensors' names of the file format and of the number type.
-_NAMES_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
 
 
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
@@ -174,10 +165,7 @@ def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Ten
 def quantize_tensors(
     tensors: Iterable[tuple[str, Tensor]], quantization: QuantizationFormat
 ) -> Iterator[tuple[str, Tensor]]:
-    """Quantise the matrices of a Hugging Face model's layers (no experts).
-
-    Each is followed by its scales under the same name + `_scale`; embedding, head, norms and biases stay unchanged.
-    """
+    """Quantise the matrices of layers (no experts), each followed by its scales."""
     for name, tensor in tensors:
         if ".layers." in name and tensor.dim() == 2:
             numbers, scales = quantize_rows(tensor, quantization)
@@ -189,8 +177,8 @@ def quantize_tensors(
 
 def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any]:
     """Build `quantization_config` of config.json: weights scaled by row, inputs dynamically by token."""
-    layout, kind = _NAMES_IN_CONFIG[quantization]
-    number = {"num_bits": 8, "type": kind, "symmetric": True}
+    is_int8 = quantization == "int8"
+    number = {"num_bits": 8, "type": "int" if is_int8 else "float", "symmetric": True}
     scheme = {
         "targets": ["Linear"],
         "weights": {**number, "strategy": "channel", "dynamic": False},
@@ -198,7 +186,7 @@ def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": layout,
+        "format": "int-quantized" if is_int8 else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": ["lm_head"],

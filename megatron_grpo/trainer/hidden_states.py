@@ -15,9 +15,10 @@ The points at which states are kept, in the order of computation (`locate_point`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def capture_states(
         in_batch = [np.where(source < 0, -1, flat[source]) for source in (context_source, part_source)]
         sources.append((in_batch[0], in_batch[1]))
     handles = [
-        module.register_forward_hook(_Hook(point, sources, keep, parallel.sequence))
+        module.register_forward_hook(partial(_keep_output, point, iter(sources), keep, parallel.sequence))
         for chunk in rank.gather_chunks()
         for point, module in _iter_points(chunk)
     ]
@@ -147,27 +148,30 @@ def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 _Source = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-class _Hook:
-    """A forward hook that keeps a module's outputs, microbatch by microbatch in their order."""
-
-    def __init__(self, point: str, sources: Sequence[_Source], keep: Callable[[Piece], None], sequence: bool) -> None:
-        self._point, self._sources, self._keep, self._sequence = point, sources, keep, sequence
-        self._calls = 0
-
-    def __call__(self, _module: Any, _inputs: Any, output: Any) -> None:
-        number, self._calls = self._calls, self._calls + 1
-        if number >= len(self._sources):  # microbatches without sequences, which ranks append where experts are shared
-            return
-        first: Tensor = output[0] if isinstance(output, tuple) else output
-        values = first.detach().flatten(1)  # [tokens, 1, width], or [tokens, heads, size of a head] of packed sequences
-        heads, part = self._point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
-        if part and not heads and not self._sequence:
-            return  # equal on all tensor-parallel ranks
-        context_source, part_source = self._sources[number]
-        source = context_source if heads else part_source
-        assert len(values) == len(source), f"{self._point}: {len(values)} rows for {len(source)} tokens"
-        rows = torch.from_numpy(np.flatnonzero(source >= 0))
-        if len(rows):
-            tokens = torch.from_numpy(source)[rows]
-            column = part * values.shape[1] if heads else 0
-            self._keep(Piece(self._point, tokens, values[rows.to(values.device)], column))
+def _keep_output(
+    point: str,
+    sources: Iterator[_Source],
+    keep: Callable[[Piece], None],
+    sequence: bool,
+    _module: Any,
+    _inputs: Any,
+    output: Any,
+) -> None:
+    # A forward hook: each chunk of a pipeline stage runs its microbatches in their order. After them come microbatches
+    # without sequences, which ranks append where experts are shared.
+    microbatch_source = next(sources, None)
+    if microbatch_source is None:
+        return
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    values = first.detach().flatten(1)  # [tokens, 1, width], or [tokens, heads, size of a head] of packed sequences
+    heads, part = point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
+    if part and not heads and not sequence:
+        return  # equal on all tensor-parallel ranks
+    context_source, part_source = microbatch_source
+    source = context_source if heads else part_source
+    assert len(values) == len(source), f"{point}: {len(values)} rows for {len(source)} tokens"
+    rows = torch.from_numpy(np.flatnonzero(source >= 0))
+    if len(rows):
+        tokens = torch.from_numpy(source)[rows]
+        column = part * values.shape[1] if heads else 0
+        keep(Piece(point, tokens, values[rows.to(values.device)], column))

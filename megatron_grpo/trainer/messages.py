@@ -31,7 +31,7 @@ class RankSettings:
     shape: ModelShape
     """Sizes of the model; a shape from `as_value_model` makes it a value model."""
     folder: str
-    """The model's folder in Hugging Face format."""
+    """The model's folder in Hugging Face format; empty: weights stay uninitialised, in a dry run."""
     decay_steps: int
     """Optimizer steps of the learning-rate schedule."""
     reference: ReferenceConfig | None = None

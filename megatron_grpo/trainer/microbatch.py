@@ -72,10 +72,7 @@ class MicrobatchMaker:
         self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
     def lay_out(self, lengths: Sequence[int]) -> PackedLayout:
-        """Lay sequences of these lengths out on this rank.
-
-        With `packing` they are padded only as the layout needs, else to the longest of the microbatch.
-        """
+        """Lay sequences of these lengths out on this rank."""
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
         return lay_out(
             lengths,
@@ -83,15 +80,12 @@ class MicrobatchMaker:
             size=parallel.context,
             # A rank's tokens, after sequence parallelism, are a multiple of what FP8 products require.
             tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self._config.fp8.token_multiple,
+            # Packed sequences are padded only as the layout needs, others to the longest of the microbatch.
             width=None if self._config.packing else -(-max(lengths) // multiple) * multiple,
         )
 
     def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
-        """Make a microbatch of some sequences of a batch, on the host.
-
-        Without `indices` it is one token that nothing predicts; without `mask_field` in the batch every token is
-        computed but the first of each sequence.
-        """
+        """Make a microbatch of some sequences of a batch, or else of one token."""
         with self._scope():
             return self._make(batch, indices, mask_field)
 
@@ -99,11 +93,11 @@ class MicrobatchMaker:
         # All indices are computed on the host, so that nothing here makes the host wait for the device.
         if indices:
             selected = batch.select(indices)
-        else:
+        else:  # a token that nothing predicts
             zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.as_dict().items()}
             selected = TokenBatch([1], TokenFields(**zeros))
         layout = self.lay_out(selected.lengths)
-        mask = getattr(selected.fields, mask_field)
+        mask = getattr(selected.fields, mask_field)  # without it every token is computed but the first of a sequence
         is_computed = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
         rows, tokens = layout.find_predicting(is_computed)
         fields = selected.fields
@@ -140,17 +134,16 @@ class MicrobatchMaker:
 
     def _pack(self, layout: PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> PackedSequences:
         # `routed`: the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
-        members = routed_here = None
-        move = self._move
+        packed = build_packed_sequences(layout, self._transformer_engine, self._shape.window, self._move)
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:
                 part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
             source = select_source(layout, part=part, parts=parts, is_dummy=is_dummy)
-            members = build_membership(layout, source, move)
+            packed.membership = build_membership(layout, source, self._move)
             if routed is not None:
-                routed_here = select_routing(routed.numpy(), source, move)
-        return build_packed_sequences(layout, self._transformer_engine, self._shape.window, members, routed_here, move)
+                packed.routed = select_routing(routed.numpy(), source, self._move)
+        return packed
 
 
 def sum_over_context(values: Tensor) -> Tensor:

@@ -41,10 +41,7 @@ def split_among_replicas(batch: StepBatch, replicas: int) -> list[slice]:
 def assign_microbatches(
     config: PolicyConfig, cost: Cost, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int
 ) -> list[StepMicrobatches]:
-    """Assign sequences to the microbatches of the replicas that have them.
-
-    Only `sequences`, [chosen], int64, are computed. A microbatch has at most `microbatch_tokens`, padding included.
-    """
+    """Assign sequences, [chosen], int64, to the microbatches of the replicas that have them."""
     is_chosen = np.zeros(len(batch), dtype=np.bool_)
     is_chosen[sequences] = True
     slices = split_among_replicas(batch, config.parallel.data)

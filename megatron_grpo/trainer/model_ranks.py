@@ -172,10 +172,7 @@ class ModelRanks(ABC):
         return self._reports[0].device_name
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
-        """Write weights, optimizer, schedule and random state to an empty folder.
-
-        In the background it returns as soon as the model may change, and `finish_checkpoint` has to follow.
-        """
+        """Write all state to an empty folder; in the background, `finish_checkpoint` has to follow."""
         self._gather(self._call(RankActor.save_checkpoint, folder, background), "checkpoint")
 
     def is_checkpoint_written(self) -> bool:
@@ -279,10 +276,9 @@ class ModelRanks(ABC):
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         schedules = self._assign(batch, np.arange(len(batch)), tokens)
         refs = [call_actor(actor, method, work) for actor, work in self._put_works(batch, schedules)]
+        answers = zip(self._reports, self._gather(refs, phase_name), strict=True)
         by_replica: dict[int, ForwardResult] = {
-            report.data_rank: result
-            for report, result in zip(self._reports, self._gather(refs, phase_name), strict=True)
-            if result is not None
+            rank.data_rank: result for rank, result in answers if result is not None
         }
         results = [by_replica[replica] for replica in range(self._config.parallel.data)]
         finite = np.zeros(len(batch), dtype=np.bool_)

@@ -227,14 +227,10 @@ def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool,
 def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
     settings = config.optimizer
     half = config.precision == "bfloat16"
+    shared_names = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
     ours = {
         "optimizer": "adam",
-        "lr": settings.lr,
-        "min_lr": settings.min_lr,
-        "weight_decay": settings.weight_decay,
-        "adam_beta1": settings.adam_beta1,
-        "adam_beta2": settings.adam_beta2,
-        "adam_eps": settings.adam_eps,
+        **{name: getattr(settings, name) for name in shared_names},
         "bf16": half,
         "params_dtype": torch.bfloat16 if half else torch.float32,
         "use_distributed_optimizer": settings.distributed,

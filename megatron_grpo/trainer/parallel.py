@@ -82,10 +82,7 @@ def initialize_parallel(
     timeout_s: float,
     platform: Platform | None = None,
 ) -> None:
-    """Join the other ranks, form process groups, seed random states.
-
-    `timeout_s` is the deadline of the start-up and of every later collective.
-    """
+    """Join the other ranks, form process groups, seed random states."""
     platform = platform or detect_platform()
     if platform.name != "cuda":
         from megatron_grpo.platform.megatron_on_cpu import apply_patches
@@ -102,7 +99,7 @@ def initialize_parallel(
         store=store,
         rank=rank,
         world_size=parallel.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s),  # of the start-up and of every later collective
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -119,11 +116,9 @@ def initialize_parallel(
 
 
 def make_deterministic() -> None:
-    """Make torch, cuBLAS and NCCL deterministic, before the first product and communicator.
-
-    torch then refuses operations that have no deterministic form. Without this, Megatron-Core's unpermutation of tokens
-    adds in the order in which threads arrive.
-    """
+    """Make torch, cuBLAS and NCCL deterministic, before the first product and communicator."""
+    # Without this, Megatron-Core's unpermutation of tokens adds in the order in which threads arrive. torch refuses
+    # operations that have no deterministic form.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True)

@@ -22,51 +22,33 @@ from megatron_grpo.config.errors import RunError
 AllowedNames = dict[str, frozenset[str]]
 """Names that a pickle may import, by module."""
 
-_DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-_PATHS = frozenset({"PosixPath", "PurePosixPath"})
-_METADATA_NAMES: AllowedNames = {
-    "collections": frozenset({"OrderedDict"}),
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-    "torch": _DTYPES | {"Size"},
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    "torch.distributed.checkpoint.planner": frozenset(
-        {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
-    ),
-    "torch.serialization": frozenset({"_get_layout"}),
-}
-# A layer's FP8 state.
-_LAYER_STATE_NAMES: AllowedNames = {
-    "collections": frozenset({"OrderedDict"}),
-    "megatron.core.extensions.transformer_engine": frozenset({"TEDelayedScaling"}),
-    "torch._utils": frozenset({"_rebuild_tensor_v2"}),
-    "torch.storage": frozenset({"_load_from_bytes"}),
-    "transformer_engine.common.recipe": frozenset(
-        {
-            "DelayedScaling",
-            "Float8BlockScaling",
-            "Float8CurrentScaling",
-            "Format",
-            "MMParams",
-            "MXFP8BlockScaling",
-            "NVFP4BlockScaling",
-            "QParams",
-            "_FormatHelper",
-        }
-    ),
-}
+
+def _parse_names(table: str) -> AllowedNames:
+    rows = (line.split(":") for line in table.strip().splitlines())
+    return {module.strip(): frozenset(names.split()) for module, names in rows}
+
+
+_DTYPES = " ".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+# pathlib._local is Python 3.13's.
+_METADATA_NAMES = _parse_names(f"""
+    collections: OrderedDict
+    pathlib: PosixPath PurePosixPath
+    pathlib._local: PosixPath PurePosixPath
+    torch: Size {_DTYPES}
+    torch.distributed.checkpoint.filesystem: _StorageInfo
+    torch.distributed.checkpoint.metadata: BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex \
+        StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING
+    torch.distributed.checkpoint.planner: BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType
+    torch.serialization: _get_layout
+""")
+_LAYER_STATE_NAMES = _parse_names("""
+    collections: OrderedDict
+    megatron.core.extensions.transformer_engine: TEDelayedScaling
+    torch._utils: _rebuild_tensor_v2
+    torch.storage: _load_from_bytes
+    transformer_engine.common.recipe: DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams \
+        MXFP8BlockScaling NVFP4BlockScaling QParams _FormatHelper
+""")
 _ADVICE = "which no checkpoint of a run does: loading it could run its author's code; take the file from the run"
 
 
@@ -112,11 +94,7 @@ def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
 
 
 def open_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Restrict checkpoints to listed classes; returns the ranks' shared part.
-
-    Raises:
-        RunError: the shared part names something that is not on the list, or does not hold a dictionary.
-    """
+    """Restrict checkpoints to listed classes, else RunError; returns the ranks' shared part."""
 
     def load_metadata(file: Any) -> Any:
         return _Unpickler(file, str(file.name), _METADATA_NAMES).load()
@@ -131,12 +109,9 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
-    """Check a Transformer Engine layer's FP8 state, a pickle, [bytes], uint8.
+    """Check the pickle of a layer's FP8 state, [bytes], uint8, else RunError.
 
     Returns a pickle of the same content, which can be loaded without a list.
-
-    Raises:
-        RunError: the pickle names something that is not on the list of classes.
     """
     if not state.numel():  # the layer has no such state
         return state

@@ -2,7 +2,6 @@
 
 `planning/` builds the same ranks on tensors without numbers, and subclasses nothing here. It passes in
 - a `Platform` whose `move` makes such tensors, and whose `layer_parts` (`TeParts`) replace Transformer Engine's layers;
-- `load`, which fills the weights;
 - `maker`, the maker of microbatches, whose `scope` leaves the dry run's tensor modes;
 and sets `PolicyRank.head_kernel`, which turns hidden states into log-probabilities.
 """
@@ -30,7 +29,6 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_fie
 from megatron_grpo.losses.divergence import error_without_worst
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
@@ -48,29 +46,23 @@ from megatron_grpo_kernels.logprob import linear_logprobs
 Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
 
-LoadWeights = Callable[[Sequence[Any], ModelShape, str], None]
-"""Fills a rank's chunks with the weights of a folder in Hugging Face format."""
-
 
 class ModelRank(ABC):
     """A rank's shard of a model and of its optimizer.
 
     The model has one output per token, and more than one chunk with a virtual pipeline. Process groups are already set
-    up for the layout of `settings`. `load` fills the chunks' uninitialised weights.
+    up for the layout of `settings`.
     """
 
     def __init__(
-        self,
-        settings: RankSettings,
-        platform: Platform | None = None,
-        load: LoadWeights = load_hf_weights,
-        maker: MicrobatchMaker | None = None,
+        self, settings: RankSettings, platform: Platform | None = None, maker: MicrobatchMaker | None = None
     ) -> None:
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
         self.platform = platform or detect_platform()
         config, shape = settings.config, settings.shape
         self.chunks = build_model(config, shape, self.platform)
-        load(self.chunks, shape, settings.folder)
+        if settings.folder:
+            load_hf_weights(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
         self.reference_moved = False  # from the model that the run started from
@@ -88,11 +80,9 @@ class ModelRank(ABC):
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
     def gather_chunks(self) -> list[DecoderModel]:
-        """Return the chunks with up-to-date weights; collective over data-parallel ranks.
-
-        All code that reads weights outside of training calls this: after a step, parameters that other ranks have
-        updated may not have been gathered yet (policy.overlap_param_gather).
-        """
+        """Return the chunks with up-to-date weights; collective over data-parallel ranks."""
+        # All code that reads weights outside of training calls this: after a step, parameters that other ranks have
+        # updated may not have been gathered yet (policy.overlap_param_gather).
         self.memory.require_weights()
         self.optimizer.finish_gathering()
         return self.chunks
@@ -131,11 +121,8 @@ class ModelRank(ABC):
         counts: GlobalCounts,
         limit: float | None = None,
     ) -> RankTrainResult:
-        """Make one optimizer step; `counts` are of all replicas.
-
-        The weights do not change when the gradient's norm (`grad_norm` of the result) is not finite, or the probability
-        error is beyond `limit` (`is_refused`).
-        """
+        """Make one optimizer step, unless its gradient or probability error forbids it."""
+        # Not if the gradient's norm is not finite (`grad_norm`), or the error is beyond `limit` (`is_refused`).
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         if limit is not None and self.is_beyond_limit(metrics, limit, counts.tokens):
             return RankTrainResult(0.0, 0.0, _copy_to_host(metrics) if self._has_loss else None, is_refused=True)
@@ -160,8 +147,7 @@ class ModelRank(ABC):
         its error names the responses.
         """
         # A row a rank, so that one collective brings both the sum of the errors and the largest: on a CPU its time is
-        # that of waking the other ranks. Ranks without the loss have zeros, which neither adds to the sum nor is the
-        # largest.
+        # that of waking the other ranks. Zeros of ranks without the loss change neither.
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=self.platform.device)
         row = rows[dist.get_rank()]
         for microbatch in metrics if self._has_loss else ():
@@ -176,8 +162,7 @@ class ModelRank(ABC):
     ) -> list[dict[str, Tensor]]:
         """Run forward and backward; gradient buffers then hold the sum over ranks.
 
-        Returns:
-            The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
+        Returns the loss function's metrics by microbatch, each of shape []; empty but on the last pipeline stage.
         """
         self.memory.require_weights()
         for chunk in self.chunks:
@@ -195,9 +180,7 @@ class ModelRank(ABC):
             # The schedule would divide by the sum of this token count; the loss is already divided by global counts.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
-        return self._run_schedule(
-            self.optimizer.chunks, batch, microbatches, "loss_mask", compute_loss, forward_only=False
-        )
+        return self._run_schedule(self.optimizer.chunks, batch, microbatches, compute_loss, forward_only=False)
 
     @torch.no_grad()
     def _forward_tokens(
@@ -213,7 +196,7 @@ class ModelRank(ABC):
             values, _ = self._apply_head(chunks[-1], output, microbatch.tokens)
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
 
-        pieces = self._run_schedule(chunks, batch, microbatches, "sampled", keep, forward_only=True)
+        pieces = self._run_schedule(chunks, batch, microbatches, keep, forward_only=True)
         if not self._has_loss:
             return None
         outputs = torch.cat([values for values, _ in pieces])
@@ -229,7 +212,6 @@ class ModelRank(ABC):
         chunks: Sequence[torch.nn.Module],
         batch: TokenBatch,
         microbatches: Microbatches,
-        mask_field: MaskField,
         finish: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor, Any]],
         *,
         forward_only: bool,
@@ -253,6 +235,7 @@ class ModelRank(ABC):
             return output, lambda output: finish(output[0], microbatch)
 
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.
+        mask_field: MaskField = "sampled" if forward_only else "loss_mask"
         iterator = (self.maker.make(batch, indices, mask_field) for indices in padded)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -292,10 +275,7 @@ class PolicyRank(ModelRank):
     """Kernel for log-probabilities; None: that of the configuration."""
 
     def compute_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Compute log-probabilities under the current weights, as `_forward_tokens` returns them.
-
-        With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
-        """
+        """Compute log-probabilities under the current weights; -inf for tokens that a filter removes."""
         with self.recorder.sketching(batch, microbatches):
             return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 

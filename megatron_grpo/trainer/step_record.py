@@ -91,14 +91,12 @@ class StepRecorder:
         self._figures: list[TensorFigure] | None = None
         self._before: list[Tensor] = []
         self._steps = 0
+        # [watched], int64, twice: indices of the watched tokens in this replica's batch, and in the step.
         self._watched: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._states: list[tuple[str, Tensor, Tensor]] = []
 
     def watch(self, in_replica: NDArray[np.int64], in_step: NDArray[np.int64]) -> None:
-        """Sketch the hidden states of some tokens in the next pass for log-probabilities.
-
-        Both are [watched], int64: indices of the tokens in this replica's batch, and in the step.
-        """
+        """Sketch the hidden states of these tokens in the next pass for log-probabilities."""
         self._watched = in_replica, in_step
 
     @contextmanager

@@ -53,11 +53,8 @@ class TorchCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Let every token attend to its sequence up to itself.
-
-        The query is [tokens, 1, heads, head_dim], the key [tokens, 1, key heads, head_dim], the value [tokens, 1, key
-        heads, value_dim]; the result is [tokens, 1, heads * value_dim], of their dtype, any float type.
-        """
+        # From [tokens, 1, heads, head_dim], for the key and value [tokens, 1, key heads, ...], any float type, to
+        # [tokens, 1, heads * value_dim].
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
@@ -148,11 +145,8 @@ class RotaryTable(torch.nn.Module):
     def __init__(self, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.rotary = rotary
+        self.get_rotary_seq_len = rotary.get_rotary_seq_len  # tokens of the longest sequence
         self._table: Tensor | None = None
-
-    def get_rotary_seq_len(self, *arguments: Any) -> int:
-        length: int = self.rotary.get_rotary_seq_len(*arguments)
-        return length
 
     def forward(self, length: int, *, packed_seq: bool, **_: Any) -> Tensor:
         """Look up the angles at positions 0 to `length`."""
@@ -163,10 +157,7 @@ class RotaryTable(torch.nn.Module):
 
 
 def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
-    """Compute (inverse frequencies, factor of rotated vectors) of scaled rotary embeddings.
-
-    The frequencies are [head_dim / 2], float32; the factor differs from 1 for YaRN.
-    """
+    """Compute inverse frequencies, [head_dim / 2], and YaRN's factor of rotated vectors."""
     # Imported here because it takes seconds and only models with scaled frequencies need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

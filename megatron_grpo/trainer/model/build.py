@@ -50,18 +50,13 @@ class DecoderModel(GPTModel):
     @property
     def head_weight(self) -> Tensor:
         """A row for each vocabulary entry of this rank, padding included."""
-        weight: Tensor | None = None
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        return self.output_layer.weight if weight is None else weight
+        is_tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        return weight
 
 
 class ValueHead(torch.nn.Module):
-    """Linear head of a value model, equal on all tensor-parallel ranks.
-
-    Sequence parallelism does not split its input (`DecoderModel.rows`): every rank computes all of the head and its
-    gradient.
-    """
+    """Linear head of a value model; every tensor-parallel rank computes all of it."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -34,10 +34,7 @@ class RoutingReplay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts; returns (scores, indices of experts), both [tokens, topk].
-
-        `compute`, the router's choice, takes the arguments before it and returns values of the same form.
-        """
+        """Choose experts like `compute`, the router's choice: scores and indices, both [tokens, topk]."""
         _, preferred = compute(scores, topk, num_groups, group_topk)
         self.agreed = (preferred[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
         chosen = torch.where(self.is_recorded[:, None], self._record, preferred)
@@ -175,8 +172,7 @@ class DecoderLayer(TransformerLayer):
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
         if self.is_moe_layer:
-            # Recomputation calls a layer again in the backward pass, after other microbatches. So both are set in every
-            # call, from its arguments.
+            # Set in every call, because recomputation calls a layer again after other microbatches.
             packed = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
             router = self.mlp.router
             router.membership = None if packed is None else packed.membership
@@ -205,10 +201,7 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 
 class StepRouting:
-    """A rank's routers during optimizer steps: counts, bias updates and metrics.
-
-    `name` is the prefix of the metrics. With `replays` tokens are routed to the experts that the engine recorded.
-    """
+    """A rank's routers during optimizer steps; metrics have the prefix `name`."""
 
     def __init__(self, chunks: Sequence[Any], config: MoeConfig, name: str, *, replays: bool) -> None:
         self._name, self._device = name, chunks[0].config.platform.device
@@ -239,8 +232,7 @@ class StepRouting:
         """Update the bias of experts, and return the step's metrics; collective."""
         counts = self.sum_counts()
         if self._rate:
-            # The bias rises for experts that were chosen less than the mean, and falls for the others (DeepSeek-V3,
-            # 2.1.2).
+            # The bias rises for experts chosen less than the mean, and falls for the others (DeepSeek-V3, 2.1.2).
             for router, chosen in zip(self.routers, counts, strict=True):
                 router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)

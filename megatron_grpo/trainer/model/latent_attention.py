@@ -7,14 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -44,8 +39,8 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentAttentionParts:
     """The projections that tensor parallelism splits."""
 
-    column: ModuleSpec | type = ColumnParallelLinear
-    linear_proj: ModuleSpec | type = RowParallelLinear
+    column: ModuleSpec | type = tensor_parallel.ColumnParallelLinear
+    linear_proj: ModuleSpec | type = tensor_parallel.RowParallelLinear
 
 
 class LatentAttention(MegatronModule):
@@ -99,11 +94,8 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend causally within each sequence; returns [length, 1, hidden], no bias.
-
-        With sequence parallelism `length` counts this rank's tokens. The angles are those of all tokens, [length, 1, 1,
-        rope_dim], float32.
-        """
+        # From [length, 1, hidden] to the same, and no bias. With sequence parallelism `length` counts this rank's
+        # tokens; the angles, [length, 1, 1, rope_dim], float32, are those of all tokens.
         latent = self.latent
         if latent.query_rank is None:
             queries, _bias = self.linear_q_proj(hidden_states)
@@ -118,7 +110,7 @@ class LatentAttention(MegatronModule):
         if self.config.sequence_parallel:
             # The heads of every rank contribute a gradient to the shared key, and backward sums them.
             process_group = parallel_state.get_tensor_model_parallel_group()
-            shared_key = gather_from_sequence_parallel_region(shared_key, group=process_group)
+            shared_key = tensor_parallel.gather_from_sequence_parallel_region(shared_key, group=process_group)
         plain, rotated = queries.split([latent.plain_dim, latent.rope_dim], dim=-1)
         query = torch.cat([plain, self._rotate(rotated, rotary_pos_emb)], dim=-1)
         shared_key = self._rotate(shared_key[:, :, None], rotary_pos_emb).expand(-1, -1, keys.shape[2], -1)

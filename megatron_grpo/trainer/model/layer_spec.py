@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -34,10 +31,7 @@ logger = logging.getLogger(__name__)
 def uses_transformer_engine(
     shape: ModelShape, platform: Platform, precision: Literal["float32", "bfloat16"] = "bfloat16"
 ) -> bool:
-    """True if a model's layers are Transformer Engine's.
-
-    It has to be installed beside a GPU and to express the layers.
-    """
+    """True if Transformer Engine is installed beside a GPU and expresses the layers."""
     # No fused attention of Transformer Engine takes float32, its unfused one excludes context parallelism, and its
     # float32 products are rounded to TF32.
     if precision == "float32" or not _has_transformer_engine(platform.name):
@@ -71,9 +65,8 @@ def build_layer_specs(
     te = None
     if uses_transformer_engine(shape, settings.platform, config.precision):
         te = settings.platform.layer_parts or _find_te_parts()
-    # With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer
-    # Engine is installed: its linear layers contain the norm before them, which hides the input that an adapter needs.
-    # Its attention stays in use.
+    # With adapters, simulated FP8 or quantisation only attention is Transformer Engine's: its linear layers contain the
+    # norm before them, which hides the input that an adapter needs.
     is_te_layer = te is not None and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
     with_experts = dense = _build_layer(shape, None, te, is_te_layer=is_te_layer)
     if shape.experts is not None:
@@ -107,7 +100,7 @@ def _find_te_parts() -> TeParts:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     keep_empty_states()
-    layer = partial(get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
+    layer = partial(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
     return TeParts(layer, TEDotProductAttention, TENorm)
 
 
@@ -142,7 +135,7 @@ def _build_layer(shape: ModelShape, experts: int | None, te: TeParts | None, *, 
 
 
 def _build_torch_layer(shape: ModelShape, experts: int | None, core_attention: type) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if shape.latent is not None:

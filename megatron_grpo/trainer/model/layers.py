@@ -41,11 +41,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """The projection back into the residual stream, followed by a norm.
-
-    The norm sees whole rows: tensor-parallel ranks have summed their partial products, and with sequence parallelism
-    each has all features of some tokens.
-    """
+    """The projection back into the residual stream, followed by a norm."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
         super().__init__(input_size, output_size, config=config, **settings)
@@ -54,6 +50,8 @@ class NormedRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         projected, bias = super().forward(input_)
         assert bias is None, "a bias would have to be added before the norm"
+        # The norm sees whole rows: tensor-parallel ranks have summed their partial products, and with sequence
+        # parallelism each has all features of some tokens.
         return self.post_norm(projected), None
 
 

@@ -63,13 +63,10 @@ class AdaptedLinear:
 
     @torch.no_grad()
     def initialize_adapter(self, name: str) -> None:
-        """Draw A like torch's linear layers, and set B to zero.
-
-        The bound is 1 / sqrt(columns of the unsplit matrix).
-        """
+        """Draw A within 1 / sqrt(columns), like torch, and set B to zero."""
         parts, part = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
         rows, columns = len(self.lora_a), self.lora_a.shape[1] * parts
-        # Seeded by the layer's name in the model, so that the draw is the same in every layout.
+        # Of the unsplit matrix, and seeded by the layer's name in the model, so that every layout draws the same.
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         drawn = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
         self.lora_a.copy_(((2 * drawn - 1) / columns**0.5).chunk(parts, dim=1)[part])

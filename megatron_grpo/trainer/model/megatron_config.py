@@ -62,8 +62,7 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
         recompute_granularity="full" if recomputes else None,
         recompute_method="uniform" if recomputes else None,
         recompute_num_layers=1 if recomputes else None,
-        **_list_fp8_settings(config.fp8),
-        **_list_platform_settings(shape, platform, uses_te=uses_te, interleaved=parallel.virtual_pipeline > 1),
+        **_list_platform_settings(config, shape, platform, uses_te=uses_te),
         platform=platform,
     )
     return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
@@ -130,13 +129,8 @@ def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[s
 
 
 def build_megatron_config(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
-    """Build one of Megatron-Core's configuration objects.
-
-    The user's fields, whose names and types were checked, override ours.
-
-    Raises:
-        ValueError: Megatron-Core refuses the combination of fields.
-    """
+    """Build a configuration of Megatron-Core; ValueError: it refuses the combination of fields."""
+    # Passed fields, whose names and types were checked, override ours.
     hints = typing.get_type_hints(kind)
     try:
         return kind(**{**ours, **{name: _convert_value(hints[name], value) for name, value in passed.items()}})
@@ -159,27 +153,8 @@ def _convert_value(hint: Any, value: Any) -> Any:
     return value
 
 
-def _list_fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
-    if not fp8.is_on_device:
-        return {}
-    return {
-        "fp8": fp8.format,
-        "fp8_recipe": fp8.recipe,
-        "fp8_param": fp8.parameters,
-        "fp8_amax_history_len": fp8.amax_history,
-        "fp8_amax_compute_algo": fp8.amax_algorithm,
-        "first_last_layers_bf16": bool(fp8.first_layers_bf16 or fp8.last_layers_bf16),
-        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
-        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
-    }
-
-
 def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
-    """Require a GPU and Transformer Engine for FP8, if configured.
-
-    Raises:
-        RunError: one is missing, or the GPU is too old for the recipe.
-    """
+    """Require a GPU for FP8, if configured, else raise a RunError."""
     if not fp8.is_on_device:
         return
     setting = f"policy.fp8.format={fp8.format}"
@@ -249,10 +224,10 @@ def compute_gelu_tanh(gate: Tensor) -> Tensor:
 
 
 def _list_platform_settings(
-    shape: ModelShape, platform: Platform, *, uses_te: bool, interleaved: bool
+    config: PolicyConfig, shape: ModelShape, platform: Platform, *, uses_te: bool
 ) -> dict[str, Any]:
-    cuda = platform.is_like_cuda
-    return {
+    cuda, fp8 = platform.is_like_cuda, config.fp8
+    settings: dict[str, Any] = {
         "apply_rope_fusion": uses_te,
         "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
@@ -262,6 +237,18 @@ def _list_platform_settings(
         "persist_layer_norm": False,
         # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
         # a batch mixes them up.
-        "batch_p2p_comm": cuda and not interleaved,
+        "batch_p2p_comm": cuda and config.parallel.virtual_pipeline == 1,
         "batch_p2p_sync": cuda,
     }
+    if fp8.is_on_device:
+        settings |= {
+            "fp8": fp8.format,
+            "fp8_recipe": fp8.recipe,
+            "fp8_param": fp8.parameters,
+            "fp8_amax_history_len": fp8.amax_history,
+            "fp8_amax_compute_algo": fp8.amax_algorithm,
+            "first_last_layers_bf16": bool(fp8.first_layers_bf16 or fp8.last_layers_bf16),
+            "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
+            "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
+        }
+    return settings

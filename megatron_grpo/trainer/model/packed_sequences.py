@@ -216,7 +216,10 @@ def _split_into_parts(layout: PackedLayout) -> _Parts:
 
 
 def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
-    """Build the attention calls of a microbatch, of layers with a `window` if any."""
+    """Build the attention calls of a microbatch.
+
+    `window`: tokens that each token sees, itself included; None: all before it.
+    """
     parts = _split_into_parts(layout) if window is None else _split_into_parts(layout).cut_to_window(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first, so that neighbours have similar lengths and rectangles little padding.
@@ -269,22 +272,10 @@ def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_n
 
 
 def build_packed_sequences(
-    layout: PackedLayout,
-    transformer_engine: bool,
-    window: int | None = None,
-    members: Membership | None = None,
-    routed: Tensor | None = None,
-    move: Move = torch.from_numpy,
+    layout: PackedLayout, transformer_engine: bool, window: int | None = None, move: Move = torch.from_numpy
 ) -> PackedSequences:
-    """Build the argument of Megatron-Core's layers for a microbatch.
-
-    Args:
-        transformer_engine: the attention is Transformer Engine's, which needs boundaries only.
-        window: tokens that each token sees in layers with a window, itself included; None: no layer has one.
-        members: as `PackedSequences.membership`.
-        routed: as `PackedSequences.routed`.
-    """
-    if transformer_engine:
+    """Build the argument of Megatron-Core's layers for a microbatch of a dense model."""
+    if transformer_engine:  # its attention needs boundaries only
         # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal
         # tensors for sequences with padding between them, which excludes FlashAttention.
         ends = move(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
@@ -297,14 +288,10 @@ def build_packed_sequences(
             cu_seqlens_kv_padded=ends,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            membership=members,
-            routed=routed,
         )
     return PackedSequences(
         qkv_format="sbhd",
         positions=move(layout.positions),
         calls=build_attention_calls(layout, None, move),
         windowed_calls=None if window is None else build_attention_calls(layout, window, move),
-        membership=members,
-        routed=routed,
     )
