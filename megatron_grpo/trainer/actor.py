@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 # fragment segments of fixed size; and pinned blocks above 64 MB at their exact size, not rounded to a power of two.
 ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
 
-# A memory snapshot lists at most this many of the latest allocations.
-MEMORY_EVENTS = 200_000
-
 
 class RankActor:
     """Ray actor around one rank's model.
@@ -206,7 +203,7 @@ class RankActor:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(max_entries=200_000)  # the latest allocations
         self._profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._profiler.start()
 

@@ -89,15 +89,11 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class RankCheckpoint:
-    """Writes and reads a rank's part of checkpoints.
-
-    Methods are collective over all ranks of the model, except `is_written`.
-    """
+    """Writes and reads a rank's part of checkpoints; all methods but `is_written` are collective."""
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
-        self._finishing: list[Callable[[], None]] | None = None
-        """Calls that complete a checkpoint in the background; None: no checkpoint is being written."""
+        self._finishing: list[Callable[[], None]] | None = None  # calls that complete a checkpoint in the background
         self._writer: ForkProcess | None = None
 
     def save(self, folder: str, background: bool = False) -> None:
@@ -112,7 +108,8 @@ class RankCheckpoint:
                 state["reference"] = _build_reference_weights(rank.reference)
             # Replicas divide the writing of equal weights. Of the optimizer's state each rank writes its own.
             default = serialization.get_default_save_sharded_strategy()
-            strategy = FullyParallelSaveStrategyWrapper(default, _find_replicas())
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelSaveStrategyWrapper(default, replicas)
             request = dist_checkpointing.save(
                 state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
             )
@@ -147,12 +144,7 @@ class RankCheckpoint:
                 finish()
 
     def load(self, folder: str) -> None:
-        """Load a folder that `save` wrote, also in another layout.
-
-        Raises:
-            RunError: the checkpoint's optimizer state is of the other kind (policy.optimizer.distributed), or its
-                adapters differ (policy.lora).
-        """
+        """Load a folder that `save` wrote; RunError: policy.optimizer.distributed or policy.lora differ."""
         rank = self._rank
         # An optimizer on the host stores the classes that it is made of, and torch loads only classes listed as safe.
         param_groups = rank.optimizer.optimizer.param_groups
@@ -170,7 +162,8 @@ class RankCheckpoint:
                 state["reference"] = _build_reference_weights(rank.reference)
             # Of the weights, each replica reads a part and sends it to the others; its optimizer state is its own.
             default = serialization.get_default_load_sharded_strategy(folder)
-            shared = FullyParallelLoadStrategyWrapper(default, _find_replicas())
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            shared = FullyParallelLoadStrategyWrapper(default, replicas)
             weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
             loaded = dist_checkpointing.load(weights, folder, shared) | dist_checkpointing.load(state, folder)
             load_weights(rank.chunks, loaded["model"])
@@ -192,11 +185,6 @@ def _require_same_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(entries["distributed_optimizer"]).lower() for entries in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
-
-
-def _find_replicas() -> dist.ProcessGroup:
-    process_group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return process_group
 
 
 def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:

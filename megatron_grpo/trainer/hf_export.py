@@ -105,9 +105,6 @@ def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     return settings
 
 
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-
-
 @torch.no_grad()
 def write_peft_folder(
     chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
@@ -138,14 +135,8 @@ def write_peft_folder(
         "inference_mode": True,
     }
     with new_folder(output) as folder:
-        save_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-# Quantised value of a row's largest absolute value, by format.
-LARGEST = {"int8": 127.0, "fp8": 448.0}
-# Rows without a larger absolute value are written as zeros, as in modelopt.
-_ALMOST_ZERO = 2.0**-24
+        save_tensors(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
@@ -154,9 +145,9 @@ def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Ten
     A scale is max |x| / 127 (int8) or / 448 (fp8); ties go to even. Returns the matrix, [rows, columns], int8 or
     float8_e4m3fn, and the scales that restore it by multiplication, [rows, 1], float32.
     """
-    values, bound = weight.float(), LARGEST[quantization]
+    values, bound = weight.float(), 127.0 if quantization == "int8" else 448.0
     largest = values.abs().amax(dim=1, keepdim=True)
-    largest = torch.where(largest > _ALMOST_ZERO, largest, torch.ones_like(largest))
+    largest = torch.where(largest > 2.0**-24, largest, torch.ones_like(largest))  # else zeros, as in modelopt
     scaled = (values * (bound / largest)).clamp(-bound, bound)  # rounding may push the product past the bound
     numbers = scaled.round().to(torch.int8) if quantization == "int8" else scaled.to(torch.float8_e4m3fn)
     return numbers, largest / bound

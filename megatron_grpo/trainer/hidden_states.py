@@ -85,11 +85,8 @@ def capture_states(
 
     Collective over the ranks of a layout. Every real token of the microbatches is kept by exactly one rank at every
     point, whatever the layout: of tensor-parallel ranks with equal values the first one keeps them, and padding is left
-    out. Where tensor parallelism splits the heads, each rank keeps its columns.
-
-    Args:
-        tokens: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not kept.
-        keep: called with every piece, whose values are on the device.
+    out. Where tensor parallelism splits the heads, each rank keeps its columns. `tokens`, [tokens of `batch`], are
+    indices in the whole batch of all replicas; -1: not kept. The values of pieces are on the device.
     """
     parallel = rank.config.parallel
     part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
@@ -97,9 +94,9 @@ def capture_states(
     for indices in microbatches:
         layout = rank.maker.lay_out([batch.lengths[index] for index in indices])
         flat = tokens[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
-        context_source, part_source = layout.source, select_source(layout, part=part, parts=parts)
-        in_batch = [np.where(source < 0, -1, flat[source]) for source in (context_source, part_source)]
-        sources.append((in_batch[0], in_batch[1]))
+        part_source = select_source(layout, part=part, parts=parts)
+        context_tokens, part_tokens = (np.where(index < 0, -1, flat[index]) for index in (layout.source, part_source))
+        sources.append((context_tokens, part_tokens))
     handles = [
         module.register_forward_hook(partial(_keep_output, point, iter(sources), keep, parallel.sequence))
         for chunk in rank.gather_chunks()
@@ -149,17 +146,11 @@ _Source = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def _keep_output(
-    point: str,
-    sources: Iterator[_Source],
-    keep: Callable[[Piece], None],
-    sequence: bool,
-    _module: Any,
-    _inputs: Any,
-    output: Any,
+    point: str, sources: Iterator[_Source], keep: Callable[[Piece], None], sequence: bool, *arguments: Any
 ) -> None:
     # A forward hook: each chunk of a pipeline stage runs its microbatches in their order. After them come microbatches
     # without sequences, which ranks append where experts are shared.
-    microbatch_source = next(sources, None)
+    microbatch_source, output = next(sources, None), arguments[-1]
     if microbatch_source is None:
         return
     first: Tensor = output[0] if isinstance(output, tuple) else output

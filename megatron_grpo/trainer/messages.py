@@ -32,16 +32,13 @@ class RankSettings:
     """Sizes of the model; a shape from `as_value_model` makes it a value model."""
     folder: str
     """The model's folder in Hugging Face format; empty: weights stay uninitialised, in a dry run."""
-    decay_steps: int
-    """Optimizer steps of the learning-rate schedule."""
+    decay_steps: int  # optimizer steps of the learning-rate schedule
     reference: ReferenceConfig | None = None
-    temperature: float = 1.0
-    """Sampling temperature, at which the policy's log-probabilities are taken."""
+    temperature: float = 1.0  # of sampling, at which the policy's log-probabilities are taken
     token_filter: TokenFilter | None = None
     """Tokens over which the policy's log-probabilities are taken, but not the reference's; None: all."""
     seed: int = 0
-    shares_cores: bool = False
-    """Whether engines run at the same time as the ranks, which on a CPU means on the same cores."""
+    shares_cores: bool = False  # with engines that run at the same time as the ranks, on a CPU
 
 
 def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:
@@ -55,8 +52,7 @@ def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:
 class RankReport:
     """A rank's report after its start."""
 
-    data_rank: int
-    """Data-parallel rank: which replica the rank belongs to."""
+    data_rank: int  # which replica the rank belongs to
     device_name: str  # the vendor's name of the GPU; "cpu" without one
     startup_s: dict[str, float]
     """Seconds of the rank's start by part: "imports"; "model" (process groups, the model and its weights)."""

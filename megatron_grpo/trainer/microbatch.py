@@ -51,7 +51,6 @@ class Microbatch:
     tokens: TokenFields
     """Fields of the predicted tokens, each [rows]; token_ids is always there, int64."""
     segments: Segments
-    """The sequences of the predicted tokens."""
     token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
 

@@ -22,7 +22,6 @@ from megatron_grpo.cluster.actor_calls import Method, call_actor
 from megatron_grpo.cluster.futures import find_lost_calls, gather, join_names
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
-from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.actor import PolicyActor, RankActor, ValueActor
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 from megatron_grpo.trainer.microbatch_schedule import (
@@ -57,10 +56,7 @@ class TrainResult:
 
 
 class NonFiniteGradientError(RunError):
-    """The gradient is not finite; no optimizer step was made.
-
-    `sequences` are the indices, in the step, of the sequences that may have caused it.
-    """
+    """The gradient is not finite, maybe because of `sequences`; no step was made."""
 
     def __init__(self, grad_norm: float, sequences: list[int]) -> None:
         super().__init__(f"the gradient norm is {grad_norm}; the weights were left as they were")
@@ -80,13 +76,13 @@ class ModelRanks(ABC):
     """A model over Ray actors, one per rank; `actor_options` are Ray's, by rank."""
 
     label: ClassVar[str]
-    """Name of the model in messages."""
     actor_class: ClassVar[type[RankActor]]
+    checks_prob_error: ClassVar[bool] = False
 
     def __init__(
         self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
     ) -> None:
-        self.settings = settings
+        self.settings, self.shape = settings, settings.shape
         self._config = settings.config
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
@@ -109,6 +105,8 @@ class ModelRanks(ABC):
     def wait_ready(self) -> None:
         """Wait until every rank holds its weights, else raise a RunError."""
         self._reports = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
+        self.startup_s = [report.startup_s for report in self._reports]  # by part: "imports" and "model"
+        self.device_name = self._reports[0].device_name
 
     def submit(self, function: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
         """Run function(rank's model, *args, **kwargs) on every rank."""
@@ -121,16 +119,15 @@ class ModelRanks(ABC):
         """Make one optimizer step, split over data-parallel ranks and microbatches.
 
         `sequences`, [chosen], int64, ascending, are those to train on, at least one with a token in the loss. The loss
-        is the sum of `loss_fn` over all microbatches.
-
-        Raises:
-            NonFiniteGradientError: the gradient is not finite; the weights are unchanged.
-            RefusedStepError: the probability error is beyond its limit; the weights are unchanged.
+        is the sum of `loss_fn` over all microbatches. A NonFiniteGradientError or a RefusedStepError leaves the weights
+        unchanged.
         """
         # Counted over the whole step: every rank divides by the same denominators, however sequences are split.
         counts = GlobalCounts.count(batch, sequences)
         schedules = self._assign(batch, sequences, self._config.microbatch_tokens)
-        limit = self._find_prob_error_limit(batch)
+        # With prev_logprobs the driver has checked the whole step; a minibatch would be refused after earlier ones.
+        is_checked = self.checks_prob_error and "prev_logprobs" not in batch.fields
+        limit = batch.prob_error_limit if is_checked else None
         refs = [
             call_actor(actor, RankActor.train, work, loss_fn, counts, limit)
             for actor, work in self._put_works(batch, schedules)
@@ -150,26 +147,10 @@ class ModelRanks(ABC):
             gpu_memory_gib=max(result.gpu_memory_gib for result in results),
         )
 
-    def _find_prob_error_limit(self, batch: StepBatch) -> float | None:
-        return None
-
-    @property
-    def startup_s(self) -> list[dict[str, float]]:
-        """Seconds of each rank's start by part: "imports" and "model"."""
-        return [report.startup_s for report in self._reports]
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.settings.shape
-
     @property
     def cost(self) -> Cost:
         """Floating-point operations of a sequence's forward pass."""
-        return derive_cost(self.shape)
-
-    @property
-    def device_name(self) -> str:
-        return self._reports[0].device_name
+        return derive_cost(self.settings.shape)
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
         """Write all state to an empty folder; in the background, `finish_checkpoint` has to follow."""
@@ -311,19 +292,13 @@ class MegatronPolicy(ModelRanks):
 
     label = "policy"
     actor_class = PolicyActor
+    checks_prob_error = True
 
     def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
         return self._forward(batch, PolicyActor.compute_logprobs, "outputs of a failed training step")[1]
 
-    def _find_prob_error_limit(self, batch: StepBatch) -> float | None:
-        # With prev_logprobs the driver has checked the whole step; a minibatch would be refused after earlier ones.
-        return None if "prev_logprobs" in batch.fields else batch.prob_error_limit
-
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add prev_logprobs to the batch: log-probabilities under the current weights.
-
-        This and its like return [sequences]: True where the numbers at all sampled tokens are finite.
-        """
+        """Add prev_logprobs; returns [sequences]: True where those of sampled tokens are finite."""
         return self._add_field(batch, "prev_logprobs", PolicyActor.compute_logprobs, "log-probabilities")
 
     def add_whole_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:

@@ -48,11 +48,7 @@ class DeviceMemory:
 
     @torch.no_grad()
     def offload(self, weights: bool) -> None:
-        """Move the optimizer's state to host memory and drop gradients.
-
-        Collective over data-parallel ranks. With `weights` they move too, including those of a reference policy on the
-        device. Storages that are already empty stay empty.
-        """
+        """Move the optimizer's state and optionally `weights` to host memory, drop gradients; collective."""
         if self._without_weights:
             return
         self._rank.gather_chunks()  # completes all-gathers of updated weights that are still pending

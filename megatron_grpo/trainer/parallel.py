@@ -18,9 +18,6 @@ from torch.distributed import Store
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import Platform, detect_platform
 
-# The tensors of this many latest exchanges of shapes stay alive, because sends may still be in flight.
-_EXCHANGES_IN_FLIGHT = 16
-
 
 @cache
 def exchange_shapes_in_order() -> None:
@@ -36,7 +33,7 @@ def exchange_shapes_in_order() -> None:
     ranks, and only receives are waited for.
     """
     original = p2p.P2PCommunicator._communicate_shapes
-    in_flight: deque[Any] = deque(maxlen=_EXCHANGES_IN_FLIGHT)
+    in_flight: deque[Any] = deque(maxlen=16)  # tensors of the latest exchanges, whose sends may not have ended
 
     def communicate_shapes(
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -126,7 +123,6 @@ def make_deterministic() -> None:
 
 def destroy_parallel() -> None:
     """Undo `initialize_parallel`, so that another layout can follow; idempotent."""
-    if not dist.is_initialized():
-        return
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -109,10 +109,7 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
-    """Check the pickle of a layer's FP8 state, [bytes], uint8, else RunError.
-
-    Returns a pickle of the same content, which can be loaded without a list.
-    """
+    """Check and copy the pickle of a layer's FP8 state, [bytes], uint8, else RunError."""
     if not state.numel():  # the layer has no such state
         return state
     content = _Unpickler(io.BytesIO(state.cpu().numpy().tobytes()), f"its entry {name}", _LAYER_STATE_NAMES).load()

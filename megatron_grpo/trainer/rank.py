@@ -64,8 +64,7 @@ class ModelRank(ABC):
         if settings.folder:
             load_hf_weights(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
-        """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
-        self.reference_moved = False  # from the model that the run started from
+        self.reference_moved = False  # from the model that the run started from; only then checkpoints hold it
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self.reference = build_reference(self.chunks, config, settings.reference, shape, self.platform)
             if settings.reference.offload:
@@ -269,10 +268,8 @@ def _copy_to_host(by_microbatch: list[dict[str, Tensor]]) -> list[dict[str, floa
 class PolicyRank(ModelRank):
     """A rank's shard of policy, optimizer and frozen reference."""
 
-    weight_sender: object | None = None
-    """The rank's end of refits (`weight_sync`), once they are connected."""
-    head_kernel: HeadKernel | None = None
-    """Kernel for log-probabilities; None: that of the configuration."""
+    weight_sender: object | None = None  # the rank's end of refits (`weight_sync`), once they are connected
+    head_kernel: HeadKernel | None = None  # for log-probabilities; None: that of the configuration
 
     def compute_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute log-probabilities under the current weights; -inf for tokens that a filter removes."""

@@ -21,8 +21,7 @@ from megatron_grpo.trainer.hidden_states import Piece, capture_states
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import Microbatches, ModelRank
 
-# Number of sums in a sketch.
-SKETCH = 64
+SKETCH = 64  # number of sums in a sketch
 # Elements of a tensor that are sketched at a time, so that temporaries stay small beside the tensor.
 _PIECE = 2**20 * SKETCH
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -44,14 +43,7 @@ class TorchCoreAttention(torch.nn.Module):
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> Tensor:
         # From [tokens, 1, heads, head_dim], for the key and value [tokens, 1, key heads, ...], any float type, to
         # [tokens, 1, heads * value_dim].
@@ -99,11 +91,9 @@ class TorchCoreAttention(torch.nn.Module):
 class LocalOrGlobalSelfAttention(SelfAttention):
     """Self-attention with another rotary embedding in windowed layers (Gemma 3)."""
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Any = None, **named: Any
-    ) -> Any:
+    def forward(self, *arguments: Any, rotary_pos_emb: Any = None, **keywords: Any) -> Any:
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
-        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary, **named)
+        return super().forward(*arguments, rotary_pos_emb=rotary, **keywords)
 
 
 class RotaryAtPositions(torch.nn.Module):

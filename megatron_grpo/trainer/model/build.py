@@ -76,10 +76,8 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     pass in turn (virtual pipeline). The last chunk of the last stage, `chunk(token_ids, None, None,
     packed_seq_params=...)`, returns logits, [1, tokens, columns], where columns is padded vocabulary / TP; sums over
     the vocabulary have to leave the padding out. With `rows` it returns hidden states. Packed sequences are passed as
-    one sequence, [1, tokens]. A value model ends in a `ValueHead`, initially zero.
-
-    Raises:
-        RunError: this rank's device or packages have no FP8, and the configuration asks for it.
+    one sequence, [1, tokens]. A value model ends in a `ValueHead`, initially zero. Raises a RunError if the rank lacks
+    the FP8 that the configuration asks for.
     """
     platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)

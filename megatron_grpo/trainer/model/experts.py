@@ -19,17 +19,12 @@ from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSeque
 
 
 class RoutingReplay:
-    """Chooses each token's recorded experts or, without a record, the router's.
-
-    Megatron-Core's routing calls it. `record`, [tokens, experts of a token], integers, are the recorded experts; -1
-    where there are none.
-    """
+    """Chooses each token's recorded experts or, without a record, the router's."""
 
     def __init__(self, record: Tensor) -> None:
-        self._record = record.long()
+        self._record = record.long()  # [tokens, experts of a token]; -1 where there are none
         self.is_recorded = (self._record >= 0).all(dim=1)  # [tokens], bool
-        self.agreed: Tensor | None = None
-        """[tokens], int64: number of the router's choices that are among the recorded; None before the routing."""
+        self.agreed: Tensor | None = None  # [tokens], int64: number of the router's choices among the recorded
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
@@ -54,8 +49,7 @@ class ExpertRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        self.sequences_in_step = 1.0
-        """Sequences of the optimizer step over all replicas; both losses are averages over them."""
+        self.sequences_in_step = 1.0  # over all replicas; both losses are averages over them
         self.replays = False
         # `DecoderLayer` sets these before every pass: the sequence of each token of the microbatch, and its recorded
         # experts, [tokens of this rank, experts of a token], int8 or int16, -1 where there are none.
@@ -65,13 +59,12 @@ class ExpertRouter(TopKRouter):
 
     def clear(self) -> None:
         """Reset the counts at the start of a step."""
+        # Of this rank's tokens, without padding: tokens that chose each expert; shares of the auxiliary and the z loss;
+        # recorded experts that the router would have chosen too, and all.
         device = self.config.platform.device
         self.chosen = torch.zeros(self.num_experts, device=device)
-        """[experts], float32: number of this rank's tokens, without padding, that chose each expert."""
         self.losses = torch.zeros(2, device=device)
-        """[2], float32: this rank's share of the auxiliary and of the z loss."""
         self.agreement = torch.zeros(2, device=device)
-        """[2], float32: recorded experts of this rank's tokens that the router would have chosen too, and all."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts; returns (weights, is chosen), both [tokens, experts].

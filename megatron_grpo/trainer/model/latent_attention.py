@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -86,13 +85,7 @@ class LatentAttention(MegatronModule):
         self.linear_proj = build_module(submodules.linear_proj, heads * latent.value_dim, hidden, **row)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
+        self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor, packed_seq_params: Any = None, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         # From [length, 1, hidden] to the same, and no bias. With sequence parallelism `length` counts this rank's
         # tokens; the angles, [length, 1, 1, rope_dim], float32, are those of all tokens.
@@ -115,7 +108,7 @@ class LatentAttention(MegatronModule):
         query = torch.cat([plain, self._rotate(rotated, rotary_pos_emb)], dim=-1)
         shared_key = self._rotate(shared_key[:, :, None], rotary_pos_emb).expand(-1, -1, keys.shape[2], -1)
         key = torch.cat([keys, shared_key], dim=-1)
-        out = self.core_attention(query, key, values, attention_mask, packed_seq_params=packed_seq_params)
+        out = self.core_attention(query, key, values, packed_seq_params=packed_seq_params)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return projected
 

@@ -62,9 +62,15 @@ def build_layer_specs(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Build the layer specs of a pipeline stage or chunk."""
-    te = None
+    te: TeParts | None = None
     if uses_transformer_engine(shape, settings.platform, config.precision):
-        te = settings.platform.layer_parts or _find_te_parts()
+        te = settings.platform.layer_parts
+        if te is None:  # imported here because Transformer Engine may not be installed
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+
+            keep_empty_states()
+            layer = partial(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
+            te = TeParts(layer, TEDotProductAttention, TENorm)
     # With adapters, simulated FP8 or quantisation only attention is Transformer Engine's: its linear layers contain the
     # norm before them, which hides the input that an adapter needs.
     is_te_layer = te is not None and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
@@ -72,8 +78,8 @@ def build_layer_specs(
     if shape.experts is not None:
         with_experts = _build_layer(shape, shape.experts.count, te, is_te_layer=is_te_layer)
     first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
-    layers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
-    specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
+    numbers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
+    specs = [with_experts if shape.has_experts(number) else dense for number in numbers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=te.norm if te and is_te_layer else RMSNorm)
     if config.fp8.is_simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
@@ -93,15 +99,6 @@ class TeParts:
     """Builds a layer's spec from its number of experts (None: dense) and `qk_layernorm`: whether heads are normed."""
     attention: type
     norm: type
-
-
-def _find_te_parts() -> TeParts:
-    # Imported here because Transformer Engine may not be installed.
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
-
-    keep_empty_states()
-    layer = partial(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
-    return TeParts(layer, TEDotProductAttention, TENorm)
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -67,11 +66,6 @@ def apply_mixin(
         _mix_in(layer.submodules, mixin, names, arguments)
 
 
-@cache
-def _make_mixed_class(mixin: type, layer: type) -> type:
-    return type(f"{mixin.__name__}{layer.__name__}", (mixin, layer), {})
-
-
 def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
@@ -80,7 +74,7 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
         if is_linear:
             # The layers may share one spec.
             if (names is None or field.name in names) and not issubclass(module, mixin):
-                mixed = _make_mixed_class(mixin, module)
+                mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
                 setattr(parts, field.name, ModuleSpec(module=mixed, params={**params, **arguments}))
         elif isinstance(part, ModuleSpec) and (names is None or module is not MoELayer):
             _mix_in(part.submodules, mixin, names, arguments)

@@ -83,8 +83,7 @@ class AdaptedLinear:
 
         They are the product's outputs for unit vectors, computed in float32: the very numbers of the weight, plus the
         adapter's as the forward pass adds them. `merge_weight` has no part in it, so that the two can be compared.
-        `columns` are numbers among this rank's columns, [n], int64, the same on all tensor-parallel ranks; collective
-        over these.
+        `columns`, [n], int64, are the same on all tensor-parallel ranks; collective over these.
         """
         gathers = self.split == "lora_b" and self.config.sequence_parallel
         parts = self.tp_group.size() if gathers else 1

@@ -30,8 +30,7 @@ class DecoderSettings(TransformerConfig):
     """Megatron-Core's settings, which every module gets, and the modules' platform."""
 
     platform: Platform = field(default_factory=detect_platform)
-    single_expert_has_weight_one: bool = False
-    """True if the weight of a token's only expert is 1, before scaling, rather than its score."""
+    single_expert_has_weight_one: bool = False  # before scaling, rather than its score
 
 
 def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:

@@ -99,14 +99,10 @@ class PackedSequences(PackedSeqParams):
 class _Parts:
     """Parts of sequences: consecutive queries, and the keys that they see."""
 
-    queries: Ints
-    """[parts]: number of queries."""
-    keys: Ints
-    """[parts]: number of keys; the last key has the position of the last query."""
-    first_query: Ints
-    """[parts]: index of the first query in this rank's tokens."""
-    first_key: Ints
-    """[parts]: index of the first key among all tokens in sequence order."""
+    queries: Ints  # number of queries of each part
+    keys: Ints  # number of keys; the last key has the position of the last query
+    first_query: Ints  # index of the first query in this rank's tokens
+    first_key: Ints  # index of the first key among all tokens in sequence order
 
     def cut_to_window(self, window: int) -> _Parts:
         # To `window` queries and the keys that they see: fewer than 2 * window, however long the sequence is.
@@ -134,10 +130,8 @@ class PackedLayout:
     """[tokens of this rank]: position of each token in its sequence."""
     gathered_index: Ints
     """[all tokens, padding included], in sequence order: index of each token in the ranks' concatenated tokens."""
-    widths: Ints
-    """[sequences]: padded length of each sequence, over all ranks."""
-    lengths: Ints
-    """[sequences]: number of tokens of each sequence."""
+    widths: Ints  # padded length of each sequence, over all ranks
+    lengths: Ints  # number of tokens of each sequence
     rank: int
     size: int
 
@@ -170,10 +164,8 @@ def lay_out(
 ) -> PackedLayout:
     """Lay sequences end to end and split them over context-parallel ranks.
 
-    Args:
-        lengths: tokens of each sequence, at least one sequence of at least one token.
-        tensor_multiple: a rank's number of tokens is padded to a multiple of this.
-        width: length that every sequence is padded to; None: only as the split needs.
+    A rank's number of tokens is padded to a multiple of `tensor_multiple`, and every sequence to `width`, or without it
+    only as the split needs. There is at least one sequence of at least one token.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     chunks = 2 * size if size > 1 else 1

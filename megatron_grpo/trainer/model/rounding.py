@@ -122,7 +122,8 @@ class QuantizedLinear:
         # A rank has whole rows and sees whole tokens, unless the columns of the matrix are split.
         process_group = self.tp_group if isinstance(self, RowParallelLinear) else None
         # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
-        options: dict[str, Any] = {"num_bits": NUM_BITS[quantization], "type": "dynamic", "pass_through_bwd": True}
+        bits = 8 if quantization == "int8" else (4, 3)  # of an integer, or of exponent and mantissa
+        options: dict[str, Any] = {"num_bits": bits, "type": "dynamic", "pass_through_bwd": True}
         # One scale per token of an input, [length, sequences, columns], and per row of a weight, [rows, columns]. Kept
         # in a tuple they are not submodules, so checkpoints ignore them.
         self._quantizers = tuple(
@@ -135,10 +136,6 @@ class QuantizedLinear:
         input, weight = quantize_input(input), quantize_weight(weight)
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
-
-
-# modelopt's names of the formats: bits of an integer, or of exponent and mantissa.
-NUM_BITS = {"int8": 8, "fp8": (4, 3)}
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.trainer.optimizer_checkpoint import split_into_boxes
+from megatron_grpo.trainer.optimizer import split_into_boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 3, 4), (3, 1, 2, 2)])
