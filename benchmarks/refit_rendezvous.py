@@ -23,8 +23,7 @@ from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import FAILURE, FAILURE_CHECK_S, Rendezvous
-from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
 
 HOST = "127.0.0.1"
 CLIENTS, LOOKS = 100, 50

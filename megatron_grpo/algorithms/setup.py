@@ -37,7 +37,7 @@ from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engi
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
 from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
-from megatron_grpo.weight_sync.canary import Canary
+from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 
 

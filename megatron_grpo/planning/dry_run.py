@@ -38,10 +38,9 @@ from megatron_grpo.trainer.offload import iter_gradients, iter_optimizer_state, 
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
 from megatron_grpo.weight_sync.links import BUFFERS
-from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.pieces import align, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 
 SHAPED_PARTS = TeParts(make_shaped_layer, ShapedAttention, ShapedNorm)
 

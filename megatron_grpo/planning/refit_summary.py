@@ -12,9 +12,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
-from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.pieces import Pieces
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 
 MESSAGE_S = 50e-6
 """Assumed seconds for each message in addition to the time for its bytes."""

@@ -17,24 +17,14 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def write_checksum(buffer: Tensor, version: int) -> None:
-    """Write version and checksum behind the payload.
-
-    Args:
-        buffer: [bytes with the trailer], uint8, payload filled in.
-        version: number of the weights that the payload is part of.
-    """
+    """Write version and checksum behind the payload of a message, [bytes with the trailer], uint8."""
     words = buffer.view(torch.int64)
     words[-2] = version
     words[-1] = compute_checksum(words[:-1])
 
 
 def find_checksum_problem(buffer: Tensor, version: int) -> str | None:
-    """Find what is wrong with a received message; None: it is intact.
-
-    Args:
-        buffer: [bytes with the trailer], uint8, as it was received.
-        version: number of the weights that the message should hold.
-    """
+    """Find what is wrong with a received message, [bytes with the trailer], uint8; None: it is intact."""
     # Three numbers in one transfer from the device, which waits for it once instead of three times.
     words = buffer.view(torch.int64)
     actual, expected, sent_version = torch.stack([compute_checksum(words[:-1]), words[-1], words[-2]]).tolist()
@@ -46,18 +36,12 @@ def find_checksum_problem(buffer: Tensor, version: int) -> str | None:
 
 
 def compute_checksum(words: Tensor) -> Tensor:
-    """Sum words with weights by position, modulo 2^64.
+    """Sum words, [n], int64, with weights by position, modulo 2^64: [], int64, on their device.
 
     Chunk by chunk, h <- h * GOLDEN + sum_i words[i] * weight[i].
 
     Weights are odd, so a change of any single word changes the sum. Weights differ within a chunk, so exchanged words
     change it too, unless the words differ in their highest bits alone.
-
-    Args:
-        words: [n], int64, on any device.
-
-    Returns:
-        [], int64, on the device of the words.
     """
     # In chunks, so that one table of weights serves every size. int64 wraps round: the sum is modulo 2^64, exact in any
     # order of summation, and so equal on every device.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ QUANTISED = 0.12
 # Experts with quantised weights, whose inputs and intermediate values are rounded too.
 QUANTISED_OUTPUTS = 0.25
 
+# Columns of a linear layer's matrix that are computed at a time.
+_COLUMNS = 256
+
 
 @torch.no_grad()
 def fingerprint_engine(
@@ -51,15 +54,9 @@ def fingerprint_engine(
 ) -> dict[str, Fingerprint]:
     """Compute fingerprints of the weights that the kernels of one worker use.
 
-    Args:
-        model: vLLM's model; its configuration has to be set (`set_current_vllm_config`).
-        dtype: dtype of the model's activations.
-        model_map: sizes and weight map of the full model.
-        shard: the part of the model that the worker holds.
-
-    Returns:
-        By the name of a Hugging Face tensor, or of an expert ("model.layers.0.mlp.experts.3"). The matrix that latent
-        attention derives from a tensor has the tensor's name plus " in attention".
+    They are by the name of a Hugging Face tensor, or of an expert ("model.layers.0.mlp.experts.3"). The matrix that
+    latent attention derives from a tensor has the tensor's name plus " in attention". vLLM's configuration has to be
+    set (`set_current_vllm_config`); `dtype` is that of the model's activations.
     """
     fingerprints: dict[str, Fingerprint] = {}
     parts_by_module: defaultdict[str, list[Destination]] = defaultdict(list)
@@ -76,13 +73,14 @@ def fingerprint_engine(
     for name, attention in layers.items():
         if isinstance(getattr(attention, "W_UV", None), Tensor):
             origin = f"{name.split('.self_attn')[0]}.self_attn.kv_b_proj.weight"
-            derived = compute_fingerprint(_read_absorbed_weight(attention))
-            fingerprints[f"{origin} in attention"] = [*derived, fingerprints[origin][-1]]
+            # The projection from latent vectors that decoding uses, in the order of kv_b_proj:
+            # [heads * (length of a key's plain part + length of a value), rank].
+            absorbed = torch.cat([attention.W_UK_T, attention.W_UV.transpose(1, 2)], dim=1).flatten(0, 1)
+            fingerprints[f"{origin} in attention"] = [*compute_fingerprint(absorbed), fingerprints[origin][-1]]
     return fingerprints
 
 
 def _fingerprint_layer(layer: Any, parts: Sequence[Destination], dtype: torch.dtype) -> dict[str, Fingerprint]:
-    """Compute fingerprints of the tensors that a layer without experts keeps."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
@@ -97,30 +95,22 @@ def _fingerprint_layer(layer: Any, parts: Sequence[Destination], dtype: torch.dt
     if not multiplied:
         return fingerprints
     is_exact = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-    sketches = {part.part.name: Sketch(part.part.local_shape[0]) for part in multiplied}
-    for block in _compute_columns(layer, multiplied[0].part.local_shape[1], getattr(layer, "params_dtype", dtype)):
-        for part in multiplied:
-            sketches[part.part.name].add(block[part.row : part.row + part.part.local_shape[0]])
     limit = EXACT if is_exact else QUANTISED
-    return fingerprints | {name: [*sketch.compute(), limit] for name, sketch in sketches.items()}
-
-
-def _compute_columns(layer: Any, inputs: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Compute the matrix that a linear layer multiplies by, in blocks of [outputs, columns]."""
-    device, width = next(layer.parameters()).device, 256
-    for begin in range(0, inputs, width):
-        units = torch.zeros(min(width, inputs - begin), inputs, dtype=dtype, device=device)
+    sketches = {part.part.name: Sketch(part.part.local_shape[0]) for part in multiplied}
+    inputs, device = multiplied[0].part.local_shape[1], next(layer.parameters()).device
+    for begin in range(0, inputs, _COLUMNS):
+        width = min(_COLUMNS, inputs - begin)
+        units = torch.zeros(width, inputs, dtype=getattr(layer, "params_dtype", dtype), device=device)
         units[:, begin:].fill_diagonal_(1.0)
-        yield layer.quant_method.apply(layer, units).T
+        columns = layer.quant_method.apply(layer, units).T
+        for part in multiplied:
+            sketches[part.part.name].add(columns[part.row : part.row + part.part.local_shape[0]])
+    return fingerprints | {name: [*sketch.compute(), limit] for name, sketch in sketches.items()}
 
 
 def _fingerprint_experts(
     module: str, layer: Any, parts: Sequence[Destination], dtype: torch.dtype, shape: ModelShape, shard: RankShard
 ) -> dict[str, Fingerprint]:
-    """Compute fingerprints of the outputs of a layer's experts.
-
-    Each expert gets all PROBES inputs, with a weight of 1.
-    """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = layer.quant_method
@@ -133,28 +123,12 @@ def _fingerprint_experts(
     inputs = functional.pad(draw_probes(shape.hidden, device), (0, layer.hidden_size - shape.hidden)).to(dtype)
     fingerprints = {}
     for expert, name in enumerate(names, start=shard.experts[0]):
-        # The other choices of a token are other experts, which get a weight of 0.
+        # The expert gets all inputs with a weight of 1; a token's other choices are other experts with a weight of 0.
         chosen = (torch.arange(layer.top_k, device=device) + expert) % layer.global_num_experts
         chosen = chosen.to(method.topk_indices_dtype or torch.int32).expand(PROBES, -1).contiguous()
         weights = torch.zeros(PROBES, layer.top_k, device=device)
         weights[:, 0] = 1.0
-        outputs = method.apply(
-            layer=layer,
-            x=inputs.clone(),
-            topk_weights=weights,
-            topk_ids=chosen,
-            shared_experts=None,
-            shared_experts_input=None,
-        )
+        routing = {"topk_weights": weights, "topk_ids": chosen, "shared_experts": None, "shared_experts_input": None}
+        outputs = method.apply(layer=layer, x=inputs.clone(), **routing)
         fingerprints[name] = [*compute_fingerprint(outputs[:, : shape.hidden]), limit]
     return fingerprints
-
-
-def _read_absorbed_weight(attention: Any) -> Tensor:
-    """Read the projection from latent vectors that decoding uses, in the order of kv_b_proj.
-
-    Returns:
-        [heads * (length of a key's plain part + length of a value), rank].
-    """
-    keys, values = attention.W_UK_T, attention.W_UV.transpose(1, 2)
-    return torch.cat([keys, values], dim=1).flatten(0, 1)

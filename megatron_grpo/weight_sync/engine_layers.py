@@ -30,11 +30,10 @@ class ModelReload:
         require_plain(self._model)
         self._config = worker.vllm_config.model_config
         self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
+        # (quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`delete_kernel`).
         self._kernels: list[tuple[Any, Any]] = []
-        """(quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`delete_kernel`)."""
 
     def begin(self) -> None:
-        """Let the weight loaders of converted layers collect plain weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         for layer in self._layers:
@@ -81,11 +80,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Require that layers which are filled in place keep plain weights.
-
-    Raises:
-        ValueError: a layer's parameter has another shape or dtype than before vLLM converted it; names all of them.
-    """
+    """Require that layers which are filled in place keep plain weights; ValueError names those that do not."""
     # vLLM's kernels rewrite the weights of many layers after loading, of more in every release. Layers with a
     # quantisation method and all experts are converted by vLLM again, so only the others may be written to directly.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -100,8 +95,7 @@ def require_plain(model: nn.Module) -> None:
                 change = "is gone" if current is None else f"is {list(current.shape)} in {current.dtype}"
                 rewritten.append(f"{module}.{name} was {list(plain.shape)} in {plain.dtype} and {change}")
     if rewritten:
-        text = "vLLM has rewritten weights that a refit writes in place, which this version cannot follow: "
-        raise ValueError(text + "; ".join(rewritten))
+        raise ValueError(f"vLLM has rewritten weights that a refit writes in place: {'; '.join(rewritten)}")
 
 
 class RebuiltLayer:
@@ -130,7 +124,7 @@ class RebuiltLayer:
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
         delete_kernel(layer)
-        self._convert()
+        self.convert()
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
@@ -145,7 +139,7 @@ class RebuiltLayer:
         """Give the layer plain weights on the meta device."""
         self._reload.restore_layer_on_meta(self._layer, self._info)
 
-    def _convert(self) -> None:
+    def convert(self) -> None:
         self._layer.quant_method.process_weights_after_loading(self._layer)
 
 
@@ -160,29 +154,28 @@ class BlockedLayer(RebuiltLayer):
         super().strip()  # vLLM may load wider weights and round them
         for name in self._parameters:
             shape = getattr(self._layer, name).shape
-            scales = (*shape[:-2], *map(count_blocks, shape[-2:]))
-            plain = {name: (shape, torch.float8_e4m3fn), name_scales(name): (scales, torch.float32)}
-            for parameter, (size, dtype) in plain.items():
-                meta = torch.empty(size, dtype=dtype, device="meta")
+            values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+            blocks = (*shape[:-2], *map(count_blocks, shape[-2:]))
+            scales = torch.empty(blocks, dtype=torch.float32, device="meta")
+            for parameter, meta in ((name, values), (name_scales(name), scales)):
                 self._layer.register_parameter(parameter, nn.Parameter(meta, requires_grad=False))
 
-    def _convert(self) -> None:
+    def convert(self) -> None:
         # vLLM's methods for online quantisation round first; only their steps after the rounding run here.
         from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
         from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
         layer, method = self._layer, self._layer.quant_method
+        untyped: Any = method
         if isinstance(method, OnlineLinearBase):
             layer.input_scale = None
-            kernel: Any = method
-            kernel.fp8_linear.process_weights_after_loading(layer)
+            untyped.fp8_linear.process_weights_after_loading(layer)
         elif isinstance(method, OnlineMoEMethodBase):
-            values = [getattr(layer, name) for name in ("w13_weight", "w2_weight")]
-            scales = [getattr(layer, name_scales(name)) for name in ("w13_weight", "w2_weight")]
-            experts: Any = method
-            experts._setup_kernel(layer, *values, *scales, None, None)
+            names = ("w13_weight", "w2_weight")
+            parameters = [getattr(layer, name) for name in (*names, *map(name_scales, names))]
+            untyped._setup_kernel(layer, *parameters, None, None)
         else:
-            super()._convert()
+            super().convert()
         layer._already_called_process_weights_after_loading = True
 
 
@@ -199,12 +192,7 @@ def uses_fp8_blocks(layer: nn.Module) -> bool:
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Recompute weights that attention layers and tied heads derive from other layers'.
-
-    Args:
-        model: vLLM's model, whose other layers have the new weights.
-        dtype: dtype of the activations.
-    """
+    """Recompute weights that attention layers and tied heads derive from other layers'; `dtype`: of activations."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

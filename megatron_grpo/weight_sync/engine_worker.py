@@ -61,10 +61,9 @@ class RefitWorker(Worker):
 
     received: int | None = None
     """The complete version that this worker holds; None before the first refit and after a failed one."""
+    # Once the refit is connected:
     receiver: Receiver | None = None
-    """This worker's end of the refit, once it is connected."""
     model_map: ModelMap | None = None
-    """Sizes and weight map of the full model, once the refit is connected."""
 
     @phase("connect the refit")
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None:
@@ -86,7 +85,6 @@ class RefitWorker(Worker):
 
     @phase("receive weights")
     def receive_refit(self, version: int) -> str | None:
-        """Receive one version, and load it into the model."""
         self.received = None
         try:
             assert self.receiver is not None, "connect_refit() comes first"
@@ -102,7 +100,6 @@ class RefitWorker(Worker):
         return None
 
     def confirm_refit(self, version: int) -> str | None:
-        """Confirm that this worker holds a version."""
         # vLLM answers the other calls of a commit without its workers, so only this one notices a worker that is gone
         # or was replaced since it received the version.
         if self.received == version:
@@ -116,11 +113,10 @@ class RefitWorker(Worker):
 
         try:
             assert self.model_map is not None, "connect_refit() comes first"
-            config, shard = self.vllm_config, find_worker_shard(self.vllm_config.parallel_config, self.model_map.shape)
+            config, model = self.vllm_config, self.model_runner.get_model()
+            shard = find_worker_shard(config.parallel_config, self.model_map.shape)
             with set_current_vllm_config(config), set_forward_context(None, config):
-                return fingerprint_engine(
-                    self.model_runner.get_model(), config.model_config.dtype, self.model_map, shard
-                )
+                return fingerprint_engine(model, config.model_config.dtype, self.model_map, shard)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
 

@@ -14,17 +14,12 @@ from megatron_grpo.weight_sync.weights_folder import Manifest, WrittenTensor, co
 
 
 class FileReceiver:
-    """The receiving end of a refit in a worker: reads the folder.
-
-    Raises:
-        ValueError: the folder is not the one that the policy writes to.
-    """
+    """Reads the folder; ValueError: it is not the one that the policy writes to."""
 
     def __init__(self, worker: Any, source: Mapping[str, Any]) -> None:
         self._reload = ModelReload(worker)
         self._folder, self._session = Path(source["folder"]), source["session"]
-        self._loaded: dict[str, str] = {}
-        """Digest of each tensor that the model certainly holds."""
+        self._loaded: dict[str, str] = {}  # digest of each tensor that the model certainly holds
         self._read_manifest()
 
     def receive(self, version: int) -> None:
@@ -52,7 +47,6 @@ class FileReceiver:
         self._loaded = loaded | {name: tensor.digest for name, tensor in to_load.items()}
 
     def abandon(self) -> None:
-        """Restore the previous weights of incomplete layers."""
         self._reload.abandon()
 
     def _read_manifest(self) -> Manifest:
@@ -72,10 +66,7 @@ class FileReceiver:
 
 
 def name_block(tensor: str) -> str:
-    """Name the block that a tensor is loaded with, like "model.layers.3.self_attn".
-
-    vLLM joins matrices only inside one block.
-    """
+    """Name the block of a tensor, like "model.layers.3.self_attn"; vLLM joins matrices only inside one."""
     parts = tensor.split(".")
     layer = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return tensor if layer is None else ".".join(parts[: layer + 2])

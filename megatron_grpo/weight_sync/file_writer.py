@@ -33,22 +33,18 @@ class FileWriter:
     def write(
         self, tensors: Iterable[tuple[str, Tensor | None]], part: str, rank: int, *, rewrite: bool
     ) -> dict[str, WrittenTensor]:
-        """Write one version of the stage's weights.
+        """Write one version of the stage's weights; return the file of every tensor, in their order.
 
         Args:
             tensors: (name, full tensor [...]); None in place of the tensor on ranks that do not write.
             part: subfolder of this version.
             rank: the rank that writes.
             rewrite: write all tensors, changed or not.
-
-        Returns:
-            The file of every tensor, in their order; empty on ranks that do not write.
         """
         previous, self._written = ({} if rewrite else self._written), {}
         (self.folder / part).mkdir(exist_ok=True)
         written: dict[str, WrittenTensor] = {}
         bucket: dict[str, Tensor] = {}
-        bucket_bytes = 0
         files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in count())
         file = next(files)
         for name, tensor in tensors:
@@ -60,11 +56,10 @@ class FileWriter:
             if stored is not None and stored.digest == digest:
                 written[name] = stored
                 continue
-            if bucket and bucket_bytes + copy.nbytes > self.bucket_bytes:
+            if bucket and sum(other.nbytes for other in bucket.values()) + copy.nbytes > self.bucket_bytes:
                 write_atomically(self.folder / file, partial(save_tensors, bucket))
-                bucket, bucket_bytes, file = {}, 0, next(files)
+                bucket, file = {}, next(files)
             bucket[name] = copy
-            bucket_bytes += copy.nbytes
             written[name] = WrittenTensor(file, digest, copy.nbytes)
         if bucket:
             write_atomically(self.folder / file, partial(save_tensors, bucket))
@@ -73,7 +68,6 @@ class FileWriter:
 
 
 def connect_folder(rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
-    """Make the rank's writer for an existing folder; its first version is complete."""
     rank.weight_sender = FileWriter(folder, bucket_bytes)
 
 

@@ -23,34 +23,25 @@ from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, Written
 # When the files hold more than this many times the bytes of a version, the next version is written completely.
 _UNREAD_SHARE = 2.0
 
-FOLDER = "refit"
-"""Name of the folder in the run's folder, unless `refit.directory` is set."""
-
 
 class FilesMode(TransferMode):
-    """Weights in a folder that engines only have to see.
-
-    They are in `config.directory`, in a folder of the run's own, or in `run_dir`.
-    """
+    """Weights in a folder that engines only have to see: the run's own in `config.directory`, or in `run_dir`."""
 
     def __init__(self, calls: RefitCalls, config: RefitConfig, run_dir: Path) -> None:
         super().__init__(calls, config)
         run_dir = run_dir.absolute()
         if config.directory is None:
-            self.folder = run_dir / FOLDER
+            self.folder = run_dir / "refit"
         else:  # each run has its own folder inside, since several runs may share refit.directory
             run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             self.folder = Path(config.directory).absolute() / f"{run_dir.name}-{run}"
         self.session = secrets.token_hex(8)
-        self._writes = 0
-        self._rewrites = True
-        """Whether the next version is written completely."""
+        self._writes, self._rewrites = 0, True  # versions written; whether the next one is written completely
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
-        """Tell engines the folder's path; `anew`: the folder becomes empty."""
         writers = []
         if anew:  # no engine reads the folder now
             with _disk_errors_as_attempts(self.folder):
@@ -58,7 +49,7 @@ class FilesMode(TransferMode):
                 self.folder.mkdir(parents=True)
                 write_manifest(self.folder, Manifest(self.session, -1, {}))
             self._rewrites = True
-            writers = self.calls.call_ranks(connect_folder, self.folder, self.bucket_bytes)
+            writers = self.calls.policy.submit(connect_folder, self.folder, self.bucket_bytes)
         receives = self.connect_engines(engines, "files", {"folder": str(self.folder), "session": self.session})
         self.calls.wait(writers, receives, time.monotonic() + self.config.timeout_s, "connecting the refit")
 
@@ -67,7 +58,7 @@ class FilesMode(TransferMode):
     ) -> TransferReport:
         self._writes += 1
         part = f"{self._writes:06d}"
-        sends = self.calls.call_ranks(send_files, part, self._rewrites)
+        sends = self.calls.policy.submit(send_files, part, self._rewrites)
         stages = self.calls.wait(sends, {}, deadline, f"writing version {version}")
         tensors: dict[str, WrittenTensor] = {name: tensor for stage in stages for name, tensor in stage.items()}
         manifest = Manifest(self.session, version, tensors)
@@ -81,12 +72,8 @@ class FilesMode(TransferMode):
             stored_bytes = sum(file.stat().st_size for file in self.folder.glob("*/*"))
         self._rewrites = stored_bytes > _UNREAD_SHARE * sum(tensor.nbytes for tensor in tensors.values())
         changed = [tensor for tensor in tensors.values() if tensor.file.startswith(f"{part}/")]
-        return TransferReport(
-            version,
-            bytes_sent=sum(tensor.nbytes for tensor in changed),
-            tensors=len(changed),
-            buckets=len({tensor.file for tensor in changed}),
-        )
+        nbytes, files = sum(tensor.nbytes for tensor in changed), {tensor.file for tensor in changed}
+        return TransferReport(version, nbytes, len(changed), len(files))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

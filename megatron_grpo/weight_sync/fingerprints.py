@@ -20,8 +20,7 @@ from megatron_grpo.models.weight_layouts import Destination, RankShard, find_des
 from megatron_grpo.models.weight_map import ModelMap, iter_entries
 
 DIRECTIONS = 8
-PROBES = 4
-"""Random inputs of an expert."""
+PROBES = 4  # random inputs of an expert
 # Most elements of a matrix that are converted to float64 at a time.
 _ELEMENTS = 1 << 24
 _SEEDS = {"rows": 1, "columns": 2, "probes": 3}
@@ -75,12 +74,9 @@ def measure_difference(expected: Fingerprint, actual: Fingerprint) -> float:
 def find_differing(
     expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint], rounding: float = 0.0
 ) -> dict[str, float]:
-    """Find the tensors and experts whose difference rounding does not explain.
+    """Find the tensors and experts whose difference, relative to the norm, rounding does not explain.
 
     `expected` are the policy's, cut as one worker keeps them. `rounding` explains other dtypes of the two sides.
-
-    Returns:
-        The relative norm of their difference, by name.
     """
     errors = {name: measure_difference(expected[name.partition(" ")[0]], values) for name, values in actual.items()}
     # "not <=", so that NaN counts as a difference.

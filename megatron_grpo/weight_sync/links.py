@@ -1,7 +1,7 @@
 """One rank's end of its links to the other side of a refit.
 
-The driver schedules who sends which message when (`message_schedule`); links carry the schedule out on each rank. To
-use another communication library, replace `groups.join_group`.
+The driver schedules who sends which message when (`transfer_plan`); links carry the schedule out on each rank. To use
+another communication library, replace `groups.join_group`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from megatron_grpo.models.weight_map import WeightEntry
 from megatron_grpo.weight_sync.checksums import TRAILER_BYTES
@@ -24,13 +23,11 @@ from megatron_grpo.weight_sync.groups import Group, Rendezvous, Transfer, Watch,
 from megatron_grpo.weight_sync.pieces import PIECE, align, format_tensor_name, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shared_memory import choose_shared_memory
 
-Side = Literal["source", "target"]
-"""source: ranks of the policy; target: ranks of the engines."""
+Side = Literal["source", "target"]  # ranks of the policy; ranks of the engines
+SIDE_NAMES: dict[Side, str] = {"source": "policy rank", "target": "generation worker"}
 
 BUFFERS = 2
 """Buffers of a rank: one is filled or read while the other one is being sent or received."""
-
-SIDE_NAMES: dict[Side, str] = {"source": "policy rank", "target": "generation worker"}
 
 
 class Links(ABC):
@@ -39,58 +36,44 @@ class Links(ABC):
     Between processes of one machine that compute on its CPUs, or on the same GPUs, messages are handed over in shared
     memory: the engine's rank reads the buffer of the policy's rank. Only a notice with the index of the buffer goes
     through the group, and the same notice comes back when the buffer has been read.
-
     """
 
     side: ClassVar[Side]
     peer_side: ClassVar[Side]
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
-        store = rendezvous.reach()
+        self._store = store = rendezvous.reach()
         plan = json.loads(store.get("plan"))
         self._rank, self._entries = rank, entries
+        # Dtype in which tensors are sent, by row of the weight map; then of each of the rank's messages, by turn: its
+        # pieces, the number of the rank at the other end, the positions of its pieces, and its bytes.
         self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]
-        """Dtype in which tensors are sent, by row of the weight map."""
         self.messages = split_messages(np.frombuffer(zlib.decompress(store.get(f"{self.side}/{rank}")), dtype=PIECE))
-        """Pieces of each of the rank's messages, by turn."""
         self._peers = [int(pieces[self.peer_side][0]) for pieces in self.messages]
-        """Number of the rank at the other end, by message."""
         layouts = [lay_out_pieces(pieces, self.dtypes) for pieces in self.messages]
         self.packed_pieces = [packed for packed, _ in layouts]
-        """Positions of the pieces, by message."""
         self.sizes = [size + TRAILER_BYTES for _, size in layouts]
-        """Bytes of each message."""
+        # The kind of shared memory that links may use, if any. Tensors that go through the group are then on the CPU.
         self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
-        """The kind of shared memory that links may use; None: none."""
-        # Tensors that go through the group are on the CPU if messages may be handed over in shared memory.
         self._group_device = device if self._memory is None else torch.device("cpu")
-        first_members = {"source": 0, "target": plan["sources"]}
-        self._first_peer = first_members[self.peer_side]
-        """Number in the group of the first rank of the other side."""
+        self._first_members = {"source": 0, "target": plan["sources"]}  # numbers in the group
         self._group: Group | None = None
         self._watch = Watch(store, rendezvous.timeout_s)
-        self._shared: dict[int, Tensor] = {}
-        """The source's buffers in shared memory, by peer that uses them."""
-        self._notices = torch.arange(BUFFERS)
-        """Notices of pending messages in shared memory: the index of the buffer."""
-        self._buffers: Tensor | None = self._make_buffers(device)
-        """[BUFFERS * bytes], uint8: the rank's buffers; None on a target to which all messages are handed over."""
+        self._shared: dict[int, Tensor] = {}  # the source's buffers in shared memory, by peer that uses them
+        self._notices = torch.arange(BUFFERS)  # of pending messages in shared memory: the index of the buffer
+        self._buffer_bytes = BUFFERS * align(max(self.sizes, default=0))
+        # [BUFFERS * bytes], uint8: the rank's buffers; None on a target to which all messages are handed over.
+        self._buffers: Tensor | None = None
+
+    def _connect(self, rendezvous: Rendezvous) -> None:
         with self._fail_together():
-            size, member = plan["sources"] + rendezvous.receivers, first_members[self.side] + rank
+            size = self._first_members["target"] + rendezvous.receivers
+            member = self._first_members[self.side] + self._rank
             self._group = self._watch.call(join_group, rendezvous, member, size, self._group_device)
-            self._open_links(store)
-        self._finish_buffers(device)
-
-    @property
-    def _buffer_bytes(self) -> int:
-        return BUFFERS * align(max(self.sizes, default=0))
+            self._open_links()
 
     @abstractmethod
-    def _make_buffers(self, device: torch.device) -> Tensor | None: ...
-    def _finish_buffers(self, device: torch.device) -> None:  # noqa: B027 - a source has made all of them
-        ...
-    @abstractmethod
-    def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+    def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
         """Move the first notice over a link; return memory that both share, if any."""
 
     def view_buffer(self, number: int) -> Tensor:
@@ -141,15 +124,15 @@ class Links(ABC):
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         start = self._group.send if sends else self._group.recv
-        return start([tensor.reshape(-1).view(torch.uint8)], self._first_peer + peer, 0)
+        return start([tensor.reshape(-1).view(torch.uint8)], self._first_members[self.peer_side] + peer, 0)
 
-    def _open_links(self, store: Store) -> None:
+    def _open_links(self) -> None:
         """Test every link, so that a broken one shows before a refit."""
         for peer in dict.fromkeys(self._peers):
             link = [self._rank, peer] if self.side == "source" else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._group_device)
             try:
-                memory = self._open_link(peer, notice, store)
+                memory = self._open_link(peer, notice)
             except RuntimeError as error:
                 raise RuntimeError(f"no link to {self._name_peer(peer)}: {error}") from error
             if notice[:2].tolist() != link:

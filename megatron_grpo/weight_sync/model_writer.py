@@ -33,13 +33,11 @@ class _Region(NamedTuple):
     """The rows and columns of a parameter that a piece is written to."""
 
     module: str
-    name: str
-    """Name of the parameter in the module."""
+    name: str  # of the parameter in the module
     expert: int | None
     rows: slice
     columns: slice
-    has_scales: bool
-    """Whether the piece comes in FP8, with scales."""
+    has_scales: bool  # the piece comes in FP8, with scales
 
     @property
     def size(self) -> int:
@@ -49,12 +47,10 @@ class _Region(NamedTuple):
     @property
     def blocks(self) -> tuple[slice, slice]:
         """Rows and columns of the region's scales; it starts with a block (`find_cut_blocks`)."""
-        starts = (self.rows.start, self.columns.start)
-        assert not any(start % BLOCK for start in starts), f"{self} begins inside a block"
-        return (
-            slice(self.rows.start // BLOCK, count_blocks(self.rows.stop)),
-            slice(self.columns.start // BLOCK, count_blocks(self.columns.stop)),
-        )
+        for part in (self.rows, self.columns):
+            assert part.start % BLOCK == 0, f"{self} begins inside a block"
+        rows, columns = (slice(part.start // BLOCK, count_blocks(part.stop)) for part in (self.rows, self.columns))
+        return rows, columns
 
 
 class ModelWriter:
@@ -86,32 +82,38 @@ class ModelWriter:
         self._model, self._dtype = model, dtype
         self._messages = _find_regions(model_map, shard, messages, scaled)
         regions = [region for message in self._messages for region in message]
-        self._expected = Counter[str]()
-        """Number of elements that a refit brings, by module."""
+        self._expected, self._written = Counter[str](), Counter[str]()  # numbers of elements in a refit, by module
+        fp8_parameters: defaultdict[str, set[str]] = defaultdict(set)
         for region in regions:
             self._expected[region.module] += region.size
-        self._written: Counter[str] = Counter()
+            if region.has_scales:
+                fp8_parameters[region.module].add(region.name)
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
-        fp8_parameters = self._list_fp8_parameters(regions)
+        unsuitable = sorted(module for module in fp8_parameters if not uses_fp8_blocks(self._layers[module]))
+        if unsuitable:
+            text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
+            raise ValueError(text + ", ".join(unsuitable))
         self._rebuilt = {
             name: BlockedLayer(layer, fp8_parameters[name]) if name in fp8_parameters else RebuiltLayer(layer)
             for name, layer in self._layers.items()
             if name in fp8_parameters or is_derived(layer)
         }
-        self._require_filled(regions, _list_unused_parameters(model_map, shard))
+        # Parameters outside layers that only other stages compute with.
+        unused = {
+            destination.parameter
+            for entry in model_map.entries
+            if not is_per_layer(entry.megatron[0]) and not shard.keeps(entry)
+            for destination in find_destinations(entry, model_map.shape, shard)
+        }
+        self._require_filled(regions, unused)
 
     def begin(self) -> None:
-        """Reset the counts of written elements."""
         self._written.clear()
 
     def write(self, message: int, index: int, values: Tensor, scales: Tensor | None = None) -> None:
-        """Write a piece to its region.
+        """Write a piece, by its index in a message of this number.
 
-        Args:
-            message: number of the piece's message.
-            index: index of the piece in the message.
-            values: [rows, columns].
-            scales: [blocks of rows, blocks of columns], float32, of a piece in FP8.
+        `values`: [rows, columns]. `scales`: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
         region = self._messages[message][index]
         rebuilt = self._rebuilt.get(region.module)
@@ -130,17 +132,6 @@ class ModelWriter:
     def abandon(self) -> None:
         for layer in self._rebuilt.values():
             layer.abandon()
-
-    def _list_fp8_parameters(self, regions: Sequence[_Region]) -> dict[str, set[str]]:
-        names: defaultdict[str, set[str]] = defaultdict(set)
-        for region in regions:
-            if region.has_scales:
-                names[region.module].add(region.name)
-        unsuitable = [module for module in names if not uses_fp8_blocks(self._layers[module])]
-        if unsuitable:
-            text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
-            raise ValueError(text + ", ".join(sorted(unsuitable)))
-        return names
 
     def _require_filled(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
         """Require that each parameter gets as many elements as before its conversion."""
@@ -164,18 +155,7 @@ class ModelWriter:
                 if count != expected and not is_padded and (count or name not in unused):
                     problems.append(f"{name}: {count} of {expected} numbers")
         if problems:
-            text = "refit.mode=reshard does not fill vLLM's model; use broadcast. "
-            raise ValueError(text + "; ".join(problems))
-
-
-def _list_unused_parameters(model_map: ModelMap, shard: RankShard) -> set[str]:
-    """List vLLM's parameters outside layers that only other stages compute with."""
-    return {
-        destination.parameter
-        for entry in model_map.entries
-        if not is_per_layer(entry.megatron[0]) and not shard.keeps(entry)
-        for destination in find_destinations(entry, model_map.shape, shard)
-    }
+            raise ValueError(f"refit.mode=reshard does not fill vLLM's model; use broadcast. {'; '.join(problems)}")
 
 
 def _find_regions(

@@ -17,12 +17,13 @@ from torch import Tensor
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 from megatron_grpo_kernels.fp8_format import count_blocks
 
+# Dtype of pieces whose elements are followed by a float32 scale for each block.
 FP8 = "float8_e4m3fn"
-"""Dtype of pieces whose elements are followed by a float32 scale for each block."""
 SCALE_BYTES = 4
 # Every piece begins at a multiple of this, so that a slice of the message can be viewed in any type.
 _ALIGN_BYTES = 16
 
+# A box of a Hugging Face tensor that one rank sends to another.
 PIECE = np.dtype(
     [
         ("source", np.int32),  # rank of the policy
@@ -37,14 +38,10 @@ PIECE = np.dtype(
         ("turn", np.int32),  # turn of the message, for its source as for its target
     ]
 )
-"""A box of a Hugging Face tensor that one rank sends to another."""
-
-Pieces = NDArray[Any]
-"""[pieces], PIECE."""
+Pieces = NDArray[Any]  # [pieces], PIECE
 
 
 def format_tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
-    """Name the Hugging Face tensor that a piece is cut from."""
     name = entries[piece["entry"]].hf[piece["tensor"]].name
     return name.format(layer=piece["layer"], expert=piece["expert"])
 
@@ -79,12 +76,9 @@ class Box(NamedTuple):
 
     def find_overlap(self, box: Box) -> Box:
         """Compute the common rows and columns of two boxes, which may be none."""
-        return Box(
-            max(self.row, box.row),
-            min(self.row_end, box.row_end),
-            max(self.column, box.column),
-            min(self.column_end, box.column_end),
-        )
+        rows = max(self.row, box.row), min(self.row_end, box.row_end)
+        columns = max(self.column, box.column), min(self.column_end, box.column_end)
+        return Box(*rows, *columns)
 
 
 def find_box(part: WeightSlice) -> Box:
@@ -106,8 +100,7 @@ def align(sizes: Any) -> Any:
 class PackedPiece:
     """The position and layout of a piece in its message."""
 
-    begin: int
-    """Bytes of the message before the piece."""
+    begin: int  # bytes of the message before the piece
     rows: int
     columns: int
     dtype: torch.dtype
@@ -127,18 +120,12 @@ class PackedPiece:
 
 
 def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
-    """Lay pieces out one after the other in a message.
+    """Lay pieces out one after the other in a message; return their positions, and the message's bytes.
 
-    Args:
-        pieces: [pieces], PIECE, in their order.
-        dtypes: dtypes by row of the weight map.
-
-    Returns:
-        The position of each piece, and the bytes of the message.
+    `dtypes` are by row of the weight map.
     """
     ends = np.cumsum(align(pieces["bytes"])).tolist()
-    sizes = zip(np.diff(pieces["rows"])[:, 0].tolist(), np.diff(pieces["columns"])[:, 0].tolist(), strict=True)
+    rows, columns = (np.diff(pieces[axis])[:, 0].tolist() for axis in ("rows", "columns"))
     piece_dtypes = [dtypes[entry] for entry in pieces["entry"].tolist()]
-    begins = [0, *ends[:-1]]
-    packed = [PackedPiece(begin, *size, dtype) for begin, size, dtype in zip(begins, sizes, piece_dtypes, strict=True)]
-    return packed, int(ends[-1])
+    layouts = zip([0, *ends[:-1]], rows, columns, piece_dtypes, strict=True)
+    return [PackedPiece(*layout) for layout in layouts], int(ends[-1])

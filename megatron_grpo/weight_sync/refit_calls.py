@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -44,15 +44,12 @@ class AttemptError(Exception):
 
 
 class RefitCalls:
-    """Calls the policy's ranks and the engines, and waits for both."""
+    """Waits for calls of the policy's ranks and of engines."""
 
     def __init__(self, policy: MegatronPolicy, generation: VllmGeneration) -> None:
         self.policy, self.generation = policy, generation
+        # Store of the current links: their plan, and the first failure, which ends the waits of all processes.
         self.store: TCPStore | None = None
-        """Store of the current links: their plan, and the first failure, which ends the waits of all processes."""
-
-    def call_ranks(self, function: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
-        return self.policy.submit(function, *args)
 
     def call_engines(
         self, engines: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -63,7 +60,7 @@ class RefitCalls:
     def wait(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str
     ) -> list[Any]:
-        """Wait for calls of both sides.
+        """Wait for calls of the policy's ranks and of engines; return results in this order.
 
         Args:
             sends: calls of the policy's ranks, by rank; may be empty.
@@ -71,20 +68,15 @@ class RefitCalls:
             deadline: time (monotonic) when all must have ended.
             phase_name: for messages.
 
-        Returns:
-            The results of the ranks, then those of the engines.
-
         Raises:
             CanaryFailedError: an engine does not compute what the policy does.
             AttemptError: a call failed, which is noticed without waiting for the deadline; or the deadline passed.
             PolicyLostError: a rank of the policy died or hangs.
         """
         names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
-        remaining_s = max(deadline - time.monotonic(), 0.0)
+        calls, remaining_s = [*sends, *receives.values()], max(deadline - time.monotonic(), 0.0)
         try:
-            return gather(
-                [*sends, *receives.values()], deadline_s=remaining_s, phase_name=phase_name, name=names.__getitem__
-            )
+            return gather(calls, deadline_s=remaining_s, phase_name=phase_name, name=names.__getitem__)
         except RunError as error:
             if is_canary_failure(error.__cause__):
                 raise CanaryFailedError(str(error)) from error
@@ -98,17 +90,9 @@ class RefitCalls:
 def find_lost_engines(
     sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str
 ) -> dict[int, str]:
-    """Find the engines that cannot take part in another attempt.
+    """Find the engines that cannot take part in another attempt, by number with the reason.
 
-    Waits up to SETTLE_S for unfinished calls.
-
-    Args:
-        sends: calls of the policy's ranks, by rank; may be empty.
-        receives: calls of the engines, by number.
-        failure: the attempt's failure, for messages.
-
-    Returns:
-        Why each of these engines must be replaced, by its number.
+    Waits up to SETTLE_S for unfinished calls of an attempt that ended with `failure`.
 
     Raises:
         PolicyLostError: a rank of the policy died or hangs.

@@ -1,4 +1,4 @@
-"""Runs on the driver: compares engines with the policy, before they serve a version.
+"""Runs on the driver: compares engines with the policy, before they serve a version, and decides when.
 
 Weights that arrived intact may still be wrong where they are used. Before the commit, when that check is due, all
 weights are compared as the kernels hold them. After the commit and before engines serve, the canary compares
@@ -14,48 +14,162 @@ equal the base model's; and the canary also tells an engine that is nearer to th
 
 from __future__ import annotations
 
+import math
+import random
 import time
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
 
 from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
+from megatron_grpo.config.generation_schema import RefitConfig
+from megatron_grpo.config.schema import Config
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_engine
-from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.fingerprints import find_differing
-from megatron_grpo.weight_sync.policy_fingerprints import fingerprint_policy
-from megatron_grpo.weight_sync.rank_checks import check_rank_adapters, score_canary, score_canary_without_adapters
+from megatron_grpo.weight_sync.rank_checks import (
+    check_rank_adapters,
+    fingerprint_policy,
+    score_canary,
+    score_canary_without_adapters,
+)
 from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
+
+# Tokens of the canary's sequences, unless sequences of the run are shorter. They differ, so that a position or a
+# boundary that is taken from a neighbour shows, and each has enough tokens for a median.
+CANARY_LENGTHS = (32, 9, 20, 13)
+
+# Canaries of a start that are not limited to their share of the time: the first weights and those of three steps, since
+# a refit that goes wrong mostly does so from the first changed weights on.
+FIRST_CANARIES = 4
+# Comparisons of all weights at a start: of the first weights, which engines may have loaded themselves, and of the
+# first that a step has changed.
+FIRST_COMPARISONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryBounds:
+    """Bounds of the difference that rounding explains, in nats (docs/refit.md)."""
+
+    first: float  # limit until a canary of this run has measured the noise, and the largest limit afterwards
+    floor: float  # smallest limit: noise changes with the weights
+    margin: float  # limit as a multiple of the measured noise
+
+
+BOUNDS = {
+    "float32": CanaryBounds(1e-3, 1e-4, margin=20.0),
+    "tf32": CanaryBounds(0.01, 1e-4, margin=20.0),
+    "bfloat16": CanaryBounds(0.5, 0.1, margin=8.0),
+    "8 bits": CanaryBounds(1.5, 0.5, margin=5.0),
+}
+
+# Share of the first limit below which a difference is rounding, whatever it is nearer to.
+ROUNDING_SHARE = 0.01
+
+# Largest difference, relative to the norm, of a tensor that is rounded to bfloat16 on one side: 2^-9.2 is expected.
+_CONVERSION_ROUNDING = 2.0**-7
+
+
+class Canary:
+    """Decides which checks follow a refit: the canary, and the comparison of all weights.
+
+    The canary is a few sequences whose log-probabilities are compared between policy and engines. `rounding` is the
+    difference of a tensor, relative to its norm, that another dtype of engines explains.
+    """
+
+    def __init__(
+        self,
+        config: RefitConfig,
+        sequences: tuple[tuple[int, ...], ...],
+        bounds: CanaryBounds = BOUNDS["tf32"],
+        rounding: float = 0.0,
+    ) -> None:
+        self.sequences, self.rounding = sequences, rounding
+        self._config, self._bounds = config, bounds
+        self._noise: float | None = None  # largest difference of a canary after a refit whose weights were right
+        self._next_at = -math.inf  # time (monotonic) from which on a refit is followed by the canary
+        # Numbers of checks that follow the next refits, whatever time has passed.
+        self._first_canaries, self._due_comparisons = FIRST_CANARIES, FIRST_COMPARISONS
+
+    @staticmethod
+    def from_config(config: Config, shape: ModelShape) -> Canary:
+        """The checks of a run whose policy has these sizes."""
+        sequences = draw_canary(config.training_loop.seed, shape.vocab, config.policy.max_total_sequence_length)
+        rounding = 0.0 if config.engine_dtype == config.policy.precision else _CONVERSION_ROUNDING
+        return Canary(config.refit, sequences, BOUNDS[config.coarsest_precision], rounding)
+
+    @property
+    def limit(self) -> float:
+        """Largest difference of log-probabilities with which an engine serves, in nats."""
+        fixed, bounds = self._config.canary_limit, self._bounds
+        if fixed is not None:
+            return fixed
+        if self._noise is None:
+            return bounds.first
+        return min(bounds.first, max(bounds.floor, bounds.margin * self._noise))
+
+    @property
+    def adapter_rounding(self) -> float:
+        """Difference in nats below which an engine is not taken for one without adapters."""
+        return ROUNDING_SHARE * (self._config.canary_limit or self._bounds.first)
+
+    def is_due(self) -> bool:
+        """Whether the canary follows the next refit."""
+        has_time = time.monotonic() >= self._next_at or self._config.canary_share == 1
+        return self._config.canary and (has_time or self._first_canaries > 0)
+
+    def should_compare_weights(self, version: int, *, new: bool) -> bool:
+        """Whether weights are compared; `new`: engines have had none before."""
+        period = self._config.weight_check_period
+        return period is not None and (new or self._due_comparisons > 0 or version % period == 0)
+
+    def require_checks(self) -> None:
+        """Make both checks due at the next refit, unless the configuration has switched them off."""
+        self._next_at, self._due_comparisons = -math.inf, max(1, self._due_comparisons)
+
+    def record_comparison(self) -> None:
+        self._due_comparisons = max(0, self._due_comparisons - 1)
+
+    def record_time(self, seconds: float) -> None:
+        """Record how long the canary took, which decides when it is due again."""
+        self._next_at = time.monotonic() + seconds / self._config.canary_share
+        self._first_canaries = max(0, self._first_canaries - 1)
+
+    def record_noise(self, error: float) -> None:
+        """Record a passed canary's difference, where weights are known to be right."""
+        self._noise = max(error, self._noise or 0.0)
+
+
+def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
+    """Draw random token ids, so that many rows and experts take part.
+
+    `longest`: most tokens of a prompt and a response, which has one token here.
+    """
+    draw = random.Random(seed)
+    return tuple(tuple(draw.choices(range(vocabulary), k=min(length, longest - 1))) for length in CANARY_LENGTHS)
 
 
 class RefitChecks:
     """The checks of one run's refits; without a canary there are none."""
 
     def __init__(self, calls: RefitCalls, canary: Canary | None) -> None:
-        self._calls, self._canary = calls, canary
+        self.canary, self._calls = canary, calls
+        # The policy's answers by rank; None and empty: not due, or there are no adapters.
         self._scores: list[ray.ObjectRef] | None = None
-        """The policy's log-probabilities of the canary, by rank; None: the canary is not due."""
         self._base_scores: list[ray.ObjectRef] = []
-        """Log-probabilities of the canary without the policy's adapters, by rank; empty without adapters."""
         self._adapters: list[ray.ObjectRef] = []
-        """The check of the policy's adapters (`check_rank_adapters`), by rank; empty if it has none."""
-        self._must_compare = True
-        """Whether links were made since weights were compared, or adapters were still zero then."""
-        self._are_equal = False
-        """Whether engines are known to have the policy's weights of the version that was committed last."""
+        self._must_compare = True  # links were made since weights were compared, or adapters were still zero then
+        self._are_equal = False  # engines are known to have the policy's weights of the version committed last
         self._figures: dict[str, float] = {}
 
     @property
     def awaits_canary(self) -> bool:
         """Whether engines may serve the current version only after the canary."""
         return self._scores is not None
-
-    def require_next(self) -> None:
-        """Make all checks due at the next refit."""
-        if self._canary is not None:
-            self._canary.require_checks()
 
     def expect_new_links(self) -> None:
         """Compare weights at the next commit, since links are new."""
@@ -64,15 +178,15 @@ class RefitChecks:
     def begin(self) -> None:
         """Let the policy compute its side of due checks, behind its sending."""
         self._scores, self._base_scores, self._adapters = None, [], []
-        if self._canary is None:
+        if self.canary is None:
             return
         calls, has_adapters = self._calls, self._calls.policy.settings.config.lora.rank > 0
         if has_adapters:
-            self._adapters = calls.call_ranks(check_rank_adapters)
-        if self._canary.is_due():
-            self._scores = calls.call_ranks(score_canary, self._canary.sequences)
+            self._adapters = calls.policy.submit(check_rank_adapters)
+        if self.canary.is_due():
+            self._scores = calls.policy.submit(score_canary, self.canary.sequences)
             if has_adapters:
-                self._base_scores = calls.call_ranks(score_canary_without_adapters, self._canary.sequences)
+                self._base_scores = calls.policy.submit(score_canary_without_adapters, self.canary.sequences)
 
     def require_equal_weights(self, version: int, engines: Sequence[int], deadline: float) -> None:
         """Compare adapters, and if that is due all weights, before a version is committed.
@@ -81,25 +195,21 @@ class RefitChecks:
             RefitError: engines hold other weights than the policy, or the policy published wrong ones.
             AttemptError: a process failed, or the deadline passed.
         """
-        have_moved = self._require_adapters(version, deadline)
+        checks = self._calls.wait(self._adapters, {}, deadline, "comparing adapters")
+        faults = [f"{RANK_NAME(rank)}: {text}" for rank, check in enumerate(checks) for text in check.faults]
+        if faults:
+            raise RefitError(f"version {version} is not served: {'; '.join(faults)}")
         self._are_equal = version == 0  # the weights of the model folder, which engines had loaded themselves
-        if self._canary is None or not self._canary.should_compare_weights(version, new=self._must_compare):
+        if self.canary is None or not self.canary.should_compare_weights(version, new=self._must_compare):
             return
         began = time.monotonic()
         differences = self.find_differences(engines, deadline)
         self._figures["weight_check_s"] = time.monotonic() - began
         if differences:
             raise RefitError(f"version {version} is not served: {'; '.join(differences)}")
-        self._canary.record_comparison()
-        self._must_compare, self._are_equal = not have_moved, True
-
-    def _require_adapters(self, version: int, deadline: float) -> bool:
-        """Require that published weights are the adapted layers'; return whether adapters have moved."""
-        checks = self._calls.wait(self._adapters, {}, deadline, "comparing adapters")
-        faults = [f"{RANK_NAME(rank)}: {text}" for rank, check in enumerate(checks) for text in check.faults]
-        if faults:
-            raise RefitError(f"version {version} is not served: {'; '.join(faults)}")
-        return not checks or any(check.has_moved for check in checks)
+        self.canary.record_comparison()
+        self._are_equal = True
+        self._must_compare = bool(checks) and not any(check.has_moved for check in checks)
 
     def run_canary(self, version: int, engines: Sequence[int], timeout_s: float) -> None:
         """Compare log-probabilities of the canary, whereupon engines serve.
@@ -108,7 +218,7 @@ class RefitChecks:
             CanaryFailedError: an engine does not compute what the policy does; it does not serve.
             AttemptError: a process failed, or the time is up.
         """
-        canary, scores = self._canary, self._scores
+        canary, scores = self.canary, self._scores
         assert canary is not None, "a canary is due"
         assert scores is not None, "begin() comes first"
         began = time.monotonic()
@@ -120,24 +230,21 @@ class RefitChecks:
         calls = self._calls.call_engines(engines, Engine.check_canary, prompt)
         errors = self._calls.wait([], calls, deadline, f"canary of version {version}")
         self._scores = None
-        seconds = time.monotonic() - began
+        seconds, error = time.monotonic() - began, max(errors)
         canary.record_time(seconds)
         if self._are_equal:
-            canary.record_noise(max(errors))
-        self._figures |= {"canary_logprob_error": max(errors), "canary_limit": limit, "canary_s": seconds}
+            canary.record_noise(error)
+        self._figures |= {"canary_logprob_error": error, "canary_limit": limit, "canary_s": seconds}
 
     def find_differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """Describe the tensors of engines that differ beyond rounding."""
         shape = self._calls.policy.settings.shape
         shards = split_engine(self._calls.generation.config.parallel, shape)
-        stages = self._calls.call_ranks(fingerprint_policy, shards)
+        stages = self._calls.policy.submit(fingerprint_policy, shards)
         calls = self._calls.call_engines(engines, Engine.fingerprint_weights)
         answers = self._calls.wait(stages, calls, deadline, "comparing weights")
-        parts = answers[: len(stages)]
-        expected = [
-            {name: values for part in parts for name, values in part[rank].items()} for rank in range(len(shards))
-        ]
-        rounding = self._canary.rounding if self._canary is not None else 0.0
+        expected = [ChainMap(*parts) for parts in zip(*answers[: len(stages)], strict=True)]
+        rounding = self.canary.rounding if self.canary is not None else 0.0
         texts = []
         for engine, workers in zip(calls, answers[len(stages) :], strict=True):
             for rank, actual in enumerate(workers):

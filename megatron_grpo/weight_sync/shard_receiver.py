@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from megatron_grpo.models.weight_layouts import find_worker_shard
-from megatron_grpo.models.weight_map import ModelMap
+from megatron_grpo.models.weight_map import ModelMap, WeightEntry
 from megatron_grpo.weight_sync.checksums import find_checksum_problem
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
@@ -29,19 +27,16 @@ class TargetLinks(Links):
 
     side, peer_side = "target", "source"
 
-    def _make_buffers(self, device: torch.device) -> None:
-        return None
-
-    def _finish_buffers(self, device: torch.device) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
+        super().__init__(rendezvous, rank, device, entries)
+        self._connect(rendezvous)
         if not self._shared.keys() >= set(self._peers):  # some messages do not come in shared memory
             self._buffers = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
         """Receive one version: a message is loaded while the next one arrives.
 
-        Args:
-            load: takes the payload out of the message of a number; not called any more after the first broken checksum.
-            version: number that the messages should have.
+        `load` takes the payload out of the message of a number; not called any more after the first broken checksum.
 
         Raises:
             ValueError: a checksum was broken. Raised after the last message, so that no sender is kept waiting.
@@ -79,10 +74,10 @@ class TargetLinks(Links):
         destination = self._notices[number % BUFFERS] if peer in self._shared else self.view_buffer(number)
         return [self._start(peer, destination, sends=False)]
 
-    def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+    def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
         self._move_first(peer, notice, sends=False)
         source, target = notice[:2].tolist()
-        address = json.loads(store.get(f"memory/{source}/{target}"))
+        address = json.loads(self._store.get(f"memory/{source}/{target}"))
         if address is None:
             return None
         memory = self._memory.map_address(address) if self._memory is not None else None
@@ -91,32 +86,11 @@ class TargetLinks(Links):
         return memory
 
 
-class LinkReceiver(ABC):
-    """The receiving end of a worker's links; workers are numbered over all engines."""
-
-    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
-        self._map = model_map
-        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
-
-    @abstractmethod
-    def receive(self, version: int) -> None:
-        """Receive one version, and load it into the model.
-
-        Raises:
-            ValueError: a checksum was broken; no later message is loaded.
-            RuntimeError: a rank of the policy stopped sending, or the links failed before.
-        """
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Restore the previous weights of incomplete layers."""
-
-
-class ShardReceiver(LinkReceiver):
+class ShardReceiver:
     """Receives the slices that the worker keeps, and writes them to its model."""
 
     def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
-        super().__init__(worker, model_map, source, number)
+        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
         shard = find_worker_shard(worker.vllm_config.parallel_config, model_map.shape)
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
         model, dtype = worker.model_runner.get_model(), worker.vllm_config.model_config.dtype
@@ -135,16 +109,14 @@ class ShardReceiver(LinkReceiver):
             self._writer.write(number, position, packed.view_values(message), packed.view_scales(message))
 
 
-class TensorReceiver(LinkReceiver):
+class TensorReceiver:
     """Receives whole tensors, of which vLLM's loaders take the worker's shard."""
 
     def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
-        super().__init__(worker, model_map, source, number)
-        self._reload = ModelReload(worker)
-        self._incomplete: dict[str, Tensor] = {}
-        """Tensors, [rows, columns], of which some pieces have come."""
-        self._missing: dict[str, int] = {}
-        """Number of elements of each of these tensors that have not come yet."""
+        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
+        self._map, self._reload = model_map, ModelReload(worker)
+        self._incomplete: dict[str, Tensor] = {}  # tensors, [rows, columns], of which some pieces have come
+        self._missing: dict[str, int] = {}  # number of elements of these tensors that have not come yet
 
     def receive(self, version: int) -> None:
         self._reload.begin()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
-from megatron_grpo.models.weight_map import WeightSlice
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 from megatron_grpo.weight_sync.checksums import write_checksum
 from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
 from megatron_grpo.weight_sync.links import BUFFERS, Links
@@ -30,20 +29,18 @@ class SourceLinks(Links):
 
     side, peer_side = "source", "target"
 
-    def _make_buffers(self, device: torch.device) -> Tensor:
-        self._answers = torch.arange(BUFFERS)
-        """Notices that come back when a buffer in shared memory has been read."""
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
+        super().__init__(rendezvous, rank, device, entries)
+        self._answers = torch.arange(BUFFERS)  # notices that come back when a buffer in shared memory has been read
         self._offered: SharedMemory | None = None if self._memory is None else self._memory(self._buffer_bytes)
-        if self._offered is not None:
-            return self._offered.tensor
-        return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
+        if self._offered is None:
+            self._buffers = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._buffers = self._offered.tensor
+        self._connect(rendezvous)
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
-        """Send one version: a message is filled while the previous one is being sent.
-
-        Args:
-            fill: writes the payload of the message of a number.
-            version: number of the weights, written behind each payload.
+        """Send one version: `fill` writes a message's payload while the previous one is being sent.
 
         Raises:
             RuntimeError: a receiver stopped receiving, or the links failed before.
@@ -69,11 +66,11 @@ class SourceLinks(Links):
         notice, answer = self._notices[number % BUFFERS], self._answers[number % BUFFERS]
         return [self._start(peer, notice, sends=True), self._start(peer, answer, sends=False)]
 
-    def _open_link(self, peer: int, notice: Tensor, store: Store) -> Tensor | None:
+    def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
         # Where the source offers memory the notice comes back, since messages there are answered. Elsewhere it does
         # not: NCCL keeps buffers for each direction that was ever used.
         address = None if self._offered is None else self._offered.export_address()
-        store.set(f"memory/{self._rank}/{peer}", json.dumps(address))
+        self._store.set(f"memory/{self._rank}/{peer}", json.dumps(address))
         self._move_first(peer, notice, sends=True)
         if self._offered is None:
             return None
@@ -90,11 +87,10 @@ def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
     packed.view_values(message).copy_(values)
 
 
+# One parameter of the full model: (row of the weight map, layer, expert).
 _Key = tuple[int, int, int]
-"""One parameter of the full model: (row of the weight map, layer, expert)."""
-
+# Position of a piece in this rank's parameters: (parameter, index of one of its tensors, rows, columns).
 _Cut = tuple[_Key, int, slice, slice]
-"""Position of a piece in this rank's parameters: (parameter, index of one of its tensors, rows, columns)."""
 
 
 class ShardSender:
@@ -104,17 +100,12 @@ class ShardSender:
         self._rank, self._shard, self.links = rank, shard, links
         self._entries = build_weight_map(rank.shape)
         self._cuts = [[self._find_cut(piece) for piece in pieces] for pieces in links.messages]
-        self._bound: dict[_Key, BoundEntry] = {}
-        """The model's parameters at the start of the current send."""
-        self._split_key: _Key | None = None
-        """The parameter that was split last, into `_split_tensors`."""
+        self._bound: dict[_Key, BoundEntry] = {}  # the model's parameters at the start of the current send
+        self._split_key: _Key | None = None  # the parameter that was split last, into `_split_tensors`
         self._split_tensors: list[Tensor] = []
 
     def send(self, version: int) -> tuple[int, int, int]:
-        """Send one version; return the bytes, the pieces and the messages.
-
-        Returns:
-            Numbers of bytes (with padding and checksums), of pieces and of messages.
+        """Send one version; return its bytes (with padding and checksums), pieces and messages.
 
         Raises:
             RuntimeError: a receiver stopped receiving.
@@ -171,6 +162,5 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
 
 @torch.no_grad()
 def send_shards(rank: PolicyRank, version: int) -> tuple[int, int, int]:
-    """Send this rank's part of the plan (`ShardSender.send`)."""
     assert isinstance(rank.weight_sender, ShardSender), "connect_shards() comes first"
     return rank.weight_sender.send(version)

@@ -17,6 +17,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 
+def read_gpu_uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 class CudaMemory:
     """Memory on this process's GPU, freed when no process uses it any more."""
 
@@ -52,10 +56,6 @@ class CudaMemory:
     def synchronize() -> None:
         """Wait for the GPU: other processes do not see which work is pending."""
         torch.cuda.synchronize()
-
-
-def read_gpu_uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 class HostMemory:

@@ -16,13 +16,12 @@ from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import build_model_map
-from megatron_grpo.models.weight_layouts import RankShard, split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import Rendezvous
-from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
 from megatron_grpo.weight_sync.refit_calls import RefitCalls
 from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,8 @@ class TransferReport:
     """Number of slices in all messages; with files, of whole tensors written."""
     buckets: int
     """Number of messages, or of files."""
-    seconds: float = 0.0
-    """Seconds of all attempts together."""
+    seconds: float = 0.0  # of all attempts together
     retries: int = 0
-    """Number of failed attempts before this one."""
     replaced: tuple[str, ...] = ()
     """Each engine that was replaced since the previous refit, with the reason."""
     checks: Mapping[str, float] = field(default_factory=dict)
@@ -57,20 +54,16 @@ class TransferMode(ABC):
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
         """Connect the policy and these engines, and no others; AttemptError: that failed.
 
-        `anew`: nothing that was connected before may be used, since it is the first time or an attempt has failed.
+        `anew`: it is the first time or an attempt has failed, so no earlier connection may be used.
         """
 
     @abstractmethod
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
     ) -> TransferReport:
-        """Bring one version into connected engines, which verify it.
+        """Bring one version into connected engines, which verify it until the deadline (monotonic).
 
-        Args:
-            version: number of the weights.
-            engines: numbers of the engines.
-            deadline: time (monotonic) when all must have it.
-            on_sent: called as soon as calls of ranks run only after they have sent.
+        `on_sent` is called as soon as calls of ranks run only after they have sent.
 
         Raises:
             AttemptError: a process failed, a checksum differed, or the deadline passed.
@@ -82,13 +75,9 @@ class TransferMode(ABC):
     def connect_engines(
         self, engines: tuple[int, ...], mode: RefitMode, source: dict[str, Any]
     ) -> dict[int, ray.ObjectRef]:
-        """Begin to connect engines, whose workers are numbered engine by engine.
-
-        `source`: address of the weights, in types of JSON.
-        """
-        shape, ranks = self.calls.policy.settings.shape, self.calls.generation.config.parallel.ranks_per_engine
-        model_map = build_model_map(shape).to_json()
-        source = {**source, "model_map": model_map}
+        """Begin to connect engines to a source: the address of the weights, in types of JSON."""
+        ranks = self.calls.generation.config.parallel.ranks_per_engine
+        source = {**source, "model_map": build_model_map(self.calls.policy.settings.shape).to_json()}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
             calls |= self.calls.call_engines([engine], Engine.connect_weights, mode, source, index * ranks)
@@ -106,15 +95,9 @@ class LinkMode(TransferMode):
         generation, timeout_s = self.calls.generation.config, self.config.timeout_s
         receivers = generation.parallel.ranks_per_engine * len(engines)
         store = self.calls.store = open_store(find_node_address(), timeout_s)
-        rendezvous = Rendezvous(
-            host=store.host,
-            port=store.port,
-            receivers=receivers,
-            timeout_s=timeout_s,
-            same_gpus=generation.is_colocated,
-        )
+        rendezvous = Rendezvous(store.host, store.port, receivers, timeout_s, same_gpus=generation.is_colocated)
         self._write_plan(store, receivers)
-        sends = self.calls.call_ranks(connect_shards, rendezvous)
+        sends = self.calls.policy.submit(connect_shards, rendezvous)
         receives = self.connect_engines(engines, self.config.mode, {"rendezvous": asdict(rendezvous)})
         self.calls.wait(sends, receives, time.monotonic() + timeout_s, "connecting the refit")
 
@@ -122,32 +105,20 @@ class LinkMode(TransferMode):
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
     ) -> TransferReport:
         receives = self.calls.call_engines(engines, Engine.receive_weights, version)
-        sends = self.calls.call_ranks(send_shards, version)
+        sends = self.calls.policy.submit(send_shards, version)
         on_sent()
         counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         nbytes, tensors, messages = map(sum, zip(*counts, strict=True))
         return TransferReport(version, nbytes, tensors, messages)
 
     def _write_plan(self, store: Store, receivers: int) -> None:
-        """Write the messages of all ranks into the store."""
-        settings, config = self.calls.policy.settings, self.config
-        sources, engine = split_policy(settings.config.parallel, settings.shape), self._split_engine()
-        dtypes = choose_wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
-        pieces = plan_pieces(
-            settings.shape,
-            sources,
-            engine,
-            receivers // len(engine),
-            dtypes,
-            self.bucket_bytes // 2,
-            same_devices=self.calls.generation.config.is_colocated,
-        )
+        settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
+        shape = settings.shape
+        sources, engine = split_policy(settings.config.parallel, shape), split_engine(generation.parallel, shape)
+        if config.mode == "broadcast":
+            engine = split_policy(ParallelConfig(), shape)  # one rank that keeps the full model
+        dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
+        engines, limit = receivers // len(engine), self.bucket_bytes // 2
+        pieces = plan_pieces(shape, sources, engine, engines, dtypes, limit, same_devices=generation.is_colocated)
         scheduled = schedule_messages(pieces, self.bucket_bytes)
         write_plan(store, scheduled, len(sources), receivers, dtypes, config.shared_memory)
-
-    def _split_engine(self) -> list[RankShard]:
-        """The shard that each rank of an engine receives."""
-        shape = self.calls.policy.settings.shape
-        if self.config.mode == "broadcast":
-            return split_policy(ParallelConfig(), shape)  # one rank that keeps the full model
-        return split_engine(self.calls.generation.config.parallel, shape)

@@ -1,39 +1,41 @@
-"""Runs on the driver: plans which slice of which tensor goes from which policy rank to which engine rank.
+"""Runs on the driver: plans which slice of which tensor goes from which policy rank to which engine rank, and when.
 
 The plan depends on the configuration alone. The driver makes it once when links are connected; no rank negotiates.
 """
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed import Store
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, find_destinations
 from megatron_grpo.models.weight_map import WeightEntry, is_per_layer, iter_entries
-from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Box, Pieces, align, find_box
+from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Box, Pieces, align, find_box, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
     """Choose the dtype of each tensor in messages, by row of the weight map.
 
-    Args:
-        shape: sizes of the model.
-        precision: `policy.precision`.
-        fp8_blocks: whether the layers' matrices travel in FP8.
+    `precision` is `policy.precision`; with `fp8_blocks` the layers' matrices travel in FP8.
     """
-    entries = build_weight_map(shape)
-    dtypes = [FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision for entry in entries]
-    for index, entry in enumerate(entries):
+    dtypes = []
+    for entry in build_weight_map(shape):
         if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
-            dtypes[index] = "float32"
+            dtypes.append("float32")
+        else:
+            dtypes.append(FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision)
     return dtypes
 
 
@@ -52,8 +54,8 @@ def plan_pieces(
     Args:
         shape: sizes of the model.
         sources: shards of the policy's ranks, in their order.
-        engine: shards of the ranks of one engine, in their order.
-        engines: number of engines, which have equal layouts.
+        engine: shards of the ranks of one engine, in their order; all engines have this layout.
+        engines: number of engines.
         dtypes: dtype in which tensors are sent, by row of the weight map.
         limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
         same_devices: whether ranks of the policy and of engines with the same number share a device; a box that both
@@ -94,30 +96,21 @@ def _plan_engine(
             if not shard.keeps(entry, layer):
                 continue
             experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
-            for route in _find_routes(entry, shape, parts, shard, dtypes[index], limit):
+            for tensor, part, box, nbytes in _find_routes(entry, shape, parts, shard, dtypes[index], limit):
                 pieces = np.zeros(len(experts), dtype=PIECE)
-                pieces["target"], pieces["entry"], pieces["tensor"] = rank, index, route.tensor
+                pieces["target"], pieces["entry"], pieces["tensor"] = rank, index, tensor
                 pieces["layer"], pieces["expert"] = layer, experts
-                pieces["rows"], pieces["columns"] = route.box[:2], route.box[2:]
-                pieces["bytes"] = route.bytes
-                yield pieces, holders.find_numbers(entry, layer, route.part, experts)
-
-
-class _Route(NamedTuple):
-    """A box that one engine rank receives of one weight-map row, in every layer."""
-
-    tensor: int
-    """Index of the Hugging Face tensor in the row."""
-    part: int
-    """Index of the policy's tensor-parallel part that holds the box."""
-    box: Box
-    bytes: int
+                pieces["rows"], pieces["columns"], pieces["bytes"] = box[:2], box[2:], nbytes
+                yield pieces, holders.find_numbers(entry, layer, part, experts)
 
 
 def _find_routes(
     entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
-) -> Iterator[_Route]:
-    """Find all boxes of at most `limit` bytes that an engine rank receives."""
+) -> Iterator[tuple[int, int, Box, int]]:
+    """Find the boxes of at most `limit` bytes that an engine rank receives of a row, in every layer.
+
+    Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, bytes).
+    """
     # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.list_slices` for Megatron-Core's ranks,
     # and `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so the data that travel
     # between two ranks are the intersection of their two boxes, whatever the two layouts are. So no pair of layouts
@@ -128,27 +121,22 @@ def _find_routes(
         for part in range(parts if entry.axis is not None else 1)
     ]
     destinations = find_destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
+    element_bytes = getattr(torch, dtype).itemsize
     for tensor, destination in enumerate(destinations):
         kept_box = find_box(destination.part)
         for part, boxes in enumerate(sent_boxes):
             common = boxes[tensor].find_overlap(kept_box)
-            if common.rows > 0 and common.columns > 0:
-                for strip, nbytes in _cut_strips(common, dtype, limit):
-                    yield _Route(tensor, part, strip, nbytes)
-
-
-def _cut_strips(box: Box, dtype: str, limit: int) -> Iterator[tuple[Box, int]]:
-    """Cut a box into strips of rows; yield each with its bytes."""
-    element_bytes = getattr(torch, dtype).itemsize
-    rows = limit // (box.columns * element_bytes)
-    # At least one row; in FP8 at least the rows of one block.
-    height = max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
-    for row in range(box.row, box.row_end, height):
-        strip = box._replace(row=row, row_end=min(row + height, box.row_end))
-        nbytes = strip.rows * strip.columns * element_bytes
-        if dtype == FP8:
-            nbytes = align(nbytes) + SCALE_BYTES * count_blocks(strip.rows) * count_blocks(strip.columns)
-        yield strip, nbytes
+            if common.rows <= 0 or common.columns <= 0:
+                continue
+            rows = limit // (common.columns * element_bytes)
+            # At least one row; in FP8 at least the rows of one block.
+            height = max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
+            for row in range(common.row, common.row_end, height):
+                strip = common._replace(row=row, row_end=min(row + height, common.row_end))
+                nbytes = strip.rows * strip.columns * element_bytes
+                if dtype == FP8:
+                    nbytes = align(nbytes) + SCALE_BYTES * count_blocks(strip.rows) * count_blocks(strip.columns)
+                yield tensor, part, strip, nbytes
 
 
 class _HolderSets:
@@ -162,33 +150,30 @@ class _HolderSets:
 
     def find_numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Find the set that holds a part of each expert's matrices: [experts]."""
-        firsts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
-        return np.array([self._find_number(entry, layer, part, int(first)) for first in firsts])[inverse]
-
-    def _find_number(self, entry: WeightEntry, layer: int, part: int, first_expert: int) -> int:
         parameter = layer if is_per_layer(entry.megatron[0]) else entry.megatron
-        key = (parameter, entry.per_expert, entry.axis is None, part, first_expert)
-        if key not in self._numbers:
-            ranks = tuple(
-                rank
-                for rank, shard in enumerate(self._shards)
-                if shard.keeps(entry, layer)
-                and (entry.axis is None or shard.find_split(entry).index == part)
-                and (not entry.per_expert or shard.experts[0] == first_expert)
-            )
-            self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
-        return self._numbers[key]
+        first_experts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
+        numbers = []
+        for first_expert in first_experts.tolist():
+            key = (parameter, entry.per_expert, entry.axis is None, part, first_expert)
+            if key not in self._numbers:
+                ranks = tuple(
+                    rank
+                    for rank, shard in enumerate(self._shards)
+                    if shard.keeps(entry, layer)
+                    and (entry.axis is None or shard.find_split(entry).index == part)
+                    and (not entry.per_expert or shard.experts[0] == first_expert)
+                )
+                self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
+            numbers.append(self._numbers[key])
+        return np.array(numbers)[inverse]
 
     def assign_senders(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
-        """Choose each piece's sender; ranks of a set send about equally many bytes.
+        """Choose each piece's sender, [engines * pieces]; ranks of a set send about equally many bytes.
 
         Args:
             numbers: [pieces], number of the set that holds each piece of an engine.
             sizes: [pieces], bytes.
             engines: number of engines, each of which gets all pieces.
-
-        Returns:
-            [engines * pieces], engine by engine.
         """
         # The pieces of a set, those of all engines one after the other, lie on a line of their bytes. The line is cut
         # into equal lengths, one a rank, and a piece goes to the rank in whose length its middle lies.
@@ -209,3 +194,63 @@ class _HolderSets:
             in_set = numbers == number
             is_member[in_set] = np.isin(ranks[in_set], members)
         return is_member
+
+
+def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
+    """Assign all pieces of a refit to messages, a rank's pieces of one turn; return them by turn.
+
+    Args:
+        pieces: ordered so that a parameter is complete soon after it was begun.
+        bucket_bytes: most bytes of a message, unless a single piece is larger than half of it.
+    """
+    ordered = pieces[np.lexsort((pieces["target"], pieces["source"]))]
+    link_begins = np.flatnonzero(mark_changes(ordered["source"]) | mark_changes(ordered["target"]))
+    links = np.repeat(np.arange(len(link_begins)), np.diff(link_begins, append=len(ordered)))
+    sizes = align(ordered["bytes"])
+    offsets = np.cumsum(sizes) - sizes
+    # Each link's bytes are cut every half bucket, and pieces that begin in the same cut form one message. The last
+    # piece may extend into the next cut, but has at most half a bucket, so that the message fits a bucket.
+    halves = (offsets - offsets[link_begins][links]) // max(bucket_bytes // 2, 1)
+    begins = np.flatnonzero(mark_changes(links) | mark_changes(halves))
+    turns = _assign_turns(ordered[begins], np.arange(len(begins)) - np.searchsorted(begins, link_begins)[links[begins]])
+    ordered["turn"] = np.repeat(turns, np.diff(begins, append=len(ordered)))
+    return ordered[np.argsort(ordered["turn"], kind="stable")]
+
+
+def _assign_turns(first_pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
+    """Give each message the first turn that is free at both of its ends.
+
+    `first_pieces`: [messages], PIECE. `numbers`: [messages], int64, number of each message on its link.
+    """
+    # Sends and receives wait for their peer, so an unlucky order could make ranks wait for each other in a circle: A
+    # for B, B for C, C for A. Turns exclude that. A message has one turn, the same at both ends; a rank has at most one
+    # message a turn, and goes through its messages by increasing turn. Consider the unfinished message with the
+    # smallest turn: neither of its two ranks has an earlier message left, so both have reached it and it can proceed.
+    # By induction all messages are sent.
+    turns = np.empty(len(first_pieces), dtype=np.int32)
+    free_turns: defaultdict[tuple[str, int], int] = defaultdict(int)
+    sources, targets = first_pieces["source"], first_pieces["target"]
+    # Links advance together. In a round, neighbouring ranks have different peers, as in a round robin.
+    for message in np.lexsort((sources, targets - sources, numbers)).tolist():
+        source, target = ("source", int(sources[message])), ("target", int(targets[message]))
+        turns[message] = max(free_turns[source], free_turns[target])
+        free_turns[source] = free_turns[target] = int(turns[message]) + 1
+    return turns
+
+
+def write_plan(
+    store: Store, scheduled: Pieces, sources: int, targets: int, dtypes: Sequence[str], shared_memory: bool
+) -> None:
+    """Write every rank's messages into the store of the rendezvous.
+
+    `sources` and `targets` are the numbers of ranks of the policy and of all engines. `dtypes` are by row of the weight
+    map. With `shared_memory`, ranks of one machine use shared memory where possible.
+    """
+    store.set("plan", json.dumps({"sources": sources, "dtypes": dtypes, "shared_memory": shared_memory}))
+    for side, ranks in (("source", sources), ("target", targets)):
+        order = np.argsort(scheduled[side], kind="stable")
+        ends = np.cumsum(np.bincount(scheduled[side], minlength=ranks))
+        for rank, indices in enumerate(np.split(order, ends[:-1])):
+            # Many pieces are equal but for a number or two, and all plans go through the driver's one store.
+            packed: Any = zlib.compress(scheduled[indices].tobytes(), level=1)  # torch's stubs want a text
+            store.set(f"{side}/{rank}", packed)

@@ -15,10 +15,9 @@ from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.files_mode import FilesMode
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
-from megatron_grpo.weight_sync.refit_checks import RefitChecks
+from megatron_grpo.weight_sync.refit_checks import Canary, RefitChecks
 from megatron_grpo.weight_sync.transfer_modes import LinkMode, TransferMode, TransferReport
 
 logger = logging.getLogger(__name__)
@@ -28,47 +27,34 @@ class RefitState(Enum):
     """How far the engines' current version has come."""
 
     UNLINKED = auto()
-    """Policy and engines are not connected yet."""
     LINKED = auto()
-    """Policy and engines are connected."""
-    RECEIVED = auto()
-    """Every worker has verified the version; engines do not serve."""
-    COMMITTED = auto()
-    """Engines hold it as their version, and wait for the canary before they serve."""
+    RECEIVED = auto()  # every worker has verified the version; engines do not serve
+    COMMITTED = auto()  # engines hold it as their version, and wait for the canary before they serve
     SERVING = auto()
-    """Engines sample with the version."""
-    BROKEN = auto()
-    """An attempt failed: engines may hold half a version, links half a message."""
+    BROKEN = auto()  # an attempt failed: engines may hold half a version, links half a message
 
 
 class WeightTransport:
-    """Publishes the policy's weights to the engines, in attempts with a deadline.
-
-    `canary`: the checks before engines serve; None: there are none.
-    """
+    """Publishes the policy's weights to the engines, in attempts with a deadline."""
 
     def __init__(
         self, calls: RefitCalls, mode: TransferMode, config: RefitConfig, canary: Canary | None = None
     ) -> None:
         self._calls, self._mode, self._config = calls, mode, config
+        self._engines = tuple(range(calls.generation.config.parallel.data))
         self._checks = RefitChecks(calls, canary)
         self._state = RefitState.UNLINKED
-        self._linked: tuple[int, ...] = ()
-        """Engines that the policy was connected with last."""
-        self._version = 0
-        """The version that was published last."""
-        self._replaced: list[str] = []
-        """Engines that were replaced since the last report, with the reason."""
-        self._retries = config.retries
-        """Attempts at the current version that may still fail."""
-        self._failures: list[str] = []
-        """Failed attempts at the current version."""
+        self._linked: tuple[int, ...] = ()  # engines that the policy was connected with last
+        self._version = 0  # the version that was published last
+        self._replaced: list[str] = []  # engines that were replaced since the last report, with the reason
+        self._retries = config.retries  # attempts at the current version that may still fail
+        self._failures: list[str] = []  # failed attempts at the current version
 
     def connect(self) -> None:
         """Connect policy and engines, before the first publish; RefitError: a process failed."""
         self._state = RefitState.UNLINKED
         try:
-            self._connect(self._list_engines())
+            self._connect(self._engines)
         except AttemptError as error:
             raise RefitError(str(error)) from None
 
@@ -76,12 +62,11 @@ class WeightTransport:
         """Send the policy's weights to every engine and commit them as `version`; `start_serving` follows.
 
         Raises:
-            RefitError: in every attempt the deadline passed, a process died or a checksum differed; says which. Or
-                engines hold other weights than the policy.
+            RefitError: every attempt failed, or engines hold other weights than the policy.
             PolicyLostError: a rank of the policy died or hangs.
         """
         began = time.monotonic()
-        report = self._publish_to(self._list_engines(), version)
+        report = self._publish_to(self._engines, version)
         self._version = version
         return self._complete_report(report, began)
 
@@ -89,10 +74,8 @@ class WeightTransport:
         """Let engines serve the version that they committed, if the canary allows it.
 
         Engines that share the policy's devices have memory to compute only once the policy has left the devices, so
-        this is a call of its own. Without a canary that is due, engines serve since their commit.
-
-        Returns:
-            The report with the figures of the checks.
+        this is a call of its own. Without a canary that is due, engines serve since their commit. The returned report
+        has the figures of the checks.
 
         Raises:
             RefitError: an engine failed, or does not compute what the policy does; it does not serve.
@@ -102,16 +85,10 @@ class WeightTransport:
         return replace(report, checks=self._checks.take_figures())
 
     def describe_differences(self) -> str:
-        """Describe the tensors in which engines differ from the policy, for messages.
-
-        Both have their weights on the devices.
-
-        Raises:
-            RefitError: a process failed.
-        """
+        """Describe, for messages, the tensors in which engines differ from the policy; both are on their devices."""
         try:
             deadline = time.monotonic() + self._config.timeout_s
-            differences = self._checks.find_differences(self._list_engines(), deadline)
+            differences = self._checks.find_differences(self._engines, deadline)
         except AttemptError as error:
             raise RefitError(str(error)) from None
         if differences:
@@ -125,14 +102,13 @@ class WeightTransport:
 
     def require_checks(self) -> None:
         """Make all checks due at the next refit."""
-        self._checks.require_next()
+        if self._checks.canary is not None:
+            self._checks.canary.require_checks()
 
     def restore(self, lost_engines: Mapping[int, str]) -> None:
         """Replace engines that were lost between refits, and publish to them only.
 
-        Raises:
-            SamplingError: the engines could not be replaced.
-            PolicyLostError: a rank of the policy is gone, too.
+        SamplingError: the engines could not be replaced. PolicyLostError: a rank of the policy is gone, too.
         """
         try:
             self._replace(lost_engines)
@@ -145,9 +121,6 @@ class WeightTransport:
     def close(self) -> None:
         """Delete files that the transport has written; idempotent."""
         self._mode.close()
-
-    def _list_engines(self) -> tuple[int, ...]:
-        return tuple(range(self._calls.generation.config.parallel.data))
 
     def _publish_to(self, engines: tuple[int, ...], version: int) -> TransferReport:
         self._retries, self._failures = self._config.retries, []
@@ -176,7 +149,6 @@ class WeightTransport:
                 return replace(report, retries=len(self._failures))
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
-        """Commit the verified version; without a canary that is due, engines serve it."""
         awaits_canary = self._checks.awaits_canary
         commits = self._calls.call_engines(engines, Engine.commit_weights, version, awaits_canary)
         self._calls.wait([], commits, deadline, f"commit of version {version}")
@@ -222,22 +194,14 @@ class WeightTransport:
         self._replaced += [f"{ENGINE_NAME(number)} was replaced: {reason}" for number, reason in lost_engines.items()]
 
     def _connect(self, engines: tuple[int, ...]) -> None:
-        anew = self._state in (RefitState.UNLINKED, RefitState.BROKEN)
-        self._mode.connect(engines, anew=anew)
+        self._mode.connect(engines, anew=self._state in (RefitState.UNLINKED, RefitState.BROKEN))
         self._state, self._linked = RefitState.LINKED, engines
 
 
 def make_transport(
-    policy: MegatronPolicy,
-    generation: VllmGeneration,
-    config: RefitConfig,
-    run_dir: Path,
-    canary: Canary | None = None,
+    policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path, canary: Canary | None = None
 ) -> WeightTransport:
-    """Make the transport of the policy's weights to the engines, not yet connected.
-
-    `run_dir` distinguishes the files of this run from those of others.
-    """
+    """Make the transport, not yet connected; `run_dir` distinguishes its files from those of other runs."""
     calls = RefitCalls(policy, generation)
     mode = FilesMode(calls, config, run_dir) if config.mode == "files" else LinkMode(calls, config)
     return WeightTransport(calls, mode, config, canary)

@@ -23,10 +23,8 @@ MANIFEST = "manifest.json"
 class WrittenTensor:
     """The file with the newest values of one tensor."""
 
-    file: str
-    """Path inside the folder."""
-    digest: str
-    """`compute_digest` of the tensor."""
+    file: str  # path inside the folder
+    digest: str  # `compute_digest` of the tensor
     nbytes: int
 
 
@@ -42,11 +40,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the version that the folder holds.
-
-    Raises:
-        ValueError: the manifest is missing or damaged.
-    """
+    """Read the manifest of the version that the folder holds; ValueError: it is missing or damaged."""
     path = folder / MANIFEST
     try:
         file = json.loads(path.read_text())
@@ -73,11 +67,7 @@ def compute_text_digest(text: str) -> str:
 def compute_digest(tensor: Tensor) -> str:
     """Compute XXH3 (128 bits) of dtype, shape and values: finds damage, not malice.
 
-    Args:
-        tensor: [...], contiguous, on the CPU.
-
-    Returns:
-        Hexadecimal digits.
+    The tensor is contiguous and on the CPU; the result has hexadecimal digits.
     """
     hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -25,8 +25,8 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync import shard_sender
-from megatron_grpo.weight_sync.canary import Canary, draw_canary
 from megatron_grpo.weight_sync.refit_calls import RefitError
+from megatron_grpo.weight_sync.refit_checks import Canary, draw_canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gpus, make_model, request

@@ -23,7 +23,6 @@ from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weight_sync.canary import LENGTHS, draw_canary
 from megatron_grpo.weight_sync.engine_fingerprints import OF_OUTPUTS
 from megatron_grpo.weight_sync.fingerprints import (
     Fingerprint,
@@ -33,8 +32,8 @@ from megatron_grpo.weight_sync.fingerprints import (
     measure_difference,
     name_expert,
 )
-from megatron_grpo.weight_sync.policy_fingerprints import fingerprint_policy
-from megatron_grpo.weight_sync.rank_checks import score_canary
+from megatron_grpo.weight_sync.rank_checks import fingerprint_policy, score_canary
+from megatron_grpo.weight_sync.refit_checks import CANARY_LENGTHS, draw_canary
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
@@ -113,7 +112,7 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
 def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: Path) -> None:
     tiny = make_tiny_model("qwen3_tied", tmp_path)
     sequences = draw_canary(1, tiny.shape.vocab, 64)
-    assert tuple(map(len, sequences)) == LENGTHS
+    assert tuple(map(len, sequences)) == CANARY_LENGTHS
     theirs = _by_transformers(tiny, sequences)
     for fault in ("none", "leak", "positions"):
         (ours,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences, fault) if one is not None]

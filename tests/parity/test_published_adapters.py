@@ -26,10 +26,9 @@ from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.run.checkpoint_files import finalize
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
-from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.pieces import format_tensor_name, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks

@@ -28,10 +28,9 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.pieces import lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 from tests.cuda.null.kernels import SELECTIONS, host_waits
 from tests.cuda.null.trial import LENGTHS, Trial, make_trial
 

@@ -23,11 +23,10 @@ from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import shard_receiver
 from megatron_grpo.weight_sync.groups import Rendezvous
-from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
 from megatron_grpo.weight_sync.pieces import format_tensor_name
 from megatron_grpo.weight_sync.shard_receiver import TensorReceiver
 from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces, schedule_messages, write_plan
 from tests.support.refit_models import DENSE, full_tensor, made_up_worker
 
 MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2

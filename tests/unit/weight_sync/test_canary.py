@@ -17,8 +17,8 @@ from megatron_grpo.config.schema import Config, GenerationConfig, LoraConfig, Po
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.models.adapter_check import AdapterCheck
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.weight_sync.canary import Canary, CanaryBounds, choose_bounds, draw_canary
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitCalls, RefitError
+from megatron_grpo.weight_sync.refit_checks import BOUNDS, Canary, CanaryBounds, draw_canary
 from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
 
@@ -262,6 +262,10 @@ def test_a_resumed_run_whose_weights_are_not_compared_keeps_the_first_limit() ->
     for version in (7, 8):
         transport.refit(version)
         assert one.prompt.limit == 0.01
+
+
+def choose_bounds(config: Config) -> CanaryBounds:
+    return BOUNDS[config.coarsest_precision]
 
 
 def test_the_limit_is_that_of_the_coarser_side() -> None:

@@ -22,7 +22,7 @@ from megatron_grpo.weight_sync.fingerprints import (
     find_differing,
     measure_difference,
 )
-from megatron_grpo.weight_sync.policy_fingerprints import _ExpertOutputs
+from megatron_grpo.weight_sync.rank_checks import _ExpertOutputs
 
 ROWS, INPUTS = [96, 32], 300
 

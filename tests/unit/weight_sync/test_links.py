@@ -19,11 +19,10 @@ from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links
 from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.links import BUFFERS, Side
-from megatron_grpo.weight_sync.message_schedule import schedule_messages, write_plan
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from megatron_grpo.weight_sync.shared_memory import HostMemory
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces, schedule_messages, write_plan
 from tests.support import nccl_like
 from tests.support.refit_models import DENSE
 

@@ -25,11 +25,10 @@ from megatron_grpo.models.weight_layouts import (
     split_policy,
 )
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
-from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import Pieces, align, find_box, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import pack_piece
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 from tests.support.moe_config import QWEN3_MOE
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 
