@@ -34,22 +34,16 @@ TOLERANCE = 1e-4
 class AdapterCheck:
     """The result of comparing one rank's layers."""
 
-    faults: list[str]
-    """A text on each layer whose published weight is not what the layer computes with."""
-    has_moved: bool
-    """Whether some adapter of the rank is not zero, without which the comparison shows nothing."""
+    faults: list[str]  # a text on each layer whose published weight is not what the layer computes with
+    has_moved: bool  # some adapter of the rank is not zero, without which the comparison shows nothing
 
 
 @torch.no_grad()
 def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
-    """Compare published weights with what this rank's adapted layers compute.
+    """Compare published weights with what the adapted layers of a rank's unwrapped GPTModels compute.
 
     These layers are found by their parameters, whatever the weight map says of them. Collective over tensor-parallel
     ranks.
-
-    Args:
-        chunks: the rank's unwrapped Megatron GPTModels.
-        shape: sizes of the whole model.
     """
     published = {id(bound.parameter): bound for bound in bind_entries(chunks, shape)}
     faults: list[str] = []

@@ -15,7 +15,7 @@ _ROUTING = {"experts", "score"}
 
 
 def can_travel_in_fp8(entry: WeightEntry) -> bool:
-    """Whether a row has matrices of layers; not for embeddings, heads, routers, norms, biases."""
+    """True for matrices of layers; not for embeddings, heads, routers, norms, biases."""
     return is_per_layer(entry.megatron[0]) and all(
         len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
     )
@@ -42,7 +42,6 @@ def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Seq
 
 
 def _has_cut_block(part: WeightSlice) -> bool:
-    """Whether a slice begins or ends inside a block."""
     if part.axis is None:
         return False
     return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE
+from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
 from megatron_grpo.models.weight_map import WeightSlice
 
 # Configuration, tokenizer and template files that travel with the weights.
@@ -25,19 +25,20 @@ _LEFT_BEHIND = ("trainer_state.json", "adapter_config.json", "hf_quant_config.js
 
 
 class HFFolderReader:
-    """Reads slices of tensors from safetensors files, each of which is opened once.
-
-    Raises:
-        ValueError: the folder has no safetensors weights, or its index cannot be read.
-    """
+    """Reads slices of tensors from safetensors files; ValueError: the folder has none, or a damaged index."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._handles: dict[Path, Any] = {}
-        self._file_of = self._locate()
+        index, single = self._folder / INDEX_FILE, self._folder / SINGLE_FILE
+        if index.is_file():
+            self._file_of = {name: self._folder / file for name, file in read_index(index).items()}
+        elif single.is_file():
+            self._file_of = dict.fromkeys(self._open(single).keys(), single)
+        else:
+            raise ValueError(f"{self._folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def has(self, name: str) -> bool:
-        """Whether the folder has a tensor of this name."""
         return name in self._file_of
 
     def read(self, part: WeightSlice) -> Tensor:
@@ -59,27 +60,15 @@ class HFFolderReader:
         shape = tuple(tensor.get_shape())
         if shape != part.shape:
             raise ValueError(f"{file}: {part.name} has shape {list(shape)}, but config.json implies {list(part.shape)}")
+        if part.axis is not None and part.start == part.stop:
+            return torch.empty(part.local_shape)
         region = [slice(None)] * len(shape)
         if part.axis is not None:
             region[part.axis] = slice(part.start, part.stop)
-            if part.start == part.stop:
-                return torch.empty(part.local_shape)
         values: Tensor = tensor[tuple(region)].contiguous()
         if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
             raise ValueError(f"{file}: {part.name} has values that are not finite")
         return values
-
-    def _locate(self) -> dict[str, Path]:
-        index, single = self._folder / INDEX_FILE, self._folder / SINGLE_FILE
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-                return {name: self._folder / file for name, file in weight_map.items()}
-            except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
-                raise ValueError(f'{index} is not a safetensors index (JSON with a "weight_map")') from None
-        if single.is_file():
-            return dict.fromkeys(self._open(single).keys(), single)
-        raise ValueError(f"{self._folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def _open(self, file: Path) -> Any:
         if file not in self._handles:
@@ -106,17 +95,24 @@ def write_hf_folder(
         tensors: (name, tensor); taken one at a time, and copied to host memory until their file is written.
         source_folder: folder whose config.json, tokenizer and generation settings are copied; the dtype in config.json
             becomes that of the first tensor.
-        output: folder to make; must not exist, or be empty.
+        output: folder to make; ValueError: it holds something already.
         max_file_bytes: largest weights file, unless a single tensor is larger.
         settings: further entries for config.json.
         chat_template: the only chat template of the new folder; None: those of `source_folder`.
-
-    Raises:
-        ValueError: `output` already holds something.
     """
+    source = Path(source_folder)
     with new_folder(output) as folder:
         dtype = _write_weights_files(tensors, folder, max_file_bytes)
-        _copy_side_files(Path(source_folder), folder, dtype, settings or {})
+        for file in _list_side_files(source):
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)  # contents alone: the source may be read-only
+        config_file = folder / "config.json"
+        config = json.loads(config_file.read_text())
+        keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+        changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings or {})
+        if changed != config:
+            config_file.write_text(json.dumps(changed, indent=2) + "\n")
         if chat_template is not None:
             _replace_templates(folder, chat_template)
 
@@ -126,13 +122,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     """Make a folder under a temporary name; rename it to `output` after the body.
 
     An empty folder that was there lends its permissions. Whoever may read the folder may read its files, and whoever
-    may write into it may write them.
-
-    Args:
-        output: folder to make; must not exist, or be empty.
-
-    Raises:
-        ValueError: `output` already holds something.
+    may write into it may write them. ValueError: `output` already holds something.
     """
     target = Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -143,17 +133,12 @@ def new_folder(output: str | Path) -> Iterator[Path]:
         yield partial
         if target.exists():
             partial.chmod(target.stat().st_mode & 0o7777)
-        _share(partial)
+        mode = partial.stat().st_mode & 0o7777
+        for path in partial.rglob("*"):
+            path.chmod(mode if path.is_dir() else mode & 0o666)  # files are not executable
         partial.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _share(folder: Path) -> None:
-    """Give all files and folders in a folder its permissions; files are not executable."""
-    mode = folder.stat().st_mode & 0o7777
-    for entry in folder.rglob("*"):
-        entry.chmod(mode if entry.is_dir() else mode & 0o666)
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
@@ -165,7 +150,6 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str
 
 
 def _write_weights_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> torch.dtype:
-    """Write and index weights files; return the first tensor's dtype."""
     names: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = pending_bytes = 0
@@ -187,11 +171,8 @@ def _write_weights_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, ma
         dtype = dtype or tensor.dtype
     flush()
     count = len(names)
-    files = (
-        [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-        if count > 1
-        else [SINGLE_FILE]
-    )
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    files = files if count > 1 else [SINGLE_FILE]
     for number, file in enumerate(files):
         (folder / f"shard-{number}").rename(folder / file)
     if count > 1:
@@ -202,7 +183,6 @@ def _write_weights_files(tensors: Iterable[tuple[str, Tensor]], folder: Path, ma
 
 
 def _list_side_files(source: Path) -> Iterator[Path]:
-    """List files that travel with the weights."""
     for entry in sorted(source.iterdir()):
         if entry.name.startswith("."):
             continue
@@ -221,21 +201,8 @@ def _is_side_file(file: Path) -> bool:
     return has_suffix and file.name not in _LEFT_BEHIND
 
 
-def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
-    for file in _list_side_files(source):
-        target = folder / file.relative_to(source)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)  # contents alone: the source may be read-only
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text())
-    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
-    changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings)
-    if changed != config:
-        config_file.write_text(json.dumps(changed, indent=2) + "\n")
-
-
 def _replace_templates(folder: Path, template: str) -> None:
-    """Make a template the only one of a folder, wherever tokenizers take it from."""
+    # Tokenizers may take their template from any of these.
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / "chat_template.json").unlink(missing_ok=True)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

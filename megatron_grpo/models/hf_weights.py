@@ -18,16 +18,9 @@ from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, count_grou
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
-    """Merge slices of Hugging Face tensors into a rank's parameter.
+    """Merge slices of Hugging Face tensors into a rank's parameter, [rows, ...], as Megatron-Core lays it out.
 
-    Args:
-        entry: row of the weight map, which says how the slices are merged.
-        parts: slices in the order of `entry.hf`, each [rows or fewer, ...].
-        model: sizes of the model.
-        rows: rows of the parameter; more than those of the slice only where the vocabulary is padded.
-
-    Returns:
-        [rows, ...] as Megatron-Core lays the parameter out.
+    `parts`: slices in the order of `entry.hf`, each [rows or fewer, ...]; fewer only where the vocabulary is padded.
     """
     # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
     # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
@@ -57,17 +50,14 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
     return [local]
 
 
-ADAPTER_PARAMETERS = ("lora_a", "lora_b")
-"""Names of adapters' parameters in their layer."""
+ADAPTER_PARAMETERS = ("lora_a", "lora_b")  # in their layer
 
 
 class AdaptedLayer(Protocol):
     """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS."""
 
-    lora_a: Tensor
-    """[rank, columns]."""
-    lora_b: Tensor
-    """[rows, rank], the rows in the order of the weight's."""
+    lora_a: Tensor  # [rank, columns]
+    lora_b: Tensor  # [rows, rank], the rows in the order of the weight's
     split: str
     """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
 
@@ -88,13 +78,10 @@ class BoundEntry:
     """A row of the weight map with a parameter of this rank."""
 
     entry: WeightEntry
-    layer: int
-    """Number of the layer in the full model, from 0."""
+    layer: int  # number of the layer in the full model, from 0
     parameter: Tensor
-    expert: int = 0
-    """Index of the expert among those of this rank, from 0; also 0 for parameters outside experts."""
-    adapted: AdaptedLayer | None = None
-    """The layer that the parameter is the weight of, if that layer has an adapter."""
+    expert: int = 0  # index among the experts of this rank; also 0 for parameters outside experts
+    adapted: AdaptedLayer | None = None  # the layer that the parameter is the weight of, if it has an adapter
 
     def compute_weight(self) -> Tensor:
         """Compute the weight that the model uses: adapter merged, FP8 dequantised."""
@@ -105,11 +92,7 @@ class BoundEntry:
 
 
 def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
-    """Bind every parameter of this rank to its row of the weight map.
-
-    Args:
-        chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
-        shape: sizes of the full model.
+    """Bind every parameter of a rank's unwrapped GPTModels to its row of the weight map.
 
     An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
     """
@@ -136,11 +119,8 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
         for expert in range(len(experts) if entry.per_expert else 1):
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
             present = [name for name in names if name in parameters]
-            is_layer_entry = is_per_layer(entry.megatron[0])
-            owner_text = f"layer {layer} of the model" if is_layer_entry else "the model"
-            assert present or not (is_layer_entry or (is_full_model and not entry.copy)), (
-                f"{owner_text} has no parameter {names}"
-            )
+            is_required = is_per_layer(entry.megatron[0]) or (is_full_model and not entry.copy)
+            assert present or not is_required, f"the model has no parameter {names} (layer {layer})"
             for name in present:
                 module, _, last = name.rpartition(".")
                 adapted = None
@@ -154,7 +134,6 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
 
 
 def _is_quantised(parameter: Tensor) -> bool:
-    """Whether a parameter is an FP8 tensor of Transformer Engine."""
     # Imported here because the driver imports this module too, and does not need Megatron.
     from megatron.core.fp8_utils import is_float8tensor
 
@@ -163,9 +142,7 @@ def _is_quantised(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
-    """Fill this rank's parameters from a folder in Hugging Face format.
-
-    Values are converted to the dtype of `chunks`, the rank's unwrapped Megatron GPTModels.
+    """Fill the parameters of a rank's unwrapped GPTModels from a Hugging Face folder, in the parameters' dtype.
 
     Raises:
         ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
@@ -195,12 +172,7 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Gather full Hugging Face tensors of a pipeline stage, which is collective.
 
-    Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
-
-    Args:
-        chunks: the rank's unwrapped Megatron GPTModels.
-        shape: sizes of the full model.
-        value: the tensor to export for a parameter, by default its weight; None: none.
+    `chunks` are the rank's unwrapped GPTModels; `value` is the tensor to export for a parameter, if any.
 
     Yields:
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
@@ -215,6 +187,7 @@ def iter_hf_tensors(
         group, split, replicas = groups.tp, groups.tp, groups.dp_cp
         if bound.entry.per_expert:
             group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
+        # Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
         size, parted = split.size(), bound.entry.axis is not None or bound.entry.per_expert
         shards = _gather(local, group, parted=parted) if replicas.rank() == 0 else []
         for part in range(group.size() // size):
@@ -245,11 +218,10 @@ def iter_adapter_tensors(
             local = value(getattr(bound.adapted, part))
             shards = _gather(local, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
             tensors: list[Tensor | None] = [None] * len(names)
-            if shards:
-                shared = part == "lora_a" and not parted
-                tensors = (
-                    [local] * len(names) if shared else [*_join_shards(bound, shards if parted else [local], shape)]
-                )
+            if shards and part == "lora_a" and not parted:
+                tensors = [local] * len(names)
+            elif shards:
+                tensors = [*_join_shards(bound, shards if parted else [local], shape)]
             yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
 
 
@@ -263,10 +235,7 @@ def _list_rank_experts(model: Any, shape: ModelShape) -> range:
 
 
 def _gather(local: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
-    """Gather a parameter's values on the first rank of a group; empty elsewhere.
-
-    `parted`: whether the ranks hold different parts; if not, nothing is sent.
-    """
+    """Gather a parameter's values on the first rank of a group; nothing is sent unless they are parted."""
     local, is_first = local.contiguous(), group.rank() == 0
     if group.size() == 1 or not parted:
         return [local] * group.size() if is_first else []

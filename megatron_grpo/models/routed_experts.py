@@ -11,24 +11,19 @@ from numpy.typing import NDArray
 
 from megatron_grpo.models.shape import ModelShape
 
-UNKNOWN = -1
-"""Placeholder where a token's experts are not known."""
+UNKNOWN = -1  # where a token's experts are not known
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedForm:
     """Layout of recorded router choices: rows are tokens, columns are chosen experts."""
 
-    layers: tuple[int, ...]
-    """Numbers of the layers with experts among all layers, from 0."""
-    top_k: int
-    """Number of experts of a token in one layer."""
-    experts: int
-    """Number of experts in one layer."""
+    layers: tuple[int, ...]  # numbers of the layers with experts among all layers, from 0
+    top_k: int  # experts of a token in one layer
+    experts: int  # experts in one layer
 
     @staticmethod
     def from_shape(shape: ModelShape) -> RoutedForm:
-        """The form for a model, which must have experts."""
         experts = shape.experts
         assert experts is not None, "a model without experts routes nothing"
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
@@ -45,13 +40,9 @@ class RoutedForm:
         return np.dtype(np.int8 if self.experts <= 2**7 else np.int16)
 
     def from_engine(self, chosen: NDArray[np.integer]) -> NDArray[Any]:
-        """Convert the experts that vLLM reports.
+        """Convert the experts that vLLM reports to [tokens, columns], of `dtype`.
 
-        Args:
-            chosen: [tokens, all layers, experts of a token], integers; layers without experts hold anything.
-
-        Returns:
-            [tokens, columns], of `dtype`.
+        `chosen`: [tokens, all layers, experts of a token], integers; layers without experts hold anything.
         """
         _, layers, top_k = chosen.shape
         assert layers > self.layers[-1], f"{layers} layers, and layer {self.layers[-1]} has experts"
@@ -59,14 +50,10 @@ class RoutedForm:
         return chosen[:, list(self.layers)].astype(self.dtype).reshape(len(chosen), self.columns)
 
     def concatenate(self, sequences: Sequence[tuple[int, NDArray[Any] | None]]) -> NDArray[Any]:
-        """Concatenate the experts of sequences, with placeholders for unknown ones.
+        """Concatenate the experts of sequences: [tokens, columns], of `dtype`, UNKNOWN where they are not known.
 
-        Args:
-            sequences: for each its number of tokens, and the experts of its first tokens, [first tokens, columns], of
-                `dtype`; None: no experts are known.
-
-        Returns:
-            [tokens of all sequences, columns], of `dtype`; UNKNOWN for tokens whose experts are not known.
+        `sequences`: for each its number of tokens, and the experts of its first tokens, [first tokens, columns], of
+        `dtype`; None: no experts are known.
         """
         choices = np.full((sum(tokens for tokens, _ in sequences), self.columns), UNKNOWN, dtype=self.dtype)
         begin = 0

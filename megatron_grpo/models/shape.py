@@ -16,28 +16,21 @@ from megatron_grpo.config.errors import to_text
 class ExpertShape:
     """Sizes of a mixture of experts, and how its router chooses."""
 
-    count: int
-    """Number of routed experts in a layer."""
-    ffn_hidden: int
-    """Hidden width of a routed expert."""
-    top_k: int
-    """Number of routed experts that each token goes through."""
+    count: int  # routed experts in a layer
+    ffn_hidden: int  # hidden width of a routed expert
+    top_k: int  # routed experts that each token goes through
     layers: tuple[bool, ...]
     """Whether each layer has experts; the others have one dense feed-forward network."""
     shared_ffn_hidden: int = 0
     """Hidden width of the shared expert, which every token goes through; 0: there is none."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns the router's logits into scores."""
+    score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into scores
     normalised: bool = True
     """Whether the weights of a token's experts add up to one, before `scaling`."""
-    scaling: float = 1.0
-    """Factor that the weights of a token's experts are multiplied by."""
+    scaling: float = 1.0  # factor of the weights of a token's experts
     selection_bias: bool = False
     """Whether experts are chosen by score plus a bias that no gradient updates (DeepSeek-V3)."""
-    groups: int = 1
-    """Number of groups that the experts are divided into."""
-    top_groups: int = 1
-    """Number of best groups that all experts of a token are chosen from."""
+    groups: int = 1  # groups that the experts are divided into
+    top_groups: int = 1  # best groups, from which all experts of a token are chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +39,17 @@ class LatentShape:
 
     query_rank: int | None
     """Length of the vector that queries are projected from; None: they are projected from the hidden state."""
-    rank: int
-    """Length of the vector that keys and values are projected from."""
-    plain_dim: int
-    """Length of the part of a head's query and key that is not rotated."""
-    rope_dim: int
-    """Length of the rotated part of a head's query and key; all heads share the key's rotated part."""
-    value_dim: int
-    """Length of a head's value."""
+    rank: int  # length of the vector that keys and values are projected from
+    plain_dim: int  # length of the part of a head's query and key that is not rotated
+    rope_dim: int  # length of the rotated part; all heads share the key's
+    value_dim: int  # length of a head's value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder-only model, under one name in all families."""
 
-    family: str
-    """Name of the family in `families.FAMILIES`."""
+    family: str  # name in `families.FAMILIES`
     layers: int
     hidden: int
     ffn_hidden: int
@@ -77,26 +65,21 @@ class ModelShape:
     max_positions: int
     qkv_bias: bool
     qk_norm: bool
-    zero_centered_norms: bool = False
-    """Whether norms multiply by 1 + weight instead of by weight."""
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight instead of by weight
     post_norms: bool = False
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh."""
-    softmax_scale: float | None = None
-    """Factor of query-key products; None: 1 / sqrt(head_dim)."""
+    softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""
     window: int | None = None
     """Tokens that each token attends to in layers with a window, itself included; None: no layer has one."""
-    windowed: tuple[bool, ...] = ()
-    """[layers]: whether a layer has the window; empty: none has."""
+    windowed: tuple[bool, ...] = ()  # [layers]: whether a layer has the window; empty: none has
     local_rope_theta: float | None = None
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
-    experts: ExpertShape | None = None
-    """Sizes of the mixture of experts; None: every layer is dense."""
-    latent: LatentShape | None = None
-    """Sizes of latent attention; None: every key/value head has matrices of its own."""
+    experts: ExpertShape | None = None  # None: every layer is dense
+    latent: LatentShape | None = None  # None: every key/value head has matrices of its own
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 
@@ -117,16 +100,11 @@ class ModelShape:
         return not self.post_norms and self.local_rope_theta is None and self.latent is None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, from 0, has experts."""
         return self.experts is not None and self.experts.layers[layer]
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """Read a config.json.
-
-    Raises:
-        ValueError: the file is missing, cannot be read, or is not a JSON object; names the file.
-    """
+    """Read a config.json; ValueError names a file that is missing or not a JSON object."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -138,18 +116,14 @@ def read_config_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no JSON, thousands of digits or of brackets
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        kind = type(raw).__name__
-        raise ValueError(f"{file} is not a JSON object but of type {kind}; give a folder in Hugging Face format")
+        raise ValueError(f"{file} is not a JSON object but of type {type(raw).__name__}; give a Hugging Face folder")
     return raw
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Read a whole number of at least 1 from config.json.
+    """Read a whole number of at least 1 from config.json, or else ValueError.
 
     `default`: result when the key is missing or null; None: the key is required.
-
-    Raises:
-        ValueError: the key is missing without a default, or is not a whole number of at least 1.
     """
     value = raw.get(key)
     if value is None:
@@ -164,11 +138,7 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Read a number above 0 from config.json; the default when it is missing.
-
-    Raises:
-        ValueError: the value is not such a number.
-    """
+    """Read a number above 0 from config.json, or else ValueError; the default when it is missing."""
     value = raw.get(key)
     if value is None:
         return default
@@ -178,11 +148,7 @@ def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """Read a boolean from config.json; the default when it is missing.
-
-    Raises:
-        ValueError: the value is not true or false.
-    """
+    """Read a boolean from config.json, or else ValueError; the default when it is missing."""
     value = raw.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key}={to_text(value)} must be true or false")
@@ -190,11 +156,7 @@ def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def read_section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """Read the first non-empty object among keys of one meaning.
-
-    Raises:
-        ValueError: a value is not an object.
-    """
+    """Read the first non-empty object among keys of one meaning; ValueError: another value."""
     for key in keys:
         value = raw.get(key)
         if value:

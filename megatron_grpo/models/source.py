@@ -1,4 +1,4 @@
-"""Location of a model (a folder, a hub name, or a folder that is made before the run), and its sizes."""
+"""Location of a model (a folder, a hub name, or a folder that is made before the run), its sizes and identity."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.tokenizer_files import read_token_ids
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_token_ids
 
 PAD, EOS = "<pad>", "<eos>"
+# Token ids of the prepared models that do addition, and of those that hold conversations.
 VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
-"""Token ids of the prepared models that do addition."""
-
 CALL_BEGIN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_END = '"}}</tool_call>'
 CONVERSATION_VOCABULARY = {
     token: i for i, token in enumerate([*"0123456789+-*=,:", CALL_BEGIN, CALL_END, PAD, EOS, "<bos>", "<unk>"])
 }
-"""Token ids of the prepared models that hold conversations."""
 
+# Contents of the config.json of each prepared model, by prepare.name.
 PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("prepared_models.yaml").read_text(encoding="utf-8")
 )
-"""Contents of the config.json of each prepared model, by prepare.name."""
-
-PREPARED_FOLDER = "model"
-"""Folder of the model inside prepare.folder."""
+PREPARED_FOLDER = "model"  # of the model inside prepare.folder
 # Deadline in seconds for the hub's first answer.
 _PROBE_S = 10.0
+# Parts of each weights file that a digest reads, evenly spaced, so that hundreds of gigabytes take a second.
+_CHUNKS = 4
+_CHUNK = 1 << 18
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -65,11 +65,7 @@ def download_config(path: str) -> str | None:
 
 
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
-    """Find the folder of a complete model, which is downloaded if need be.
-
-    Raises:
-        RunError: the model cannot be downloaded.
-    """
+    """Find the folder of a complete model, downloaded if need be; RunError: it cannot be downloaded."""
     if not is_hub_name(path):
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -83,10 +79,8 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
 def require_folder(folder: str) -> None:
     """Require on this machine the model's folder that the driver has found."""
     if not Path(folder, "config.json").is_file():
-        raise RunError(
-            f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines of "
-            "a run share, those of the hub too (environment variable HF_HOME)"
-        )
+        text = f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines"
+        raise RunError(f"{text} of a run share, those of the hub too (environment variable HF_HOME)")
 
 
 def list_hub_errors() -> tuple[type[Exception], ...]:
@@ -126,9 +120,8 @@ def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
 def is_prepared(config: Config) -> bool:
     """Whether a run reads a model or data that megatron_grpo.prepare makes before it."""
     sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
-    return any(
-        is_made_before_run(config, path) for path in (config.policy.model.path, *(dataset.path for dataset in sets))
-    )
+    paths = [config.policy.model.path, *(dataset.path for dataset in sets)]
+    return any(is_made_before_run(config, path) for path in paths)
 
 
 def is_made_before_run(config: Config, path: str) -> bool:
@@ -142,3 +135,26 @@ def compute_vocabulary_digest(folder: Path) -> str | None:
     if tokens is None:
         return None
     return hashlib.blake2b(json.dumps(sorted(tokens.items())).encode(), digest_size=16).hexdigest()
+
+
+def compute_model_digest(folder: Path) -> str | None:
+    """Digest a model's config.json, vocabulary and samples of its weights (XXH3); None: a file cannot be read."""
+    # Chat templates and generation settings are left out, since a run may change them between two starts. Weights that
+    # were trained further differ nearly everywhere, so samples of each file tell them apart.
+    digest = xxh3_128()
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        digest.update(json.dumps(config, sort_keys=True).encode())
+        vocabulary = folder / TOKENIZER_FILE
+        digest.update(vocabulary.read_bytes() if vocabulary.is_file() else b"")
+        files = sorted(folder.glob("*.safetensors"))
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as stream:
+                for number in range(_CHUNKS):
+                    stream.seek(max(size - _CHUNK, 0) * number // (_CHUNKS - 1))
+                    digest.update(stream.read(_CHUNK))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return digest.hexdigest() if files else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +13,8 @@ from megatron_grpo.config.paths import LFS_POINTER, is_lfs_pointer
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Dtypes that weights are trained from; quantized weights and their scales have others.
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes that weights are trained from; quantized weights and their scales have others."""
 _CHUNK = 2**24
 
 
@@ -25,16 +24,13 @@ class StoredTensor:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str
-    """Name in safetensors, such as BF16 or F8_E4M3."""
+    dtype: str  # name in safetensors, such as BF16 or F8_E4M3
 
 
 def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """List the tensors of a folder, by name.
 
-    Raises:
-        ValueError: a file is missing, truncated or not safetensors, or transformers, vLLM and this project would read
-            different files; names the file.
+    ValueError names a damaged file, or one that not all of transformers, vLLM and this project would read.
     """
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.is_file():
@@ -44,13 +40,11 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             text = f"{strays[0]} lies beside {SINGLE_FILE}, and vLLM would read it too; keep one of them in {folder}"
             raise ValueError(f"{text}, or write an index of both")
         return tensors
-    located = _read_index(index)
+    located = read_index(index)
     files = sorted(set(located.values()))
     if single.is_file() and files != [SINGLE_FILE]:
-        text = (
-            f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, by which vLLM reads others"
-        )
-        raise ValueError(f"{text}; remove one of them")
+        text = f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, by which vLLM reads"
+        raise ValueError(f"{text} others; remove one of them")
     tensors = {}
     for name in files:
         tensors |= _read_header(folder / name, f"{folder / name} does not exist, but {INDEX_FILE} names it")
@@ -61,7 +55,8 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
+    """Read the file of each tensor from a safetensors index; ValueError: it is none, or cannot be read."""
     try:
         located = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in located.values()):
@@ -92,8 +87,8 @@ def _read_header(file: Path, missing: str) -> dict[str, StoredTensor]:
 def has_own_head(folder: Path) -> bool:
     """Whether the folder stores an output head that differs from the embedding.
 
-    transformers 5 and vLLM then use the stored head, whatever tie_word_embeddings says. A folder without weights, or
-    whose weights cannot be read, has none: other checks report it.
+    transformers 5 and vLLM then use the stored head, whatever tie_word_embeddings says. A folder whose weights cannot
+    be read has none: other checks report it.
     """
     try:
         tensors = list_stored_tensors(folder)
@@ -104,39 +99,21 @@ def has_own_head(folder: Path) -> bool:
         return False
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return True
-    return not _are_equal(
-        (head.file, HEAD, _read_version(head.file)), (embedding.file, EMBEDDING, _read_version(embedding.file))
-    )
-
-
-def _read_version(file: Path) -> tuple[int, int]:
-    """Read time and size of a file, which change when it is written anew."""
-    state = os.stat(file)
-    return state.st_mtime_ns, state.st_size
+    # A file's time and size change when it is written anew.
+    versions = [(file.stat().st_mtime_ns, file.stat().st_size) for file in (head.file, embedding.file)]
+    return not _are_equal(head.file, embedding.file, tuple(versions))
 
 
 @lru_cache(maxsize=64)
-def _are_equal(head: tuple[Path, str, tuple[int, int]], embedding: tuple[Path, str, tuple[int, int]]) -> bool:
-    """Compare bytes of two tensors, each given by file, name and the file's version."""
-    begins, length = [], 0
-    for file, name, _ in (head, embedding):
-        begin, end = _find_bytes(file, name)
-        begins.append(begin)
-        length = end - begin
-    with head[0].open("rb") as first, embedding[0].open("rb") as second:
-        first.seek(begins[0])
-        second.seek(begins[1])
-        while length > 0:
-            size = min(_CHUNK, length)
+def _are_equal(head: Path, embedding: Path, versions: tuple[tuple[int, int], ...]) -> bool:
+    """Compare the bytes of the head and the embedding, each in a file of this version."""
+    with head.open("rb") as first, embedding.open("rb") as second:
+        for stream, name in ((first, HEAD), (second, EMBEDDING)):
+            size = int.from_bytes(stream.read(8), "little")
+            begin, end = json.loads(stream.read(size))[name]["data_offsets"]
+            stream.seek(8 + size + begin)
+        for remaining in range(end - begin, 0, -_CHUNK):
+            size = min(_CHUNK, remaining)
             if first.read(size) != second.read(size):
                 return False
-            length -= size
     return True
-
-
-def _find_bytes(file: Path, name: str) -> tuple[int, int]:
-    """Find the range of a tensor's bytes in its file."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        begin, end = json.loads(stream.read(size))[name]["data_offsets"]
-    return 8 + size + begin, 8 + size + end

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
 
 if TYPE_CHECKING:
+    from megatron_grpo.config.generation_schema import GenerationParallelConfig
     from megatron_grpo.config.policy_schema import ParallelConfig
 
 
@@ -24,18 +25,13 @@ class Split:
 class RankShard:
     """The part of a model that one rank holds."""
 
-    layers: tuple[int, ...]
-    """Numbers of the rank's layers, from 0."""
-    embedding: bool
-    """Whether the rank holds the token embedding."""
-    end: bool
-    """Whether the rank holds the final norm and the head."""
-    tensor: Split = Split()
-    """The rank's part of every matrix that tensor parallelism splits."""
+    layers: tuple[int, ...]  # numbers from 0
+    embedding: bool  # whether the rank holds the token embedding
+    end: bool  # whether the rank holds the final norm and the head
+    tensor: Split = Split()  # the rank's part of every matrix that tensor parallelism splits
     experts: tuple[int, int] = (0, 1)
     """Range [begin, end) of the rank's experts in every layer; (0, 1) in a model without experts."""
-    expert_tensor: Split = Split()
-    """The rank's part of every matrix of an expert."""
+    expert_tensor: Split = Split()  # the rank's part of every matrix of an expert
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
         """Whether the rank has a parameter for a row of the weight map."""
@@ -89,26 +85,15 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
     return [tuple(numbers) for numbers in layers]
 
 
-class EngineLayout(Protocol):
-    """Numbers of ranks over which one engine splits a model."""
+class WorkerLayout(NamedTuple):
+    """The layout of an engine, as in `GenerationParallelConfig`, which workers do not import."""
 
-    @property
-    def tensor(self) -> int:
-        """Ranks that split every matrix."""
-        ...
-
-    @property
-    def pipeline(self) -> int:
-        """Ranks that split the layers."""
-        ...
-
-    @property
-    def expert(self) -> int:
-        """Ranks that split the experts; 1: every rank has a part of each expert."""
-        ...
+    tensor: int
+    pipeline: int
+    expert: int
 
 
-def split_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
+def split_engine(parallel: GenerationParallelConfig | WorkerLayout, shape: ModelShape) -> list[RankShard]:
     """Split the model over an engine's ranks, in vLLM's order."""
     stages, tensor = parallel.pipeline, parallel.tensor
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
@@ -138,23 +123,15 @@ def split_engine(parallel: EngineLayout, shape: ModelShape) -> list[RankShard]:
     return shards
 
 
-class _WorkerLayout(NamedTuple):
-    """The layout of an engine as vLLM's own configuration has it (`EngineLayout`)."""
-
-    tensor: int
-    pipeline: int
-    expert: int
-
-
 def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
     """Find a vLLM worker's shard; `parallel`: vLLM's `ParallelConfig`."""
     tensor = parallel.tensor_parallel_size
-    layout = _WorkerLayout(tensor, parallel.pipeline_parallel_size, tensor if parallel.enable_expert_parallel else 1)
+    layout = WorkerLayout(tensor, parallel.pipeline_parallel_size, tensor if parallel.enable_expert_parallel else 1)
     return split_engine(layout, shape)[parallel.rank]
 
 
+# vLLM pads vocabularies to a multiple of this.
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads vocabularies to a multiple of this."""
 
 # Matrices that vLLM joins when queries are compressed too (multi-latent attention).
 _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -164,12 +141,9 @@ _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 class Destination:
     """Where an engine rank's parameter has its part of a tensor."""
 
-    parameter: str
-    """Name of vLLM's parameter."""
-    part: WeightSlice
-    """The part of the tensor that the rank keeps."""
-    row: int
-    """First row of the part in the parameter, or in the expert's matrix within it."""
+    parameter: str  # name of vLLM's parameter
+    part: WeightSlice  # the part of the tensor that the rank keeps
+    row: int  # first row of the part in the parameter, or in the expert's matrix within it
     expert: int | None
     """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert."""
 
@@ -177,20 +151,15 @@ class Destination:
 def find_destinations(
     entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
-    """Find where an engine rank keeps the tensors of a weight-map row.
-
-    `layer` and `expert` are numbers, from 0, of a layer and an expert of the rank. The result is in the order of `hf`.
-    """
-    parts = [_find_part(entry, tensor, model, shard.find_split(entry), layer, expert) for tensor in entry.hf]
-    rows = [part.local_shape[0] for part in parts]
+    """Find where an engine rank keeps the tensors of a row, in their order, of one of its layers and experts."""
+    slot = expert - shard.experts[0] if entry.per_expert else None
+    # Joined matrices lie below each other; that of latent vectors follows the queries' where vLLM joins these two.
+    row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
     destinations = []
-    for position, part in enumerate(parts):
-        joined = position if entry.merge in ("qkv", "gate_up") else 0
-        row = sum(rows[:joined])
-        if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # its rows follow the queries'
-            row += _find_query_rank(model)
-        slot = expert - shard.experts[0] if entry.per_expert else None
+    for tensor in entry.hf:
+        part = _find_part(entry, tensor, model, shard.find_split(entry), layer, expert)
         destinations.append(Destination(_name_parameter(entry, model, part.name), part, row, slot))
+        row += part.local_shape[0]
     return destinations
 
 
@@ -211,7 +180,6 @@ def _find_part(
 
 
 def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
-    """Name vLLM's parameter that holds a tensor."""
     module, _, kind = name.rpartition(".")
     if entry.per_expert:
         block = module[: module.index(".experts.")]
@@ -227,4 +195,4 @@ def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
 
 
 def _find_query_rank(model: ModelShape) -> int:
-    return model.latent.query_rank or 0 if model.latent is not None else 0
+    return (model.latent.query_rank or 0) if model.latent is not None else 0

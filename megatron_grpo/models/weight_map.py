@@ -15,18 +15,9 @@ Dim = str
 With latent attention, "latent" is the rank of keys and values, "compressed" that rank plus the length of the rotated
 key, and the other "latent_..." are the features of all heads together."""
 
-_SPLIT = {
-    "vocab",
-    "ffn",
-    "heads",
-    "kv_heads",
-    "expert_ffn",
-    "shared_ffn",
-    "latent_queries",
-    "latent_keys_values",
-    "latent_values",
-}
-"""Dimensions that tensor parallelism splits; a tensor has at most one of them."""
+# Dimensions that tensor parallelism splits; a tensor has at most one of them.
+_SPLIT = {"vocab", "ffn", "heads", "kv_heads", "expert_ffn", "shared_ffn"}
+_SPLIT |= {"latent_queries", "latent_keys_values", "latent_values"}
 
 Merge = Literal["plain", "qkv", "gate_up", "vocab"]
 """How slices of several tensors become one parameter:
@@ -40,12 +31,10 @@ vocab: rows are padded with zeros to a multiple of the tensor-parallel size."""
 class HFTensor:
     """A tensor of the Hugging Face model."""
 
-    name: str
-    """Name of the tensor, with `{layer}` where the number of the layer goes."""
+    name: str  # with `{layer}` where the number of the layer goes
     dims: tuple[Dim, ...]
 
     def compute_shape(self, model: ModelShape) -> tuple[int, ...]:
-        """Compute the full shape in a model of these sizes."""
         return tuple(resolve_dim(dim, model) for dim in self.dims)
 
 
@@ -54,8 +43,7 @@ class WeightSlice:
     """Part `start:stop` of a full tensor along `axis`; axis None: all of it."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape of the full tensor that is cut."""
+    shape: tuple[int, ...]  # of the full tensor that is cut
     axis: int | None
     start: int
     stop: int
@@ -75,12 +63,10 @@ class WeightEntry:
     megatron: tuple[str, ...]
     """Names of the parameter, with `{layer}` and, for an expert's parameter, `{expert}`; several when Transformer
     Engine's layer spec and the torch one name it differently."""
-    hf: tuple[HFTensor, ...]
-    """The parameter's tensors: one; gate and up; or query, key and value."""
+    hf: tuple[HFTensor, ...]  # one; gate and up; or query, key and value
     copy: bool = False
     """Whether the parameter is a second copy of another entry's tensors (tied embeddings): loaded, but not exported."""
-    zero_if_absent: bool = False
-    """Whether a folder may lack these tensors, which then start at zero."""
+    zero_if_absent: bool = False  # a folder may lack these tensors, which then start at zero
     layers: Literal["all", "dense", "experts"] = "all"
     """Layers that have the parameter: all, those with a dense feed-forward network, or those with experts."""
 
@@ -108,16 +94,13 @@ class WeightEntry:
         slices = []
         for position, tensor in enumerate(self.hf):
             shape = tensor.compute_shape(model)
-            start, stop = self._find_range(position, shape, model, rank, size) if self.axis is not None else (0, 0)
+            start, stop = (0, 0)
+            if self.axis is not None:
+                start, stop = self._find_range(position, shape[self.axis], model, rank, size)
             slices.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
         return slices
 
-    def _find_range(
-        self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int
-    ) -> tuple[int, int]:
-        """Find a rank's slice of one of the tensors, along `axis`."""
-        assert self.axis is not None
-        total = shape[self.axis]
+    def _find_range(self, position: int, total: int, model: ModelShape, rank: int, size: int) -> tuple[int, int]:
         if self.merge == "vocab":  # padded at its end: the last ranks may hold fewer entries, or none
             width = -(-total // size)
             return min(rank * width, total), min((rank + 1) * width, total)
@@ -135,11 +118,10 @@ class WeightEntry:
 
 
 def map_parameter(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
-    """Map a parameter of each layer to its tensors.
+    """Map a parameter of each layer, behind "decoder.layers.{layer}.", to its tensors.
 
-    Args:
-        megatron: its name in the layer, behind "decoder.layers.{layer}."; several for several layer specs.
-        hf: each of its tensors: name in the layer, behind "model.layers.{layer}.", and dimensions in brackets.
+    `megatron` has several names for several layer specs. `hf` has a tensor's name, behind "model.layers.{layer}.", and
+    its dimensions in brackets.
     """
     names = (megatron,) if isinstance(megatron, str) else megatron
     tensors = (text.removesuffix("]").split(" [") for text in hf)
@@ -197,7 +179,6 @@ def list_experts(entry: WeightEntry, model: ModelShape) -> range:
 
 
 def is_per_layer(name: str) -> bool:
-    """Whether a name stands for one tensor per layer."""
     return "{layer}" in name
 
 
@@ -225,20 +206,13 @@ class ModelMap:
     entries: tuple[WeightEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The map in types of JSON."""
         return {"shape": asdict(self.shape), "entries": [asdict(entry) for entry in self.entries]}
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> ModelMap:
         """The map from types of JSON, in which tuples have become lists."""
-        entries = (
-            WeightEntry(
-                **{
-                    **row,
-                    "megatron": tuple(row["megatron"]),
-                    "hf": tuple(HFTensor(tensor["name"], tuple(tensor["dims"])) for tensor in row["hf"]),
-                }
-            )
-            for row in content["entries"]
-        )
+        entries = []
+        for row in content["entries"]:
+            tensors = tuple(HFTensor(tensor["name"], tuple(tensor["dims"])) for tensor in row["hf"])
+            entries.append(WeightEntry(**{**row, "megatron": tuple(row["megatron"]), "hf": tensors}))
         return ModelMap(ModelShape.from_json(content["shape"]), tuple(entries))

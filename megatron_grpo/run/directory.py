@@ -20,8 +20,7 @@ from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
 from megatron_grpo.data.specs import find_task_templates
-from megatron_grpo.models.model_identity import compute_model_digest
-from megatron_grpo.models.source import find_local_folder, is_made_before_run
+from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import write_json, write_text
 
 CONFIG_FILE = "config.yaml"

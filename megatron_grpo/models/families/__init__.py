@@ -21,8 +21,8 @@ _INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
 _NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),))
 _OUTPUT_LAYER = ("output_layer.weight",)
 _SCORE = HFTensor("score.weight", ("score", "hidden"))
+# Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks.
 _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), zero_if_absent=True)
-"""Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks."""
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
@@ -32,25 +32,16 @@ def as_value_model(shape: ModelShape) -> ModelShape:
 
 _ALL = (*llama.FAMILIES, gemma3.FAMILY, *experts.FAMILIES, deepseek_v3.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
-"""Families by name."""
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
 _BY_REWARD_PREFIX = {
     family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
 }
 
-_MEDIA = {
-    "vision_config",
-    "audio_config",
-    "thinker_config",
-    "visual",
-    "img_processor",
-    "image_token_id",
-    "mm_vision_tower",
-}
-"""Keys of the config.json of models that read images, video or sound; those of text alone have none of them."""
-
+# Keys of the config.json of models that read images, video or sound; those of text alone have none of them.
+_MEDIA = {"vision_config", "audio_config", "thinker_config", "visual", "img_processor"}
+_MEDIA |= {"image_token_id", "mm_vision_tower"}
+# Suffixes of architectures whose output is a score.
 _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
-"""Suffixes of architectures whose output is a score."""
 
 
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
@@ -67,7 +58,6 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
 
 
 def build_model_map(shape: ModelShape) -> ModelMap:
-    """Build the sizes and the weight map that engines' workers get."""
     return ModelMap(shape, build_weight_map(shape))
 
 
@@ -77,11 +67,8 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
     output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
     element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
-    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
-
-    Args:
-        shape: sizes of the model; of a value model, those of the language model that it starts from.
-        lengths: tokens of each sequence.
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. A value model
+    counts as the language model that it starts from.
     """
     weights = 0
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
@@ -103,13 +90,10 @@ def _count_causal_pairs(length: int) -> int:
 
 
 def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelShape:
-    """Read the sizes of a model from its folder.
-
-    Reward models are refused unless they are asked for.
+    """Read the sizes of a model from its folder; reward models are refused unless they are asked for.
 
     Raises:
-        ValueError: the file is missing or no JSON object, a size is missing or invalid, or an architecture or option
-            has no support; names the file and says which.
+        ValueError: the folder cannot be read, or its model has no support (`parse_model_shape`); names the file.
     """
     folder = Path(path)
     refuse_folder(folder)
@@ -127,7 +111,7 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
 
 
 def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
-    """Refuse a head_dim that vLLM would not use."""
+    # vLLM does not read head_dim of these families.
     if shape.family == "qwen2":
         derived, formula = shape.hidden // shape.attention_heads, "hidden_size / num_attention_heads"
     elif shape.latent is not None:
@@ -149,11 +133,7 @@ def is_untied_by_weights(path: str | Path) -> bool:
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
-    """Read sizes from the contents of a config.json.
-
-    Raises:
-        ValueError: the architecture or one of its options has no support, or a size is missing or invalid.
-    """
+    """Read sizes from a config.json; ValueError: no support for its architecture or an option, or an invalid size."""
     architectures = raw.get("architectures") or ["(none)"]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise ValueError(f"architectures={to_text(architectures)} must be a list of names")

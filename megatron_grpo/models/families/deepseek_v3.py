@@ -68,8 +68,14 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         nullable=("num_key_value_heads",),
         options=options,
     )
+    # Settings of YaRN that vLLM reads otherwise than transformers are refused.
     rope = shape.rope_scaling or {}
-    _refuse_rotary(rope)
+    for key, neutral in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, neutral) != neutral:
+            raise ValueError(f"{key}={to_text(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
+    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+        text = f"mscale={to_text(rope.get('mscale'))} and mscale_all_dim={to_text(rope.get('mscale_all_dim'))}"
+        raise ValueError(f"{text}: transformers and vLLM agree only where both are above 0, or neither is there")
     query_rank = raw.get("q_lora_rank", 1536)
     latent = LatentShape(
         query_rank=None if query_rank is None else read_size({"q_lora_rank": query_rank}, "q_lora_rank"),
@@ -82,16 +88,6 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     if rope.get("mscale_all_dim"):
         scale *= compute_yarn_scale(read_number(rope, "factor", 1.0), read_number(rope, "mscale_all_dim", 1.0)) ** 2
     return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers))
-
-
-def _refuse_rotary(rope: Mapping[str, Any]) -> None:
-    """Refuse settings of YaRN that vLLM reads otherwise than transformers."""
-    for key, neutral in (("attention_factor", None), ("truncate", True)):
-        if rope.get(key, neutral) != neutral:
-            raise ValueError(f"{key}={to_text(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
-    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
-        text = f"mscale={to_text(rope.get('mscale'))} and mscale_all_dim={to_text(rope.get('mscale_all_dim'))}"
-        raise ValueError(f"{text}: transformers and vLLM agree only where both are above 0, or neither is there")
 
 
 def compute_yarn_scale(factor: float, weight: float) -> float:

@@ -28,12 +28,10 @@ class Family:
     """One family of models, defined by a file in this folder."""
 
     name: str
-    architecture: str
-    """Name of the language model's class in config.json (`architectures`)."""
+    architecture: str  # name of the language model's class in config.json (`architectures`)
     read: Callable[[dict[str, Any]], ModelShape]
     """Sizes from the contents of a config.json; ValueError for an option without support."""
-    layers: Callable[[ModelShape], tuple[WeightEntry, ...]]
-    """The weight map of a model's layers, in the order of export."""
+    layers: Callable[[ModelShape], tuple[WeightEntry, ...]]  # in the order of export
     model_type: str | None = None
     """`model_type` in config.json, by which transformers chooses its class; None: the family's name."""
     reward_prefix: str | None = None

@@ -13,6 +13,7 @@ from megatron_grpo.models.families.rotary import read_rotary_by_kind
 from megatron_grpo.models.shape import ModelShape, read_number, read_size
 from megatron_grpo.models.weight_map import map_parameter
 
+# transformers' defaults for keys that config.json lacks, where they differ from Llama's.
 _DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -21,13 +22,10 @@ _DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-"""transformers' defaults for keys that config.json lacks, where they differ from Llama's."""
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}
-"""transformers' defaults of rope_theta by kind of layer."""
+_THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}  # transformers' defaults of rope_theta
 _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _ACTIVATION = "gelu_pytorch_tanh"
-
 
 # Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
 _NORMS = (
@@ -42,17 +40,15 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     for key in _REFUSED:
         if raw.get(key):
             raise ValueError(f"{key}={to_text(raw[key])} is not supported for gemma3")
-    if raw.get("hidden_activation", _ACTIVATION) != _ACTIVATION:
-        raise ValueError(
-            f"hidden_activation={to_text(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is"
-        )
+    activation = raw.get("hidden_activation", _ACTIVATION)
+    if activation != _ACTIVATION:
+        raise ValueError(f"hidden_activation={to_text(activation)} is not supported; only {_ACTIVATION} is")
     settings = {**_DEFAULTS, **raw}
     local_theta, global_rope = read_rotary_by_kind(raw, _LOCAL, _GLOBAL, _THETA)
     # Gemma reads hidden_activation and ignores Llama's hidden_act.
     set_aside = ("hidden_act", "rope_scaling", "rope_theta")
-    as_dense = {key: value for key, value in settings.items() if key not in set_aside} | {
-        "rope_parameters": global_rope
-    }
+    as_dense = {key: value for key, value in settings.items() if key not in set_aside}
+    as_dense["rope_parameters"] = global_rope
     shape = replace(
         read_dense(as_dense, "gemma3", qk_norm=True, windows=True),
         zero_centered_norms=True,
@@ -71,7 +67,6 @@ def _read(raw: dict[str, Any]) -> ModelShape:
 
 
 def _list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """List whether each layer has a window."""
     types = raw.get("layer_types")
     if types is None:
         # Every n-th layer has no window.

@@ -65,33 +65,39 @@ def read_dense(
     qk_norm: bool = False,
     rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
 ) -> ModelShape:
-    """Read sizes of a dense decoder, as transformers 5 and vLLM do.
+    """Read sizes of a dense decoder from a config.json, as transformers 5 and vLLM do.
 
     Args:
-        raw: contents of config.json, by key.
-        family: name of the model family.
         defaults: transformers' values of keys that the file lacks, where they differ from `_DEFAULTS`.
         nullable: keys that transformers replaces by a value of its own when they are null.
         options: options that the family lacks, beyond those of `refuse_options`.
         windows: whether layers may have windows, which the caller reads.
-        rope_types: kinds of rotary embeddings that the family has.
 
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
-    _refuse_unsupported(raw, family, nullable, options, windows)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
+    refuse_options(raw, family, options)
+    refuse_nulls(raw, family, nullable)
+    if not windows:
+        refuse_windowed_layers(raw, family)
     default_values = {**_DEFAULTS, **(defaults or {})}
     raw = {**default_values, **raw}
     theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"])
-    heads, groups, head_dim = _read_heads(raw)
+    heads = read_size(raw, "num_attention_heads")
+    groups = read_size(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    hidden = read_size(raw, "hidden_size")
     return ModelShape(
         family=family,
         layers=read_size(raw, "num_hidden_layers"),
-        hidden=read_size(raw, "hidden_size"),
+        hidden=hidden,
         ffn_hidden=read_size(raw, "intermediate_size"),
         attention_heads=heads,
         key_value_heads=groups,
-        head_dim=head_dim,
+        head_dim=read_size(raw, "head_dim", max(hidden // heads, 1)),
         vocab=read_size(raw, "vocab_size"),
         tied_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
         norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
@@ -101,26 +107,6 @@ def read_dense(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
-
-
-def _refuse_unsupported(
-    raw: Mapping[str, Any], family: str, nullable: tuple[str, ...], options: Neutral | None, windows: bool
-) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
-    refuse_options(raw, family, options)
-    refuse_nulls(raw, family, nullable)
-    if not windows:
-        refuse_windowed_layers(raw, family)
-
-
-def _read_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Read attention heads, key/value heads and the size of a head."""
-    heads = read_size(raw, "num_attention_heads")
-    groups = read_size(raw, "num_key_value_heads", heads)
-    if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
-    return heads, groups, read_size(raw, "head_dim", max(read_size(raw, "hidden_size") // heads, 1))
 
 
 # transformers' values of keys that a Llama's config.json lacks.

@@ -18,14 +18,7 @@ _FC2 = "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.line
 
 
 def map_expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
-    """Map a layer's norm, router and experts; other families with experts share this table.
-
-    Args:
-        block: name of the block in a layer of the Hugging Face model, such as "mlp.".
-        gate: name of an expert's gate projection.
-        up: name of an expert's up projection.
-        down: name of an expert's down projection.
-    """
+    """Map a layer's norm, router and experts, with the names of an expert's projections in a block like "mlp."."""
     expert = block + "experts.{expert}."
     return limit_to(
         "experts",
@@ -41,24 +34,13 @@ _MIXTRAL_EXPERTS = map_expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
 def count_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
-    """Count routed experts by a config.json.
-
-    Args:
-        raw: contents of config.json, by key.
-        alias: another name of the key.
-        key: transformers' own name of the key.
-        default: number in a file that has neither.
-    """
+    """Count routed experts by a config.json; `key` is transformers' own name, `alias` another one."""
     # transformers, with which vLLM reads the file too, assigns a key under another name last, so that it wins.
     return read_size(raw, alias, read_size(raw, key, default))
 
 
 def read_top_k(raw: Mapping[str, Any], count: int) -> int:
-    """Read the number of experts per token.
-
-    Raises:
-        ValueError: the number is missing, or larger than the number of experts.
-    """
+    """Read the number of experts per token; ValueError: it is missing, or more than there are."""
     top_k = read_size(raw, "num_experts_per_tok")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
@@ -86,12 +68,7 @@ def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
 def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
     if raw.get("sliding_window") is not None:
         raise ValueError(f"sliding_window={to_text(raw['sliding_window'])} is not supported for mixtral; only null is")
-    defaults = {
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-    }
+    defaults = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072}
     shape = read_dense(raw, "mixtral", defaults=defaults, nullable=("head_dim",))
     count = count_experts(raw, "num_experts", "num_local_experts", 8)
     experts = ExpertShape(

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.rotary import refuse_partial_rotation
+from megatron_grpo.models.tokenizer_files import read_settings
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Values with which an option changes nothing, by key; a missing key changes nothing either."""
@@ -37,27 +38,19 @@ _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_positio
 
 
 def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral | None = None) -> None:
-    """Refuse options that the Megatron model here cannot express.
-
-    `family_options`: further options of this family.
-    """
+    """Refuse options that the Megatron model here cannot express, these of the family among them."""
     for key in ("quantization_config", "compression_config"):
         refuse_quantized(raw.get(key), key)
-    for key, neutral in {**_COMMON, **(family_options or {})}.items():
+    for key, neutral in {**_COMMON, **(family_options or {}), **_VLLM_ONLY}.items():
         if key in raw and raw[key] not in neutral:
-            raise ValueError(f"{key}={_format_json(raw[key])} is not supported for {family}")
-    for key, neutral in _VLLM_ONLY.items():
-        if key in raw and raw[key] not in neutral:
-            text = f"{key}={_format_json(raw[key])} is not supported for {family}"
-            raise ValueError(f"{text}: vLLM would compute another model with it than transformers; remove it")
+            reason = ": vLLM would compute another model with it than transformers; remove it"
+            text = f"{key}={to_text(json.dumps(raw[key]))} is not supported for {family}"
+            raise ValueError(text + (reason if key in _VLLM_ONLY else ""))
     refuse_partial_rotation(raw)
 
 
-def refuse_quantized(settings: Any, key: str = "quantization_config") -> None:
-    """Refuse a model whose weights are stored in 8 bits or fewer.
-
-    `settings`: the quantization settings in the model's files, under `key`; None: it has none.
-    """
+def refuse_quantized(settings: Any, key: str) -> None:
+    """Refuse a model whose files have quantization settings under a key: 8 bits or fewer."""
     if settings is None:
         return
     method = None
@@ -75,21 +68,13 @@ _MODELOPT_FILE = "hf_quant_config.json"
 def refuse_folder(folder: Path) -> None:
     """Refuse a folder of adapters, or of quantized weights."""
     if (folder / ADAPTER_FILE).is_file():
-        base = _read(folder / ADAPTER_FILE).get("base_model_name_or_path")
+        base = read_settings(folder / ADAPTER_FILE).get("base_model_name_or_path")
         of_base = f" for {base}" if isinstance(base, str) else ""
         text = f"{folder} holds adapters{of_base} ({ADAPTER_FILE}); merge them into the model first, with peft's"
         raise ValueError(f"{text} merge_and_unload, and give the folder of the merged model")
-    settings = _read(folder / _MODELOPT_FILE).get("quantization")
+    settings = read_settings(folder / _MODELOPT_FILE).get("quantization")
     if isinstance(settings, dict) and settings:
         refuse_quantized(settings, f"{folder / _MODELOPT_FILE}: quantization")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
@@ -97,9 +82,8 @@ def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
     types = raw.get("layer_types")
     unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
     if unsupported:
-        raise ValueError(
-            f"layer_types with {to_text(unsupported[0])} is not supported for {family}; only full_attention is"
-        )
+        text = f"layer_types with {to_text(unsupported[0])} is not supported for {family}"
+        raise ValueError(f"{text}; only full_attention is")
 
 
 def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...]) -> None:
@@ -107,7 +91,3 @@ def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...])
     for key in _READ_NUMBERS:
         if key in raw and raw[key] is None and key not in nullable:
             raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")
-
-
-def _format_json(value: Any) -> str:
-    return to_text(json.dumps(value))

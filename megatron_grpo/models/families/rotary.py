@@ -9,11 +9,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.shape import read_number, read_section, read_size
 
 # Keys that a rotary embedding with scaled frequencies needs, by rope_type.
-_FACTORS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
+_FACTORS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 # Values of rope_type whose frequencies depend on the length of the first training.
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -65,30 +61,24 @@ def read_rotary_by_kind(
 ) -> tuple[float, dict[str, Any]]:
     """Read rope_theta of `local` layers and the rotary settings of `everywhere` layers.
 
-    A rope_scaling replaces settings of `everywhere` in rope_parameters key by key.
-
-    Raises:
-        ValueError: a setting is missing or invalid, has no support, or is read in two ways.
+    A rope_scaling replaces settings of `everywhere` in rope_parameters key by key. ValueError as `read_rotary`.
     """
     by_kind = read_section(raw, "rope_parameters")
     if raw.get("rope_parameters") is not None and not {local, everywhere} & by_kind.keys():
         raise ValueError(f"rope_parameters={to_text(dict(by_kind))} must have {local} and {everywhere}")
     local_settings = read_section(by_kind, local)
     refuse_partial_rotation(local_settings)
-    if _read_rope_type(local_settings) != "default":
-        raise ValueError(
-            f"rope_type={to_text(_read_rope_type(local_settings))} of {local} is not supported; only default is"
-        )
+    local_type = _read_rope_type(local_settings)
+    if local_type != "default":
+        raise ValueError(f"rope_type={to_text(local_type)} of {local} is not supported; only default is")
     scaling = read_section(raw, "rope_scaling")
     # transformers fills in the rope_type of rope_parameters first, so that a "type" of rope_scaling changes nothing.
     settings = {"rope_type": "default", **read_section(by_kind, everywhere), **scaling}
     _read_rope_type(settings)
     wide = settings if "rope_theta" in settings else raw
     narrow = (local_settings, "rope_theta") if "rope_theta" in local_settings else (raw, "rope_local_base_freq")
-    return (
-        _read_theta(*narrow, default_theta[local]),
-        settings | {"rope_theta": _read_theta(wide, "rope_theta", default_theta[everywhere])},
-    )
+    local_theta = _read_theta(*narrow, default_theta[local])
+    return local_theta, settings | {"rope_theta": _read_theta(wide, "rope_theta", default_theta[everywhere])}
 
 
 def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.policy_schema import ModelConfig, PolicyConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.model_identity import compute_model_digest
+from megatron_grpo.models.source import compute_model_digest
 from megatron_grpo.run.directory import compare_with_last_start, record_start
 
 
