@@ -39,8 +39,8 @@ class Sketch:
     def add(self, block: Tensor) -> None:
         """Add the next columns, [rows, columns], of any float type."""
         values, width = block.double(), block.shape[1]
-        row_vectors = _load_vectors("rows", self._rows, values.device)
-        column_vectors = _load_vectors("columns", -(-(self._columns + width) // 1024) * 1024, values.device)
+        row_vectors = _draw_vectors("rows", self._rows, values.device)
+        column_vectors = _draw_vectors("columns", -(-(self._columns + width) // 1024) * 1024, values.device)
         columns = column_vectors[:, self._columns : self._columns + width]
         projected = ((row_vectors @ values) * columns).sum(dim=1)
         sums = torch.cat([projected, values.square().sum()[None]])
@@ -100,15 +100,11 @@ def name_expert(tensor: str) -> str:
 @cache
 def draw_probes(hidden: int, device: torch.device) -> Tensor:
     """Draw the inputs of experts: [PROBES, hidden], float32, exact in bfloat16."""
-    return _draw_vectors("probes", hidden)[:PROBES].bfloat16().float().to(device)
+    return _draw_vectors("probes", hidden, torch.device("cpu"))[:PROBES].bfloat16().float().to(device)
 
 
 @cache
-def _load_vectors(kind: str, size: int, device: torch.device) -> Tensor:
-    return _draw_vectors(kind, size).to(device)
-
-
-def _draw_vectors(kind: str, size: int) -> Tensor:
+def _draw_vectors(kind: str, size: int, device: torch.device) -> Tensor:
     """Draw [DIRECTIONS, size], float64: the same in every process, and for larger sizes."""
     generator = torch.Generator().manual_seed(_SEEDS[kind])
-    return torch.randn(size, DIRECTIONS, dtype=torch.float64, generator=generator).T.contiguous()
+    return torch.randn(size, DIRECTIONS, dtype=torch.float64, generator=generator).T.contiguous().to(device)

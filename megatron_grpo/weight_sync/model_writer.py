@@ -57,10 +57,7 @@ class ModelWriter:
     """Writes pieces of Hugging Face tensors into one worker's model.
 
     Args:
-        model: vLLM's model.
         dtype: dtype of the model's activations.
-        model_map: sizes and weight map of the full model.
-        shard: the part of the model that the worker holds.
         messages: for each message of a refit its pieces, [pieces], PIECE.
         scaled: rows of the weight map whose tensors come in FP8, with scales.
 

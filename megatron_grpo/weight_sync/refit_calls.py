@@ -60,13 +60,7 @@ class RefitCalls:
     def wait(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str
     ) -> list[Any]:
-        """Wait for calls of the policy's ranks and of engines; return results in this order.
-
-        Args:
-            sends: calls of the policy's ranks, by rank; may be empty.
-            receives: calls of engines, by number.
-            deadline: time (monotonic) when all must have ended.
-            phase_name: for messages.
+        """Wait until the deadline (monotonic) for calls of ranks, if any, and of engines; return results in this order.
 
         Raises:
             CanaryFailedError: an engine does not compute what the policy does.

@@ -162,7 +162,7 @@ class RefitChecks:
         self._scores: list[ray.ObjectRef] | None = None
         self._base_scores: list[ray.ObjectRef] = []
         self._adapters: list[ray.ObjectRef] = []
-        self._must_compare = True  # links were made since weights were compared, or adapters were still zero then
+        self.must_compare = True  # links were made since weights were compared, or adapters were still zero then
         self._are_equal = False  # engines are known to have the policy's weights of the version committed last
         self._figures: dict[str, float] = {}
 
@@ -170,10 +170,6 @@ class RefitChecks:
     def awaits_canary(self) -> bool:
         """Whether engines may serve the current version only after the canary."""
         return self._scores is not None
-
-    def expect_new_links(self) -> None:
-        """Compare weights at the next commit, since links are new."""
-        self._must_compare = True
 
     def begin(self) -> None:
         """Let the policy compute its side of due checks, behind its sending."""
@@ -193,14 +189,13 @@ class RefitChecks:
 
         Raises:
             RefitError: engines hold other weights than the policy, or the policy published wrong ones.
-            AttemptError: a process failed, or the deadline passed.
         """
         checks = self._calls.wait(self._adapters, {}, deadline, "comparing adapters")
         faults = [f"{RANK_NAME(rank)}: {text}" for rank, check in enumerate(checks) for text in check.faults]
         if faults:
             raise RefitError(f"version {version} is not served: {'; '.join(faults)}")
         self._are_equal = version == 0  # the weights of the model folder, which engines had loaded themselves
-        if self.canary is None or not self.canary.should_compare_weights(version, new=self._must_compare):
+        if self.canary is None or not self.canary.should_compare_weights(version, new=self.must_compare):
             return
         began = time.monotonic()
         differences = self.find_differences(engines, deadline)
@@ -209,14 +204,13 @@ class RefitChecks:
             raise RefitError(f"version {version} is not served: {'; '.join(differences)}")
         self.canary.record_comparison()
         self._are_equal = True
-        self._must_compare = bool(checks) and not any(check.has_moved for check in checks)
+        self.must_compare = bool(checks) and not any(check.has_moved for check in checks)
 
     def run_canary(self, version: int, engines: Sequence[int], timeout_s: float) -> None:
         """Compare log-probabilities of the canary, whereupon engines serve.
 
         Raises:
             CanaryFailedError: an engine does not compute what the policy does; it does not serve.
-            AttemptError: a process failed, or the time is up.
         """
         canary, scores = self.canary, self._scores
         assert canary is not None, "a canary is due"

@@ -52,10 +52,8 @@ def plan_pieces(
     """Plan each box that some engine rank keeps, exactly once for each such rank.
 
     Args:
-        shape: sizes of the model.
         sources: shards of the policy's ranks, in their order.
         engine: shards of the ranks of one engine, in their order; all engines have this layout.
-        engines: number of engines.
         dtypes: dtype in which tensors are sent, by row of the weight map.
         limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
         same_devices: whether ranks of the policy and of engines with the same number share a device; a box that both

@@ -15,10 +15,9 @@ from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.files_mode import FilesMode
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.refit_checks import Canary, RefitChecks
-from megatron_grpo.weight_sync.transfer_modes import LinkMode, TransferMode, TransferReport
+from megatron_grpo.weight_sync.transfer_modes import FilesMode, LinkMode, TransferMode, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class WeightTransport:
         while True:
             try:
                 if self._state in (RefitState.UNLINKED, RefitState.BROKEN) or self._linked != engines:
-                    self._checks.expect_new_links()
+                    self._checks.must_compare = True
                     self._connect(engines)
                 deadline = time.monotonic() + self._config.timeout_s
                 report = self._mode.send(version, engines, deadline, on_sent=self._checks.begin)

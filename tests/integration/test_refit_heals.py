@@ -18,9 +18,8 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import build_model_map
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.files_mode import FilesMode
 from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
-from megatron_grpo.weight_sync.transfer_modes import TransferReport
+from megatron_grpo.weight_sync.transfer_modes import FilesMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_refit_files import REFIT as FILES

@@ -22,8 +22,8 @@ from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.weight_sync.file_receiver import FileReceiver
 from megatron_grpo.weight_sync.file_writer import FileWriter
-from megatron_grpo.weight_sync.files_mode import FilesMode, write_manifest
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls, RefitError
+from megatron_grpo.weight_sync.transfer_modes import FilesMode, write_manifest
 from megatron_grpo.weight_sync.transport import WeightTransport
 from megatron_grpo.weight_sync.weights_folder import Manifest, read_manifest
 from tests.support.refit_models import DENSE, made_up_worker

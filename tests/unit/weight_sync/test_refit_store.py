@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_grpo.weight_sync.file_receiver import name_block
 from megatron_grpo.weight_sync.file_writer import FileWriter
-from megatron_grpo.weight_sync.files_mode import remove_unread, write_manifest
+from megatron_grpo.weight_sync.transfer_modes import remove_unread, write_manifest
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_digest, read_manifest
 
 NAMES = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(6)]
