@@ -43,7 +43,7 @@ class Receiver(Protocol):
 def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dict[str, Any], number: int) -> Receiver:
     """Make the receiver of a mode, importing only its module."""
     if mode == "files":
-        from megatron_grpo.weight_sync.file_receiver import FileReceiver
+        from megatron_grpo.weight_sync.weights_folder import FileReceiver
 
         return FileReceiver(worker, source)
     from megatron_grpo.weight_sync.shard_receiver import ShardReceiver, TensorReceiver
@@ -109,7 +109,7 @@ class RefitWorker(Worker):
     @phase("fingerprint weights")
     def fingerprint_weights(self) -> dict[str, Fingerprint] | str:
         """Compute fingerprints of this worker's weights as its kernels hold them."""
-        from megatron_grpo.weight_sync.engine_fingerprints import fingerprint_engine
+        from megatron_grpo.weight_sync.fingerprints import fingerprint_engine
 
         try:
             assert self.model_map is not None, "connect_refit() comes first"

@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.models.weight_map import WeightEntry
-from megatron_grpo.weight_sync.checksums import TRAILER_BYTES
 from megatron_grpo.weight_sync.groups import Group, Rendezvous, Transfer, Watch, join_group
-from megatron_grpo.weight_sync.pieces import PIECE, align, format_tensor_name, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.pieces import (
+    PIECE,
+    TRAILER_BYTES,
+    align,
+    format_tensor_name,
+    lay_out_pieces,
+    split_messages,
+)
 from megatron_grpo.weight_sync.shared_memory import choose_shared_memory
 
 Side = Literal["source", "target"]  # ranks of the policy; ranks of the engines

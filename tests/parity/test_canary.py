@@ -23,8 +23,8 @@ from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weight_sync.engine_fingerprints import OF_OUTPUTS
 from megatron_grpo.weight_sync.fingerprints import (
+    OF_OUTPUTS,
     Fingerprint,
     compute_fingerprint,
     draw_probes,

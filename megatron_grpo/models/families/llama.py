@@ -6,11 +6,11 @@ Other families build on their sizes and weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
-from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_nulls, refuse_options, refuse_windowed_layers
+from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_options
 from megatron_grpo.models.families.rotary import read_rotary
 from megatron_grpo.models.shape import ModelShape, read_flag, read_number, read_size
 from megatron_grpo.models.weight_map import map_parameter
@@ -76,12 +76,7 @@ def read_dense(
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
-    refuse_options(raw, family, options)
-    refuse_nulls(raw, family, nullable)
-    if not windows:
-        refuse_windowed_layers(raw, family)
+    refuse_options(raw, family, options, nullable, windows)
     default_values = {**_DEFAULTS, **(defaults or {})}
     raw = {**default_values, **raw}
     theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"])
@@ -112,38 +107,27 @@ def read_dense(
 # transformers' values of keys that a Llama's config.json lacks.
 _DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
-
-
-def _read_qwen2(raw: dict[str, Any]) -> ModelShape:
-    return read_dense(raw, "qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=("num_key_value_heads",))
-
-
-def _read_qwen3(raw: dict[str, Any]) -> ModelShape:
-    defaults = {**QWEN_DEFAULTS, "head_dim": 128}
-    return read_dense(raw, "qwen3", qk_norm=True, defaults=defaults, nullable=("num_key_value_heads",))
-
-
-def _read_llama(raw: dict[str, Any]) -> ModelShape:
-    return read_dense(raw, "llama", nullable=("head_dim", "num_key_value_heads"), options=WINDOW)
+_QWEN3_DEFAULTS = {**QWEN_DEFAULTS, "head_dim": 128}
+_GROUPS = ("num_key_value_heads",)
 
 
 FAMILIES = (
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        read=_read_qwen3,
+        read=partial(read_dense, family="qwen3", qk_norm=True, defaults=_QWEN3_DEFAULTS, nullable=_GROUPS),
         layers=lambda shape: ATTENTION + QK_NORM + MLP,
     ),
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        read=_read_qwen2,
+        read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_GROUPS),
         layers=lambda shape: ATTENTION + _QKV_BIAS + MLP,
     ),
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        read=_read_llama,
+        read=partial(read_dense, family="llama", nullable=("head_dim", *_GROUPS), options=WINDOW),
         layers=lambda shape: ATTENTION + MLP,
     ),
 )

@@ -37,8 +37,16 @@ WINDOW: Neutral = {"sliding_window": (None, 0)}
 _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
 
 
-def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral | None = None) -> None:
-    """Refuse options that the Megatron model here cannot express, these of the family among them."""
+def refuse_options(
+    raw: Mapping[str, Any], family: str, family_options: Neutral | None, nullable: tuple[str, ...], windows: bool
+) -> None:
+    """Refuse options that the Megatron model here cannot express, these of the family among them.
+
+    `nullable`: keys that transformers replaces by a value of its own when they are null. `windows`: layers may have
+    windows.
+    """
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
     for key in ("quantization_config", "compression_config"):
         refuse_quantized(raw.get(key), key)
     for key, neutral in {**_COMMON, **(family_options or {}), **_VLLM_ONLY}.items():
@@ -47,6 +55,14 @@ def refuse_options(raw: Mapping[str, Any], family: str, family_options: Neutral 
             text = f"{key}={to_text(json.dumps(raw[key]))} is not supported for {family}"
             raise ValueError(text + (reason if key in _VLLM_ONLY else ""))
     refuse_partial_rotation(raw)
+    for key in _READ_NUMBERS:  # transformers or vLLM would not replace a null by a number
+        if key in raw and raw[key] is None and key not in nullable:
+            raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")
+    types = raw.get("layer_types")
+    unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
+    if unsupported and not windows:
+        text = f"layer_types with {to_text(unsupported[0])} is not supported for {family}"
+        raise ValueError(f"{text}; only full_attention is")
 
 
 def refuse_quantized(settings: Any, key: str) -> None:
@@ -75,19 +91,3 @@ def refuse_folder(folder: Path) -> None:
     settings = read_settings(folder / _MODELOPT_FILE).get("quantization")
     if isinstance(settings, dict) and settings:
         refuse_quantized(settings, f"{folder / _MODELOPT_FILE}: quantization")
-
-
-def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
-    """Refuse layer_types of another kind than full attention."""
-    types = raw.get("layer_types")
-    unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
-    if unsupported:
-        text = f"layer_types with {to_text(unsupported[0])} is not supported for {family}"
-        raise ValueError(f"{text}; only full_attention is")
-
-
-def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...]) -> None:
-    """Refuse a null that transformers or vLLM would not replace by a number."""
-    for key in _READ_NUMBERS:
-        if key in raw and raw[key] is None and key not in nullable:
-            raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")

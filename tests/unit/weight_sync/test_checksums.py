@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.weight_sync import checksums
-from megatron_grpo.weight_sync.checksums import TRAILER_BYTES, compute_checksum, find_checksum_problem, write_checksum
+from megatron_grpo.weight_sync import pieces
+from megatron_grpo.weight_sync.pieces import TRAILER_BYTES, compute_checksum, find_checksum_problem, write_checksum
 
 
 def test_every_flipped_bit_is_noticed() -> None:
@@ -37,15 +37,15 @@ def test_a_message_of_another_version_is_refused() -> None:
 
 def test_checksum_is_the_documented_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python's integers, over several chunks."""
-    monkeypatch.setattr(checksums, "CHUNK_WORDS", 8)
-    checksums._make_weights.cache_clear()
+    monkeypatch.setattr(pieces, "CHUNK_WORDS", 8)
+    pieces._make_weights.cache_clear()
     words = torch.randint(-(2**63), 2**63 - 1, (21,))
     expected, values = 0, words.tolist()
     for begin in range(0, 21, 8):
-        part = sum(word * (((i + 1) * checksums.GOLDEN) | 1) for i, word in enumerate(values[begin : begin + 8]))
-        expected = (expected * checksums.GOLDEN + part) % 2**64
+        part = sum(word * (((i + 1) * pieces.GOLDEN) | 1) for i, word in enumerate(values[begin : begin + 8]))
+        expected = (expected * pieces.GOLDEN + part) % 2**64
     actual = int(compute_checksum(words)) % 2**64
-    checksums._make_weights.cache_clear()
+    pieces._make_weights.cache_clear()
     assert actual == expected
 
 

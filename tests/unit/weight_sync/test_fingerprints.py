@@ -14,9 +14,11 @@ from torch.nn import functional
 
 from megatron_grpo.models.weight_layouts import Destination
 from megatron_grpo.models.weight_map import WeightSlice
-from megatron_grpo.weight_sync.engine_fingerprints import EXACT, QUANTISED, _fingerprint_layer
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
+    EXACT,
+    QUANTISED,
+    _fingerprint_layer,
     compute_fingerprint,
     draw_probes,
     find_differing,

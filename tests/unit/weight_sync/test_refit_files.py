@@ -20,12 +20,11 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.weight_sync.file_receiver import FileReceiver
 from megatron_grpo.weight_sync.file_writer import FileWriter
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.transfer_modes import FilesMode, write_manifest
 from megatron_grpo.weight_sync.transport import WeightTransport
-from megatron_grpo.weight_sync.weights_folder import Manifest, read_manifest
+from megatron_grpo.weight_sync.weights_folder import FileReceiver, Manifest, read_manifest
 from tests.support.refit_models import DENSE, made_up_worker
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -135,7 +134,7 @@ class Loading:
 
 @pytest.fixture(autouse=True)
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.weight_sync.file_receiver.ModelReload", Loading)
+    monkeypatch.setattr("megatron_grpo.weight_sync.weights_folder.ModelReload", Loading)
 
 
 def _receiver(model: Model, shared: Mapping[str, str]) -> FileReceiver:

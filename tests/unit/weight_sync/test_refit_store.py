@@ -11,10 +11,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_grpo.weight_sync.file_receiver import name_block
 from megatron_grpo.weight_sync.file_writer import FileWriter
 from megatron_grpo.weight_sync.transfer_modes import remove_unread, write_manifest
-from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_digest, read_manifest
+from megatron_grpo.weight_sync.weights_folder import (
+    MANIFEST,
+    Manifest,
+    WrittenTensor,
+    compute_digest,
+    name_block,
+    read_manifest,
+)
 
 NAMES = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(6)]
 
