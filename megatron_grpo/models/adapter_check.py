@@ -61,7 +61,6 @@ def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
 
 
 def _find_fault(published: Tensor, layer: Any) -> str | None:
-    """Describe the fault in a layer's published weight, [rows, columns], if any."""
     width = published.shape[1]
     columns = torch.arange(0, width, -(-width // COLUMNS), device=published.device)
     published, base = published[:, columns].float(), layer.weight.detach()[:, columns].float()

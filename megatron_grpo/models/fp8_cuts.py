@@ -16,9 +16,8 @@ _ROUTING = {"experts", "score"}
 
 def can_travel_in_fp8(entry: WeightEntry) -> bool:
     """True for matrices of layers; not for embeddings, heads, routers, norms, biases."""
-    return is_per_layer(entry.megatron[0]) and all(
-        len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
-    )
+    are_matrices = all(len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf)
+    return is_per_layer(entry.megatron[0]) and are_matrices
 
 
 def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:

@@ -157,16 +157,15 @@ def find_destinations(
     row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
     destinations = []
     for tensor in entry.hf:
-        part = _find_part(entry, tensor, model, shard.find_split(entry), layer, expert)
+        name = tensor.name.format(layer=layer, expert=expert)
+        part = _find_part(entry, tensor, model, shard.find_split(entry), name)
         destinations.append(Destination(_name_parameter(entry, model, part.name), part, row, slot))
         row += part.local_shape[0]
     return destinations
 
 
-def _find_part(
-    entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int
-) -> WeightSlice:
-    shape, name, axis = tensor.compute_shape(model), tensor.name.format(layer=layer, expert=expert), entry.axis
+def _find_part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, name: str) -> WeightSlice:
+    shape, axis = tensor.compute_shape(model), entry.axis
     if axis is None:
         return WeightSlice(name, shape, None, 0, 0)
     total = shape[axis]

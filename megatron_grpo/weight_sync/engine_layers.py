@@ -20,10 +20,7 @@ from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 class ModelReload:
-    """Loads whole tensors into a worker's model, in any order, with vLLM's loaders.
-
-    vLLM's layerwise reloading keeps the tensors of a converted layer until all of them have come.
-    """
+    """Loads whole tensors into a worker's model; vLLM keeps those of a converted layer until all of them have come."""
 
     def __init__(self, worker: Any) -> None:
         self._model = worker.model_runner.get_model()

@@ -69,10 +69,8 @@ class RefitWorker(Worker):
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None:
         """Connect to the policy.
 
-        Args:
-            mode: transport of the weights.
-            source: `model_map`, and the address that the mode's receiver needs, in types that vLLM's messages carry.
-            first_receiver: total number of workers of the engines before this one.
+        `source`: `model_map`, and the address that the mode's receiver needs, in types that vLLM's messages carry.
+        `first_receiver`: total number of workers of the engines before this one.
         """
         self.receiver = None
         try:
@@ -108,7 +106,6 @@ class RefitWorker(Worker):
 
     @phase("fingerprint weights")
     def fingerprint_weights(self) -> dict[str, Fingerprint] | str:
-        """Compute fingerprints of this worker's weights as its kernels hold them."""
         from megatron_grpo.weight_sync.fingerprints import fingerprint_engine
 
         try:

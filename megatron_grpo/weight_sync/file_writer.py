@@ -35,11 +35,8 @@ class FileWriter:
     ) -> dict[str, WrittenTensor]:
         """Write one version of the stage's weights; return the file of every tensor, in their order.
 
-        Args:
-            tensors: (name, full tensor [...]); None in place of the tensor on ranks that do not write.
-            part: subfolder of this version.
-            rank: the rank that writes.
-            rewrite: write all tensors, changed or not.
+        `tensors` are (name, full tensor [...]), or (name, None) on ranks that do not write. `part` is the subfolder of
+        this version. With `rewrite`, unchanged tensors are written, too.
         """
         previous, self._written = ({} if rewrite else self._written), {}
         (self.folder / part).mkdir(exist_ok=True)

@@ -51,8 +51,8 @@ QUANTISED = 0.12
 # Experts with quantised weights, whose inputs and intermediate values are rounded too.
 QUANTISED_OUTPUTS = 0.25
 
+# DIRECTIONS projections and the squared norm; from an engine also the largest difference that rounding explains.
 Fingerprint = list[float]
-"""DIRECTIONS projections and the squared norm; from an engine also the largest difference that rounding explains."""
 
 
 class Sketch:

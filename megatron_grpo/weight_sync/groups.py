@@ -92,11 +92,7 @@ class Watch:
         self._end = time.monotonic() + self._timeout_s
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Return once `is_over()` is true.
-
-        Raises:
-            RuntimeError: the deadline passed, a member failed, or the driver has closed the store.
-        """
+        """Return once `is_over()` is true; RuntimeError: the deadline passed, or a member or the driver gave up."""
         # NCCL reports to nobody that a process is gone: a transfer to it stays pending, and so does every transfer that
         # waits for that one, until the last timeout of the last member. So no member waits inside of the library. It
         # polls, and now and then looks for FAILURE in the store. The first member to fail leaves it there, or else the

@@ -29,8 +29,7 @@ from megatron_grpo.weight_sync.fingerprints import (
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
 
-Logprobs = tuple[tuple[float, ...], ...]
-"""Log-probabilities of all tokens but the first of each sequence."""
+Logprobs = tuple[tuple[float, ...], ...]  # of all tokens but the first of each sequence
 
 
 def score_canary(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) -> Logprobs | None:

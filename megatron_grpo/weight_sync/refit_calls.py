@@ -19,8 +19,8 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.groups import record_failure
 
+# Seconds for the other calls to end once one has failed. Waits for a transfer end within `groups.FAILURE_CHECK_S`.
 SETTLE_S = 15.0
-"""Seconds for the other calls to end once one has failed. Waits for a transfer end within `groups.FAILURE_CHECK_S`."""
 
 
 class RefitError(RunError):
@@ -86,10 +86,7 @@ def find_lost_engines(
 ) -> dict[int, str]:
     """Find the engines that cannot take part in another attempt, by number with the reason.
 
-    Waits up to SETTLE_S for unfinished calls of an attempt that ended with `failure`.
-
-    Raises:
-        PolicyLostError: a rank of the policy died or hangs.
+    Waits up to SETTLE_S for unfinished calls. PolicyLostError: a rank of the policy died or hangs.
     """
     calls = [*sends, *receives.values()]
     ended = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])

@@ -97,7 +97,6 @@ class Canary:
 
     @staticmethod
     def from_config(config: Config, shape: ModelShape) -> Canary:
-        """The checks of a run whose policy has these sizes."""
         sequences = draw_canary(config.training_loop.seed, shape.vocab, config.policy.max_total_sequence_length)
         rounding = 0.0 if config.engine_dtype == config.policy.precision else _CONVERSION_ROUNDING
         return Canary(config.refit, sequences, BOUNDS[config.coarsest_precision], rounding)

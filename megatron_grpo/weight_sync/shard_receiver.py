@@ -35,10 +35,9 @@ class TargetLinks(Links):
     def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
         """Receive one version: a message is loaded while the next one arrives.
 
-        `load` takes the payload out of the message of a number; not called any more after the first broken checksum.
-
         Raises:
-            ValueError: a checksum was broken. Raised after the last message, so that no sender is kept waiting.
+            ValueError: a checksum was broken, and nothing was loaded from there on. Raised after the last message, so
+                that no sender is kept waiting.
             RuntimeError: a sender stopped sending, or the links failed before.
         """
         problems: list[str] = []

@@ -104,11 +104,7 @@ class ShardSender:
         self._split_tensors: list[Tensor] = []
 
     def send(self, version: int) -> tuple[int, int, int]:
-        """Send one version; return its bytes (with padding and checksums), pieces and messages.
-
-        Raises:
-            RuntimeError: a receiver stopped receiving.
-        """
+        """Send one version; return its bytes (with padding and checksums), pieces and messages."""
         indices = {entry: index for index, entry in enumerate(self._entries)}
         first = self._shard.experts[0]
         self._bound = {
@@ -121,22 +117,19 @@ class ShardSender:
 
     def _fill(self, number: int, message: Tensor) -> None:
         for cut, packed in zip(self._cuts[number], self.links.packed_pieces[number], strict=True):
-            pack_piece(packed, message, self._cut_values(cut))
+            key, tensor, rows, columns = cut
+            if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
+                bound = self._bound[key]
+                tensors = split_parameter(bound.entry, bound.compute_weight(), self._list_slices(key), self._rank.shape)
+                self._split_key = key
+                self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
+            pack_piece(packed, message, self._split_tensors[tensor][rows, columns])
 
     def _find_cut(self, piece: Any) -> _Cut:
         key, tensor = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
         box = find_box(self._list_slices(key)[tensor])
         rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
         return key, tensor, slice(*rows), slice(*columns)
-
-    def _cut_values(self, cut: _Cut) -> Tensor:
-        key, tensor, rows, columns = cut
-        if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
-            bound = self._bound[key]
-            tensors = split_parameter(bound.entry, bound.compute_weight(), self._list_slices(key), self._rank.shape)
-            self._split_key = key
-            self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
-        return self._split_tensors[tensor][rows, columns]
 
     def _list_slices(self, key: _Key) -> list[WeightSlice]:
         entry, layer, expert = self._entries[key[0]], key[1], key[2]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from torch.distributed import Store
 
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
@@ -41,16 +40,12 @@ class TransferReport:
     """The figures of one completed refit."""
 
     version: int
-    bytes_sent: int
-    """Bytes of all messages, padding and checksums included; with files, bytes of the tensors written."""
-    tensors: int
-    """Number of slices in all messages; with files, of whole tensors written."""
-    buckets: int
-    """Number of messages, or of files."""
+    bytes_sent: int  # of all messages, padding and checksums included; with files, of the tensors written
+    tensors: int  # slices in all messages; with files, whole tensors written
+    buckets: int  # messages, or files
     seconds: float = 0.0  # of all attempts together
     retries: int = 0
-    replaced: tuple[str, ...] = ()
-    """Each engine that was replaced since the previous refit, with the reason."""
+    replaced: tuple[str, ...] = ()  # each engine that was replaced since the previous refit, with the reason
     checks: Mapping[str, float] = field(default_factory=dict)
     """Figures of the canary and of the comparison of weights, if they were due."""
 
@@ -133,18 +128,6 @@ class LinkMode(TransferMode):
         counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         nbytes, tensors, messages = map(sum, zip(*counts, strict=True))
         return TransferReport(version, nbytes, tensors, messages)
-
-    def _write_plan(self, store: Store, receivers: int) -> None:
-        settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
-        shape = settings.shape
-        sources, engine = split_policy(settings.config.parallel, shape), split_engine(generation.parallel, shape)
-        if config.mode == "broadcast":
-            engine = split_policy(ParallelConfig(), shape)  # one rank that keeps the full model
-        dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
-        engines, limit = receivers // len(engine), self.bucket_bytes // 2
-        pieces = plan_pieces(shape, sources, engine, engines, dtypes, limit, same_devices=generation.is_colocated)
-        scheduled = schedule_messages(pieces, self.bucket_bytes)
-        write_plan(store, scheduled, len(sources), receivers, dtypes, config.shared_memory)
 
 
 class FilesMode(TransferMode):

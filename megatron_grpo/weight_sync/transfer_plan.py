@@ -26,10 +26,7 @@ from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
-    """Choose the dtype of each tensor in messages, by row of the weight map.
-
-    `precision` is `policy.precision`; with `fp8_blocks` the layers' matrices travel in FP8.
-    """
+    """Choose dtypes in messages by row of the weight map; with `fp8_blocks` layers' matrices travel in FP8."""
     dtypes = []
     for entry in build_weight_map(shape):
         if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
@@ -168,10 +165,7 @@ class _HolderSets:
     def assign_senders(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
         """Choose each piece's sender, [engines * pieces]; ranks of a set send about equally many bytes.
 
-        Args:
-            numbers: [pieces], number of the set that holds each piece of an engine.
-            sizes: [pieces], bytes.
-            engines: number of engines, each of which gets all pieces.
+        `numbers`: [pieces], number of the set that holds each piece of an engine. `sizes`: [pieces], bytes.
         """
         # The pieces of a set, those of all engines one after the other, lie on a line of their bytes. The line is cut
         # into equal lengths, one a rank, and a piece goes to the rank in whose length its middle lies.
@@ -197,9 +191,8 @@ class _HolderSets:
 def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
     """Assign all pieces of a refit to messages, a rank's pieces of one turn; return them by turn.
 
-    Args:
-        pieces: ordered so that a parameter is complete soon after it was begun.
-        bucket_bytes: most bytes of a message, unless a single piece is larger than half of it.
+    `pieces` are ordered so that a parameter is complete soon after it was begun. `bucket_bytes` are the most bytes of a
+    message, unless a single piece is larger than half of it.
     """
     ordered = pieces[np.lexsort((pieces["target"], pieces["source"]))]
     link_begins = np.flatnonzero(mark_changes(ordered["source"]) | mark_changes(ordered["target"]))
@@ -216,10 +209,7 @@ def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
 
 
 def _assign_turns(first_pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Give each message the first turn that is free at both of its ends.
-
-    `first_pieces`: [messages], PIECE. `numbers`: [messages], int64, number of each message on its link.
-    """
+    """Give messages, by first piece and number on their link, the first turn that is free at both of their ends."""
     # Sends and receives wait for their peer, so an unlucky order could make ranks wait for each other in a circle: A
     # for B, B for C, C for A. Turns exclude that. A message has one turn, the same at both ends; a rank has at most one
     # message a turn, and goes through its messages by increasing turn. Consider the unfinished message with the

@@ -64,15 +64,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def compute_text_digest(text: str) -> str:
-    """Compute XXH3 (128 bits) of a text, as hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def compute_digest(tensor: Tensor) -> str:
-    """Compute XXH3 (128 bits) of dtype, shape and values: finds damage, not malice.
-
-    The tensor is contiguous and on the CPU; the result has hexadecimal digits.
-    """
+    """Compute XXH3 (128 bits) of a CPU tensor's dtype, shape and values: finds damage, not malice."""
     hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
@@ -88,11 +84,7 @@ class FileReceiver:
         self._read_manifest()
 
     def receive(self, version: int) -> None:
-        """Verify all tensors of a version that must be loaded, then load them.
-
-        Raises:
-            ValueError: the folder has another version, or a file is missing or damaged. The model is unchanged.
-        """
+        """Verify all tensors of a version that must be loaded, then load them; ValueError: the model is unchanged."""
         manifest = self._read_manifest()
         if manifest.version != version:
             raise ValueError(f"{self._folder} holds version {manifest.version}, not {version}")

@@ -19,7 +19,6 @@ from megatron_grpo.models.weight_map import HFTensor, ModelMap, WeightEntry, ite
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 _INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
 _NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),))
-_OUTPUT_LAYER = ("output_layer.weight",)
 _SCORE = HFTensor("score.weight", ("score", "hidden"))
 # Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks.
 _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), zero_if_absent=True)
@@ -47,13 +46,13 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Build the weight map of a model, in the order of export."""
     if shape.value_head is not None:
-        head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), zero_if_absent=shape.value_head == "fresh")
+        head = WeightEntry(("output_layer.weight",), (_SCORE,), zero_if_absent=shape.value_head == "fresh")
         outputs = [head, _BIAS]
     else:
         # A tied head has weights of its own only on a last stage that is not the first.
         tied = shape.tied_embeddings
         tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
-        outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), copy=tied)]
+        outputs = [WeightEntry(("output_layer.weight",), (tensor,), copy=tied)]
     return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
 
 

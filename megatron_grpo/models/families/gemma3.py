@@ -24,7 +24,6 @@ _DEFAULTS = {
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}  # transformers' defaults of rope_theta
-_REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _ACTIVATION = "gelu_pytorch_tanh"
 
 # Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
@@ -37,7 +36,7 @@ _MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:
-    for key in _REFUSED:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(key):
             raise ValueError(f"{key}={to_text(raw[key])} is not supported for gemma3")
     activation = raw.get("hidden_activation", _ACTIVATION)

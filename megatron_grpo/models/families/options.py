@@ -40,11 +40,7 @@ _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_positio
 def refuse_options(
     raw: Mapping[str, Any], family: str, family_options: Neutral | None, nullable: tuple[str, ...], windows: bool
 ) -> None:
-    """Refuse options that the Megatron model here cannot express, these of the family among them.
-
-    `nullable`: keys that transformers replaces by a value of its own when they are null. `windows`: layers may have
-    windows.
-    """
+    """Refuse options that the Megatron model here cannot express (`read_dense`), these of the family among them."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
     for key in ("quantization_config", "compression_config"):

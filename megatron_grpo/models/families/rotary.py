@@ -10,8 +10,6 @@ from megatron_grpo.models.shape import read_number, read_section, read_size
 
 # Keys that a rotary embedding with scaled frequencies needs, by rope_type.
 _FACTORS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-# Values of rope_type whose frequencies depend on the length of the first training.
-_WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Keys that vLLM reads and transformers' models of the supported families do not.
 _VLLM_ONLY = ("rope_dim", "mrope_section", "use_fope")
@@ -49,7 +47,7 @@ def read_rotary(
         return theta, None
     scaling = {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
     scaling["rope_type"] = rope_type
-    if rope_type in _WITH_ORIGINAL_LENGTH:
+    if rope_type in ("llama3", "yarn"):  # whose frequencies depend on the length of the first training
         holder = raw if _ORIGINAL_LENGTH in raw else rope if _ORIGINAL_LENGTH in rope else raw
         key = _ORIGINAL_LENGTH if _ORIGINAL_LENGTH in holder else "max_position_embeddings"
         scaling[_ORIGINAL_LENGTH] = read_size(holder, key)
@@ -89,7 +87,6 @@ def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
 
 
 def _read_rope_type(rope: Mapping[str, Any]) -> Any:
-    """Read the kind of a rotary embedding; ValueError where its two spellings differ."""
     values = [rope[key] for key in ("rope_type", "type") if key in rope]
     if len(values) == 2 and values[0] != values[1]:
         text = f"rope_type={to_text(values[0])} and type={to_text(values[1])} of the rotary embedding differ"
