@@ -40,7 +40,7 @@ class AdapterCheck:
 
 @torch.no_grad()
 def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
-    """Compare published weights with what the adapted layers of a rank's unwrapped GPTModels compute.
+    """Compare published weights with what a rank's adapted layers compute.
 
     These layers are found by their parameters, whatever the weight map says of them. Collective over tensor-parallel
     ranks.

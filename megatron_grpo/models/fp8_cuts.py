@@ -21,7 +21,7 @@ def can_travel_in_fp8(entry: WeightEntry) -> bool:
 
 
 def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
-    """Describe each matrix that a rank's part cuts inside a block, for error messages."""
+    """Describe each matrix that a rank cuts inside a block."""
     # An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
     # compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter,
     # where vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So neither

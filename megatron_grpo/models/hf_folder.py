@@ -25,7 +25,7 @@ _LEFT_BEHIND = ("trainer_state.json", "adapter_config.json", "hf_quant_config.js
 
 
 class HFFolderReader:
-    """Reads slices of tensors from safetensors files; ValueError: the folder has none, or a damaged index."""
+    """Reads slices of tensors from a folder's safetensors files, or else ValueError."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -119,7 +119,7 @@ def write_hf_folder(
 
 @contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
-    """Make a folder under a temporary name; rename it to `output` after the body.
+    """Make a folder under a temporary name; rename it afterwards.
 
     An empty folder that was there lends its permissions. Whoever may read the folder may read its files, and whoever
     may write into it may write them. ValueError: `output` already holds something.

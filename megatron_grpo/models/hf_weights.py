@@ -18,7 +18,7 @@ from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, count_grou
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
-    """Merge slices of Hugging Face tensors into a rank's parameter, [rows, ...], as Megatron-Core lays it out.
+    """Merge slices of Hugging Face tensors into a rank's parameter, [rows, ...].
 
     `parts`: slices in the order of `entry.hf`, each [rows or fewer, ...]; fewer only where the vocabulary is padded.
     """
@@ -65,7 +65,7 @@ class AdaptedLayer(Protocol):
         """Compute this rank's weight plus the adapter's product: [rows, columns]."""
 
     def compute_columns(self, columns: Tensor) -> Tensor:
-        """Compute float32 columns of the matrix that the forward pass multiplies by.
+        """Compute float32 columns of the forward pass's matrix.
 
         `columns`: [n], int64, numbers among this rank's columns. Collective over tensor-parallel ranks.
         """
@@ -73,7 +73,7 @@ class AdaptedLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundEntry:
-    """A row of the weight map with a parameter of this rank."""
+    """A row of the weight map with this rank's parameter."""
 
     entry: WeightEntry
     layer: int  # number of the layer in the full model, from 0
@@ -90,7 +90,7 @@ class BoundEntry:
 
 
 def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
-    """Bind every parameter of a rank's unwrapped GPTModels to its row of the weight map.
+    """Bind every parameter of a rank's unwrapped GPTModels to its map row.
 
     An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
     """
@@ -140,7 +140,7 @@ def _is_quantised(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
-    """Fill the parameters of a rank's unwrapped GPTModels from a Hugging Face folder, in the parameters' dtype.
+    """Fill the parameters of a rank's unwrapped GPTModels from a folder.
 
     Raises:
         ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
@@ -233,7 +233,7 @@ def _list_rank_experts(model: Any, shape: ModelShape) -> range:
 
 
 def _gather(local: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
-    """Gather a parameter's values on the first rank of a group; nothing is sent unless they are parted."""
+    """Gather a parameter's values on a group's first rank, sent only if parted."""
     local, is_first = local.contiguous(), group.rank() == 0
     if group.size() == 1 or not parted:
         return [local] * group.size() if is_first else []
@@ -243,7 +243,7 @@ def _gather(local: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Te
 
 
 def _join_shards(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """Join the shards of the ranks that split a parameter into full tensors."""
+    """Join the shards of a parameter into full tensors."""
     entry, size = bound.entry, len(shards)
     if entry.axis is None:
         return [shards[0]]

@@ -50,10 +50,10 @@ class RoutedForm:
         return chosen[:, list(self.layers)].astype(self.dtype).reshape(len(chosen), self.columns)
 
     def concatenate(self, sequences: Sequence[tuple[int, NDArray[Any] | None]]) -> NDArray[Any]:
-        """Concatenate the experts of sequences: [tokens, columns], of `dtype`, UNKNOWN where they are not known.
+        """Concatenate the experts of sequences: [tokens, columns], of `dtype`.
 
         `sequences`: for each its number of tokens, and the experts of its first tokens, [first tokens, columns], of
-        `dtype`; None: no experts are known.
+        `dtype`; None: no experts are known. Other tokens have UNKNOWN.
         """
         choices = np.full((sum(tokens for tokens, _ in sequences), self.columns), UNKNOWN, dtype=self.dtype)
         begin = 0

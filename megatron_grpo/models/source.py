@@ -65,7 +65,7 @@ def download_config(path: str) -> str | None:
 
 
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
-    """Find the folder of a complete model, downloaded if need be; RunError: it cannot be downloaded."""
+    """Find or download a complete model's folder, or else RunError."""
     if not is_hub_name(path):
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -77,7 +77,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
 
 
 def require_folder(folder: str) -> None:
-    """Require on this machine the model's folder that the driver has found."""
+    """Require the driver's model folder on this machine."""
     if not Path(folder, "config.json").is_file():
         text = f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines"
         raise RunError(f"{text} of a run share, those of the hub too (environment variable HF_HOME)")
@@ -96,7 +96,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def find_model_shape(config: Config) -> ModelShape | None:
-    """Find the sizes of the policy's model; None: it is not here yet."""
+    """Find the policy's sizes; None: the model is not here yet."""
     if is_made_before_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         return parse_model_shape(PREPARED_MODELS[config.prepare.name])
@@ -138,7 +138,7 @@ def compute_vocabulary_digest(folder: Path) -> str | None:
 
 
 def compute_model_digest(folder: Path) -> str | None:
-    """Digest a model's config.json, vocabulary and samples of its weights (XXH3); None: a file cannot be read."""
+    """Digest a model's config.json, vocabulary and weights; None: unreadable."""
     # Chat templates and generation settings are left out, since a run may change them between two starts. Weights that
     # were trained further differ nearly everywhere, so samples of each file tell them apart.
     digest = xxh3_128()

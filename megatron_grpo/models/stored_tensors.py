@@ -56,7 +56,7 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Read the file of each tensor from a safetensors index; ValueError: it is none, or cannot be read."""
+    """Read each tensor's file from a safetensors index, or else ValueError."""
     try:
         located = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in located.values()):
@@ -85,7 +85,7 @@ def _read_header(file: Path, missing: str) -> dict[str, StoredTensor]:
 
 
 def has_own_head(folder: Path) -> bool:
-    """Whether the folder stores an output head that differs from the embedding.
+    """Whether a folder's output head differs from its embedding.
 
     transformers 5 and vLLM then use the stored head, whatever tie_word_embeddings says. A folder whose weights cannot
     be read has none: other checks report it.
@@ -106,7 +106,7 @@ def has_own_head(folder: Path) -> bool:
 
 @lru_cache(maxsize=64)
 def _are_equal(head: Path, embedding: Path, versions: tuple[tuple[int, int], ...]) -> bool:
-    """Compare the bytes of the head and the embedding, each in a file of this version."""
+    """Compare the bytes of head and embedding in files of these versions."""
     with head.open("rb") as first, embedding.open("rb") as second:
         for stream, name in ((first, HEAD), (second, EMBEDDING)):
             size = int.from_bytes(stream.read(8), "little")

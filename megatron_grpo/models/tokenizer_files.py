@@ -32,13 +32,13 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
 
 
 def read_vocabulary_size(model: Path) -> int | None:
-    """Read a model's number of tokens from config.json; None: it is not there."""
+    """Read a model's number of tokens from config.json, if there."""
     number = read_settings(model / "config.json").get("vocab_size")
     return number if type(number) is int else None
 
 
 def read_end_tokens(model: Path) -> tuple[int, ...]:
-    """Read the tokens that end a response, from generation_config.json or else config.json."""
+    """Read the tokens that end a response from the model's files."""
     file = model / "generation_config.json"
     end = read_settings(file if file.is_file() else model / "config.json").get("eos_token_id")
     numbers = end if isinstance(end, list) else [end]

@@ -34,7 +34,7 @@ class RankShard:
     expert_tensor: Split = Split()  # the rank's part of every matrix of an expert
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
-        """Whether the rank has a parameter for a row of the weight map."""
+        """Whether the rank has a parameter of a row."""
         name = entry.megatron[0]
         if is_per_layer(name):
             return layer in self.layers
@@ -67,7 +67,7 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
 
 
 def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
-    """Assign layers to pipeline ranks, which take chunks in turn when interleaved."""
+    """Assign layers to pipeline ranks, by chunks in turn when interleaved."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     configured = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
     ends = {stage: layers for stage, layers in configured.items() if layers is not None}
@@ -151,7 +151,7 @@ class Destination:
 def find_destinations(
     entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
-    """Find where an engine rank keeps the tensors of a row, in their order, of one of its layers and experts."""
+    """Find where an engine rank keeps a row's tensors, in their order."""
     slot = expert - shard.experts[0] if entry.per_expert else None
     # Joined matrices lie below each other; that of latent vectors follows the queries' where vLLM joins these two.
     row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0

@@ -58,7 +58,7 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One Megatron parameter and the Hugging Face tensors that it is merged from."""
+    """A Megatron parameter and the Hugging Face tensors merged in it."""
 
     megatron: tuple[str, ...]
     """Names of the parameter, with `{layer}` and, for an expert's parameter, `{expert}`; several when Transformer
@@ -72,7 +72,7 @@ class WeightEntry:
 
     @property
     def axis(self) -> int | None:
-        """Dimension that tensor parallelism splits; None: every rank holds all of it."""
+        """Dimension that tensor parallelism splits; None: every rank has all."""
         return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT), None)
 
     @property
@@ -163,7 +163,7 @@ def resolve_dim(dim: Dim, model: ModelShape) -> int:
 
 
 def count_group_rows(model: ModelShape) -> list[int]:
-    """Count rows of one key/value group in the merged matrix: queries, key, value."""
+    """Count rows of a key/value group: queries, key, value."""
     heads_per_group = model.attention_heads // model.key_value_heads
     return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
 
@@ -210,7 +210,7 @@ class ModelMap:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> ModelMap:
-        """The map from types of JSON, in which tuples have become lists."""
+        """The map from types of JSON, where tuples are lists."""
         entries = []
         for row in content["entries"]:
             tensors = tuple(HFTensor(tensor["name"], tuple(tensor["dims"])) for tensor in row["hf"])

@@ -20,7 +20,7 @@ from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 class ModelReload:
-    """Loads whole tensors into a worker's model; vLLM keeps those of a converted layer until all of them have come."""
+    """Loads whole tensors into a worker's model, in any order, with vLLM's loaders."""
 
     def __init__(self, worker: Any) -> None:
         self._model = worker.model_runner.get_model()
@@ -38,11 +38,11 @@ class ModelReload:
             initialize_layerwise_reload(layer)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors, (name in the checkpoint, [...]), which must not be written to afterwards."""
+        """Load tensors, (name, [...]), which vLLM keeps until a layer is complete."""
         self._model.load_weights(tensors)
 
     def finish(self) -> None:
-        """Convert the layers that are still incomplete, since padding is never sent."""
+        """Convert incomplete layers, too, since padding is never sent."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for layer in self._layers:
@@ -64,7 +64,7 @@ class ModelReload:
 
 
 def is_derived(layer: torch.nn.Module) -> bool:
-    """True for a layer that computes with a converted form of its weights."""
+    """True for a layer that computes with converted weights."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -77,7 +77,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Require that layers which are filled in place keep plain weights; ValueError names those that do not."""
+    """Require plain weights in layers filled in place, or else ValueError."""
     # vLLM's kernels rewrite the weights of many layers after loading, of more in every release. Layers with a
     # quantisation method and all experts are converted by vLLM again, so only the others may be written to directly.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -141,7 +141,7 @@ class RebuiltLayer:
 
 
 class BlockedLayer(RebuiltLayer):
-    """A layer in FP8 blocks, whose `parameters` are filled with FP8 values and scales."""
+    """A layer whose `parameters` are filled with FP8 blocks and scales."""
 
     def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
         super().__init__(layer)
@@ -182,14 +182,14 @@ def name_scales(parameter: str) -> str:
 
 
 def uses_fp8_blocks(layer: nn.Module) -> bool:
-    """True for a layer that computes with FP8 blocks of 128 x 128."""
+    """True for a layer with FP8 blocks of 128 x 128."""
     method: Any = getattr(layer, "quant_method", None)
     size = getattr(method, "weight_block_size", None)
     return size is not None and tuple(size) == (BLOCK, BLOCK)
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Recompute weights that attention layers and tied heads derive from other layers'; `dtype`: of activations."""
+    """Recompute weights that attention and tied heads derive from others'."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -204,7 +204,7 @@ def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def delete_kernel(layer: torch.nn.Module) -> Any:
-    """Delete and return the kernel of a layer of experts on a CPU."""
+    """Delete and return the kernel of experts on a CPU."""
     # vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
     # On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
     method: Any = getattr(layer, "quant_method", None)

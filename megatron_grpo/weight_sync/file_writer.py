@@ -33,7 +33,7 @@ class FileWriter:
     def write(
         self, tensors: Iterable[tuple[str, Tensor | None]], part: str, rank: int, *, rewrite: bool
     ) -> dict[str, WrittenTensor]:
-        """Write one version of the stage's weights; return the file of every tensor, in their order.
+        """Write one version of the stage's weights; return every tensor's file.
 
         `tensors` are (name, full tensor [...]), or (name, None) on ranks that do not write. `part` is the subfolder of
         this version. With `rewrite`, unchanged tensors are written, too.
@@ -53,7 +53,7 @@ class FileWriter:
             if stored is not None and stored.digest == digest:
                 written[name] = stored
                 continue
-            if bucket and sum(other.nbytes for other in bucket.values()) + copy.nbytes > self.bucket_bytes:
+            if bucket and sum(values.nbytes for values in bucket.values()) + copy.nbytes > self.bucket_bytes:
                 write_atomically(self.folder / file, partial(save_tensors, bucket))
                 bucket, file = {}, next(files)
             bucket[name] = copy

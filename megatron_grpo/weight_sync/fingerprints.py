@@ -56,7 +56,7 @@ Fingerprint = list[float]
 
 
 class Sketch:
-    """Fingerprint of a matrix of `rows` rows, whose columns are added block by block."""
+    """Fingerprint of a matrix whose columns are added block by block."""
 
     def __init__(self, rows: int) -> None:
         self._rows, self._columns = rows, 0
@@ -100,7 +100,7 @@ def measure_difference(expected: Fingerprint, actual: Fingerprint) -> float:
 def find_differing(
     expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint], rounding: float = 0.0
 ) -> dict[str, float]:
-    """Find the tensors and experts whose difference, relative to the norm, rounding does not explain.
+    """Find relative differences of tensors and experts that rounding does not explain.
 
     `expected` are the policy's, cut as one worker keeps them. `rounding` explains other dtypes of the two sides.
     """
@@ -110,7 +110,7 @@ def find_differing(
 
 
 def list_kept_parts(model_map: ModelMap, shard: RankShard) -> Iterator[Destination]:
-    """List the parts of Hugging Face tensors that an engine's rank keeps."""
+    """List the parts of tensors that an engine's rank keeps."""
     shape = model_map.shape
     for entry, layer, _ in iter_entries(model_map.entries, shape, list(range(shape.layers))):
         if not entry.copy and shard.keeps(entry, layer):
@@ -140,7 +140,7 @@ def _draw_vectors(kind: str, size: int, device: torch.device) -> Tensor:
 def fingerprint_engine(
     model: nn.Module, dtype: torch.dtype, model_map: ModelMap, shard: RankShard
 ) -> dict[str, Fingerprint]:
-    """Compute fingerprints of the weights that the kernels of one worker use.
+    """Compute fingerprints of the weights in a worker's kernels.
 
     They are by the name of a Hugging Face tensor, or of an expert ("model.layers.0.mlp.experts.3"). The matrix that
     latent attention derives from a tensor has the tensor's name plus " in attention". vLLM's configuration has to be

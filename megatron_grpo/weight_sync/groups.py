@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Address of the store where the members of a group find each other."""
+    """Address of the store where a group's members meet."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ class Transfer(Protocol):
 
 
 class Group(Protocol):
-    """The part of torch's process group that a refit uses; a call starts to move one tensor."""
+    """The part of torch's process group that a refit uses."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer: ...
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer: ...
@@ -92,7 +92,7 @@ class Watch:
         self._end = time.monotonic() + self._timeout_s
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Return once `is_over()` is true; RuntimeError: the deadline passed, or a member or the driver gave up."""
+        """Return once `is_over()` is true; RuntimeError: too late, or others failed."""
         # NCCL reports to nobody that a process is gone: a transfer to it stays pending, and so does every transfer that
         # waits for that one, until the last timeout of the last member. So no member waits inside of the library. It
         # polls, and now and then looks for FAILURE in the store. The first member to fail leaves it there, or else the
@@ -129,7 +129,7 @@ class Watch:
 
 
 def record_failure(store: Store, reason: str) -> None:
-    """Leave a failure for all waiting members in their store; an earlier one stays."""
+    """Leave a failure for all waiting members; an earlier one stays."""
     store.compare_set(FAILURE, "", reason)
 
 
@@ -158,7 +158,7 @@ def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -
 
 
 def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Any:
-    """Make torch's gloo group, reachable at the address that reaches the rendezvous."""
+    """Make torch's gloo group at the address that reaches the rendezvous."""
     group_class: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, 9))  # sends nothing
@@ -177,7 +177,7 @@ class _ThreadTransfer:
 
 
 class GlooGroup:
-    """A gloo group whose transfers can be polled, and which can be aborted."""
+    """A gloo group that can be polled and aborted."""
 
     def __init__(self, group: Any, neighbour: int) -> None:
         self._group, self._neighbour = group, neighbour

@@ -133,7 +133,7 @@ class Links(ABC):
         return start([tensor.reshape(-1).view(torch.uint8)], self._first_members[self.peer_side] + peer, 0)
 
     def _open_links(self) -> None:
-        """Test every link, so that a broken one shows before a refit."""
+        """Test every link before a refit."""
         for peer in dict.fromkeys(self._peers):
             link = [self._rank, peer] if self.side == "source" else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._group_device)

@@ -108,7 +108,7 @@ class ModelWriter:
         self._written.clear()
 
     def write(self, message: int, index: int, values: Tensor, scales: Tensor | None = None) -> None:
-        """Write a piece, by its index in a message of this number.
+        """Write a piece, by its message and index there.
 
         `values`: [rows, columns]. `scales`: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
@@ -131,7 +131,7 @@ class ModelWriter:
             layer.abandon()
 
     def _require_filled(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
-        """Require that each parameter gets as many elements as before its conversion."""
+        """Require that each parameter gets all its elements."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

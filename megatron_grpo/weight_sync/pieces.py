@@ -54,7 +54,7 @@ def format_tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
 
 
 def split_messages(scheduled: Pieces) -> list[Pieces]:
-    """Split the scheduled pieces of one rank into its messages, by turn."""
+    """Split a rank's scheduled pieces into its messages, by turn."""
     return np.split(scheduled, np.flatnonzero(mark_changes(scheduled["turn"]))[1:]) if len(scheduled) else []
 
 
@@ -82,7 +82,7 @@ class Box(NamedTuple):
         return self.column_end - self.column
 
     def find_overlap(self, box: Box) -> Box:
-        """Compute the common rows and columns of two boxes, which may be none."""
+        """Compute the common rows and columns of two boxes, perhaps none."""
         rows = max(self.row, box.row), min(self.row_end, box.row_end)
         columns = max(self.column, box.column), min(self.column_end, box.column_end)
         return Box(*rows, *columns)
@@ -127,9 +127,9 @@ class PackedPiece:
 
 
 def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
-    """Lay pieces out one after the other in a message; return their positions, and the message's bytes.
+    """Lay pieces out one after the other in a message.
 
-    `dtypes` are by row of the weight map.
+    `dtypes` are by row of the weight map. Returns the positions of the pieces, and the bytes of the message.
     """
     ends = np.cumsum(align(pieces["bytes"])).tolist()
     rows, columns = (np.diff(pieces[axis])[:, 0].tolist() for axis in ("rows", "columns"))
@@ -139,14 +139,14 @@ def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[
 
 
 def write_checksum(buffer: Tensor, version: int) -> None:
-    """Write version and checksum behind the payload of a message, [bytes with the trailer], uint8."""
+    """Write version and checksum behind a message's payload: [bytes with trailer], uint8."""
     words = buffer.view(torch.int64)
     words[-2] = version
     words[-1] = compute_checksum(words[:-1])
 
 
 def find_checksum_problem(buffer: Tensor, version: int) -> str | None:
-    """Find what is wrong with a received message, [bytes with the trailer], uint8; None: it is intact."""
+    """Find what is wrong with a received message; None: it is intact."""
     # Three numbers in one transfer from the device, which waits for it once instead of three times.
     words = buffer.view(torch.int64)
     actual, expected, sent_version = torch.stack([compute_checksum(words[:-1]), words[-1], words[-2]]).tolist()
@@ -158,7 +158,7 @@ def find_checksum_problem(buffer: Tensor, version: int) -> str | None:
 
 
 def compute_checksum(words: Tensor) -> Tensor:
-    """Sum words, [n], int64, with weights by position, modulo 2^64: [], int64, on their device.
+    """Sum words, [n], int64, with weights by position, modulo 2^64.
 
     Chunk by chunk, h <- h * GOLDEN + sum_i words[i] * weight[i].
 

@@ -73,9 +73,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @torch.no_grad()
 def fingerprint_policy(rank: PolicyRank, engine: Sequence[RankShard]) -> list[dict[str, Fingerprint]]:
-    """Compute fingerprints of this stage's weights for each rank of an engine; collective over the stage.
+    """Compute fingerprints of this stage's weights for each rank of an engine.
 
-    They are by the names of `fingerprint_engine`; empty except on the first rank of the stage.
+    They are by the names of `fingerprint_engine`. Collective over the stage; empty except on its first rank.
     """
     model_map = build_model_map(rank.shape)
     parts_by_tensor: defaultdict[str, list[tuple[int, Destination]]] = defaultdict(list)

@@ -24,15 +24,15 @@ SETTLE_S = 15.0
 
 
 class RefitError(RunError):
-    """A refit did not complete, so no engine may serve the new version."""
+    """A refit failed, so no engine may serve the new version."""
 
 
 class CanaryFailedError(RefitError):
-    """The log-probabilities of engines differ from the policy's, so the engines do not serve."""
+    """Engines do not serve: their log-probabilities differ from the policy's."""
 
 
 class PolicyLostError(RefitError, ModelLostError):
-    """A refit failed because a rank of the policy is gone or hangs."""
+    """A rank of the policy is gone or hangs."""
 
 
 class AttemptError(Exception):
@@ -54,13 +54,13 @@ class RefitCalls:
     def call_engines(
         self, engines: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, ray.ObjectRef]:
-        """Call a method of some engines; return references by the engine's number."""
+        """Call a method of some engines; return references by number."""
         return dict(zip(engines, self.generation.submit_to(engines, method, *args, **kwargs), strict=True))
 
     def wait(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str
     ) -> list[Any]:
-        """Wait until the deadline (monotonic) for calls of ranks, if any, and of engines; return results in this order.
+        """Wait for calls of ranks and of engines; return results in this order.
 
         Raises:
             CanaryFailedError: an engine does not compute what the policy does.
@@ -84,7 +84,7 @@ class RefitCalls:
 def find_lost_engines(
     sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str
 ) -> dict[int, str]:
-    """Find the engines that cannot take part in another attempt, by number with the reason.
+    """Find why engines, by number, cannot take part in another attempt.
 
     Waits up to SETTLE_S for unfinished calls. PolicyLostError: a rank of the policy died or hangs.
     """

@@ -75,7 +75,7 @@ _CONVERSION_ROUNDING = 2.0**-7
 
 
 class Canary:
-    """Decides which checks follow a refit: the canary, and the comparison of all weights.
+    """Decides which checks follow a refit: canary, comparison of all weights.
 
     The canary is a few sequences whose log-probabilities are compared between policy and engines. `rounding` is the
     difference of a tensor, relative to its norm, that another dtype of engines explains.
@@ -113,7 +113,7 @@ class Canary:
 
     @property
     def adapter_rounding(self) -> float:
-        """Difference in nats below which an engine is not taken for one without adapters."""
+        """Difference in nats that does not show missing adapters."""
         return ROUNDING_SHARE * (self._config.canary_limit or self._bounds.first)
 
     def is_due(self) -> bool:
@@ -127,24 +127,24 @@ class Canary:
         return period is not None and (new or self._due_comparisons > 0 or version % period == 0)
 
     def require_checks(self) -> None:
-        """Make both checks due at the next refit, unless the configuration has switched them off."""
+        """Make both checks due at the next refit, unless they are switched off."""
         self._next_at, self._due_comparisons = -math.inf, max(1, self._due_comparisons)
 
     def record_comparison(self) -> None:
         self._due_comparisons = max(0, self._due_comparisons - 1)
 
     def record_time(self, seconds: float) -> None:
-        """Record how long the canary took, which decides when it is due again."""
+        """Record the canary's time, which decides when it is due again."""
         self._next_at = time.monotonic() + seconds / self._config.canary_share
         self._first_canaries = max(0, self._first_canaries - 1)
 
     def record_noise(self, error: float) -> None:
-        """Record a passed canary's difference, where weights are known to be right."""
+        """Record the difference of a canary whose weights are right."""
         self._noise = max(error, self._noise or 0.0)
 
 
 def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Draw random token ids, so that many rows and experts take part.
+    """Draw random token ids, for many rows and experts.
 
     `longest`: most tokens of a prompt and a response, which has one token here.
     """
@@ -153,7 +153,7 @@ def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ..
 
 
 class RefitChecks:
-    """The checks of one run's refits; without a canary there are none."""
+    """The checks of a run's refits; none without a canary."""
 
     def __init__(self, calls: RefitCalls, canary: Canary | None) -> None:
         self.canary, self._calls = canary, calls
@@ -171,7 +171,7 @@ class RefitChecks:
         return self._scores is not None
 
     def begin(self) -> None:
-        """Let the policy compute its side of due checks, behind its sending."""
+        """Let the policy compute its side of due checks, after sending."""
         self._scores, self._base_scores, self._adapters = None, [], []
         if self.canary is None:
             return
@@ -184,7 +184,7 @@ class RefitChecks:
                 self._base_scores = calls.policy.submit(score_canary_without_adapters, self.canary.sequences)
 
     def require_equal_weights(self, version: int, engines: Sequence[int], deadline: float) -> None:
-        """Compare adapters, and if that is due all weights, before a version is committed.
+        """Compare adapters, and if due all weights, before a commit.
 
         Raises:
             RefitError: engines hold other weights than the policy, or the policy published wrong ones.
@@ -206,11 +206,7 @@ class RefitChecks:
         self.must_compare = bool(checks) and not any(check.has_moved for check in checks)
 
     def run_canary(self, version: int, engines: Sequence[int], timeout_s: float) -> None:
-        """Compare log-probabilities of the canary, whereupon engines serve.
-
-        Raises:
-            CanaryFailedError: an engine does not compute what the policy does; it does not serve.
-        """
+        """Compare log-probabilities of the canary; engines serve, or else CanaryFailedError."""
         canary, scores = self.canary, self._scores
         assert canary is not None, "a canary is due"
         assert scores is not None, "begin() comes first"

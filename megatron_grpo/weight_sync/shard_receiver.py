@@ -33,7 +33,7 @@ class TargetLinks(Links):
             self._buffers = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
-        """Receive one version: a message is loaded while the next one arrives.
+        """Receive a version: a message is loaded while the next arrives.
 
         Raises:
             ValueError: a checksum was broken, and nothing was loaded from there on. Raised after the last message, so
@@ -85,7 +85,7 @@ class TargetLinks(Links):
 
 
 class ShardReceiver:
-    """Receives the slices that the worker keeps, and writes them to its model."""
+    """Receives the worker's slices, and writes them to its model."""
 
     def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
         self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)

@@ -39,7 +39,7 @@ class SourceLinks(Links):
         self._connect(rendezvous)
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
-        """Send one version: `fill` writes a message's payload while the previous one is being sent.
+        """Send one version: `fill` writes a payload while the previous one is sent.
 
         Raises:
             RuntimeError: a receiver stopped receiving, or the links failed before.
@@ -104,7 +104,7 @@ class ShardSender:
         self._split_tensors: list[Tensor] = []
 
     def send(self, version: int) -> tuple[int, int, int]:
-        """Send one version; return its bytes (with padding and checksums), pieces and messages."""
+        """Send a version; return its bytes (with checksums), pieces and messages."""
         indices = {entry: index for index, entry in enumerate(self._entries)}
         first = self._shard.experts[0]
         self._bound = {

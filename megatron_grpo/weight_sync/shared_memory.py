@@ -22,7 +22,7 @@ def read_gpu_uuid(index: int) -> str:
 
 
 class CudaMemory:
-    """Memory on this process's GPU, freed when no process uses it any more."""
+    """Memory on this process's GPU, freed with its last user."""
 
     def __init__(self, nbytes: int) -> None:
         torch.cuda.ipc_collect()  # frees memory that other processes have released

@@ -82,7 +82,7 @@ class TransferMode(ABC):
     def connect_engines(
         self, engines: tuple[int, ...], mode: RefitMode, source: dict[str, Any]
     ) -> dict[int, ray.ObjectRef]:
-        """Begin to connect engines to a source: the address of the weights, in types of JSON."""
+        """Begin to connect engines to a source, an address in types of JSON."""
         ranks = self.calls.generation.config.parallel.ranks_per_engine
         source = {**source, "model_map": build_model_map(self.calls.policy.settings.shape).to_json()}
         calls: dict[int, ray.ObjectRef] = {}
@@ -131,7 +131,7 @@ class LinkMode(TransferMode):
 
 
 class FilesMode(TransferMode):
-    """Weights in a folder that engines only have to see: the run's own in `config.directory`, or in `run_dir`."""
+    """Weights in a folder that engines see: in `config.directory`, or in `run_dir`."""
 
     def __init__(self, calls: RefitCalls, config: RefitConfig, run_dir: Path) -> None:
         super().__init__(calls, config)

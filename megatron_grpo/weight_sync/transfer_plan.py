@@ -26,7 +26,7 @@ from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
-    """Choose dtypes in messages by row of the weight map; with `fp8_blocks` layers' matrices travel in FP8."""
+    """Choose dtypes in messages by row of the weight map."""
     dtypes = []
     for entry in build_weight_map(shape):
         if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
@@ -46,7 +46,7 @@ def plan_pieces(
     *,
     same_devices: bool = False,
 ) -> Pieces:
-    """Plan each box that some engine rank keeps, exactly once for each such rank.
+    """Plan each box of each engine rank, exactly once.
 
     Args:
         sources: shards of the policy's ranks, in their order.
@@ -80,7 +80,7 @@ def _plan_engine(
     limit: int,
     holders: _HolderSets,
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
-    """Yield pieces of one engine without their source, and the set that holds each."""
+    """Yield an engine's pieces, and the set that holds each."""
     entries = build_weight_map(shape)
     indices = {entry: index for index, entry in enumerate(entries)}
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
@@ -102,7 +102,7 @@ def _plan_engine(
 def _find_routes(
     entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
 ) -> Iterator[tuple[int, int, Box, int]]:
-    """Find the boxes of at most `limit` bytes that an engine rank receives of a row, in every layer.
+    """Find the boxes of a row, in every layer, that an engine rank receives.
 
     Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, bytes).
     """
@@ -135,7 +135,7 @@ def _find_routes(
 
 
 class _HolderSets:
-    """The numbered sets of policy ranks that hold equal parts of an entry's matrices."""
+    """Numbered sets of policy ranks that hold equal parts of matrices."""
 
     def __init__(self, shards: Sequence[RankShard]) -> None:
         self._shards = shards
@@ -163,7 +163,7 @@ class _HolderSets:
         return np.array(numbers)[inverse]
 
     def assign_senders(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
-        """Choose each piece's sender, [engines * pieces]; ranks of a set send about equally many bytes.
+        """Choose senders, [engines * pieces]; ranks of a set send similar bytes.
 
         `numbers`: [pieces], number of the set that holds each piece of an engine. `sizes`: [pieces], bytes.
         """
@@ -189,7 +189,7 @@ class _HolderSets:
 
 
 def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
-    """Assign all pieces of a refit to messages, a rank's pieces of one turn; return them by turn.
+    """Assign pieces to messages, a rank's pieces of one turn; return them by turn.
 
     `pieces` are ordered so that a parameter is complete soon after it was begun. `bucket_bytes` are the most bytes of a
     message, unless a single piece is larger than half of it.
@@ -209,7 +209,7 @@ def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
 
 
 def _assign_turns(first_pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Give messages, by first piece and number on their link, the first turn that is free at both of their ends."""
+    """Give messages the first turn free at both ends."""
     # Sends and receives wait for their peer, so an unlucky order could make ranks wait for each other in a circle: A
     # for B, B for C, C for A. Turns exclude that. A message has one turn, the same at both ends; a rank has at most one
     # message a turn, and goes through its messages by increasing turn. Consider the unfinished message with the

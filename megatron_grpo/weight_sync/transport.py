@@ -34,7 +34,7 @@ class RefitState(Enum):
 
 
 class WeightTransport:
-    """Publishes the policy's weights to the engines, in attempts with a deadline."""
+    """Publishes the policy's weights to engines, in attempts with a deadline."""
 
     def __init__(
         self, calls: RefitCalls, mode: TransferMode, config: RefitConfig, canary: Canary | None = None
@@ -70,7 +70,7 @@ class WeightTransport:
         return self._complete_report(report, began)
 
     def start_serving(self, report: TransferReport) -> TransferReport:
-        """Let engines serve the version that they committed, if the canary allows it.
+        """Let engines serve their committed version, if the canary allows it.
 
         Engines that share the policy's devices have memory to compute only once the policy has left the devices, so
         this is a call of its own. Without a canary that is due, engines serve since their commit. The returned report
@@ -84,7 +84,7 @@ class WeightTransport:
         return replace(report, checks=self._checks.take_figures())
 
     def describe_differences(self) -> str:
-        """Describe, for messages, the tensors in which engines differ from the policy; both are on their devices."""
+        """Describe the tensors in which engines differ from the policy, for messages."""
         try:
             deadline = time.monotonic() + self._config.timeout_s
             differences = self._checks.find_differences(self._engines, deadline)
@@ -167,7 +167,7 @@ class WeightTransport:
         return report
 
     def _complete_report(self, report: TransferReport, began: float) -> TransferReport:
-        """Add the seconds since `began`, and the engines that were replaced meanwhile."""
+        """Add the seconds since `began`, and the engines replaced meanwhile."""
         replaced, self._replaced = (*report.replaced, *self._replaced), []
         return replace(report, seconds=report.seconds + time.monotonic() - began, replaced=replaced)
 
@@ -200,7 +200,7 @@ class WeightTransport:
 def make_transport(
     policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path, canary: Canary | None = None
 ) -> WeightTransport:
-    """Make the transport, not yet connected; `run_dir` distinguishes its files from those of other runs."""
+    """Make the transport, not yet connected; its files are told apart by `run_dir`."""
     calls = RefitCalls(policy, generation)
     mode = FilesMode(calls, config, run_dir) if config.mode == "files" else LinkMode(calls, config)
     return WeightTransport(calls, mode, config, canary)

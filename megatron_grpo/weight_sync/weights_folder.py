@@ -44,7 +44,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the version that the folder holds; ValueError: it is missing or damaged."""
+    """Read the manifest of the folder's version; ValueError: missing or damaged."""
     path = folder / MANIFEST
     try:
         file = json.loads(path.read_text())
@@ -68,14 +68,14 @@ def compute_text_digest(text: str) -> str:
 
 
 def compute_digest(tensor: Tensor) -> str:
-    """Compute XXH3 (128 bits) of a CPU tensor's dtype, shape and values: finds damage, not malice."""
+    """Compute XXH3 (128 bits) of a CPU tensor: finds damage, not malice."""
     hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
 class FileReceiver:
-    """Reads the folder; ValueError: it is not the one that the policy writes to."""
+    """Reads the folder; ValueError: it is not the policy's."""
 
     def __init__(self, worker: Any, source: Mapping[str, Any]) -> None:
         self._reload = ModelReload(worker)
@@ -84,7 +84,7 @@ class FileReceiver:
         self._read_manifest()
 
     def receive(self, version: int) -> None:
-        """Verify all tensors of a version that must be loaded, then load them; ValueError: the model is unchanged."""
+        """Verify a version's changed tensors, then load them; ValueError leaves the model unchanged."""
         manifest = self._read_manifest()
         if manifest.version != version:
             raise ValueError(f"{self._folder} holds version {manifest.version}, not {version}")

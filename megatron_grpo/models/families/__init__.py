@@ -25,7 +25,7 @@ _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
-    """The shape of a value model, whose head replaces the output layer."""
+    """The shape of a value model, with its own head."""
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
@@ -89,7 +89,7 @@ def _count_causal_pairs(length: int) -> int:
 
 
 def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelShape:
-    """Read the sizes of a model from its folder; reward models are refused unless they are asked for.
+    """Read a model's sizes from its folder; reward models only if asked for.
 
     Raises:
         ValueError: the folder cannot be read, or its model has no support (`parse_model_shape`); names the file.
@@ -132,7 +132,7 @@ def is_untied_by_weights(path: str | Path) -> bool:
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
-    """Read sizes from a config.json; ValueError: no support for its architecture or an option, or an invalid size."""
+    """Read sizes from a config.json; ValueError: no support, or an invalid size."""
     architectures = raw.get("architectures") or ["(none)"]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise ValueError(f"architectures={to_text(architectures)} must be a list of names")

@@ -65,7 +65,7 @@ def read_dense(
     qk_norm: bool = False,
     rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
 ) -> ModelShape:
-    """Read sizes of a dense decoder from a config.json, as transformers 5 and vLLM do.
+    """Read a dense decoder's sizes as transformers 5 and vLLM do.
 
     Args:
         defaults: transformers' values of keys that the file lacks, where they differ from `_DEFAULTS`.

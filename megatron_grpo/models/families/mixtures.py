@@ -18,7 +18,7 @@ _FC2 = "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.line
 
 
 def map_expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
-    """Map a layer's norm, router and experts, with the names of an expert's projections in a block like "mlp."."""
+    """Map a layer's norm, router and experts, in a block like "mlp."."""
     expert = block + "experts.{expert}."
     return limit_to(
         "experts",
@@ -40,7 +40,7 @@ def count_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) ->
 
 
 def read_top_k(raw: Mapping[str, Any], count: int) -> int:
-    """Read the number of experts per token; ValueError: it is missing, or more than there are."""
+    """Read the number of experts per token; ValueError: missing or too many."""
     top_k = read_size(raw, "num_experts_per_tok")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")

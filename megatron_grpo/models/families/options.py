@@ -40,7 +40,7 @@ _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_positio
 def refuse_options(
     raw: Mapping[str, Any], family: str, family_options: Neutral | None, nullable: tuple[str, ...], windows: bool
 ) -> None:
-    """Refuse options that the Megatron model here cannot express (`read_dense`), these of the family among them."""
+    """Refuse options that the Megatron model cannot express; parameters as `read_dense`."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
     for key in ("quantization_config", "compression_config"):
@@ -62,7 +62,7 @@ def refuse_options(
 
 
 def refuse_quantized(settings: Any, key: str) -> None:
-    """Refuse a model whose files have quantization settings under a key: 8 bits or fewer."""
+    """Refuse a model whose files have quantization settings, under this key."""
     if settings is None:
         return
     method = None
@@ -73,17 +73,14 @@ def refuse_quantized(settings: Any, key: str) -> None:
     raise ValueError(f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows")
 
 
-ADAPTER_FILE = "adapter_config.json"
-_MODELOPT_FILE = "hf_quant_config.json"
-
-
 def refuse_folder(folder: Path) -> None:
     """Refuse a folder of adapters, or of quantized weights."""
-    if (folder / ADAPTER_FILE).is_file():
-        base = read_settings(folder / ADAPTER_FILE).get("base_model_name_or_path")
+    adapter, modelopt = folder / "adapter_config.json", folder / "hf_quant_config.json"
+    if adapter.is_file():
+        base = read_settings(adapter).get("base_model_name_or_path")
         of_base = f" for {base}" if isinstance(base, str) else ""
-        text = f"{folder} holds adapters{of_base} ({ADAPTER_FILE}); merge them into the model first, with peft's"
+        text = f"{folder} holds adapters{of_base} ({adapter.name}); merge them into the model first, with peft's"
         raise ValueError(f"{text} merge_and_unload, and give the folder of the merged model")
-    settings = read_settings(folder / _MODELOPT_FILE).get("quantization")
+    settings = read_settings(modelopt).get("quantization")
     if isinstance(settings, dict) and settings:
-        refuse_quantized(settings, f"{folder / _MODELOPT_FILE}: quantization")
+        refuse_quantized(settings, f"{modelopt}: quantization")

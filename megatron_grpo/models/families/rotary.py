@@ -18,7 +18,7 @@ _VLLM_ONLY = ("rope_dim", "mrope_section", "use_fope")
 def read_rotary(
     raw: Mapping[str, Any], rope_types: tuple[str, ...], default_theta: float
 ) -> tuple[float, dict[str, Any] | None]:
-    """Read rope_theta and the settings that scale the frequencies, if any do.
+    """Read rope_theta and the settings that scale frequencies, if any.
 
     A rope_scaling that is not empty replaces all of rope_parameters. Its rope_theta comes before one beside it, but
     original_max_position_embeddings beside it comes before its own.
