@@ -36,8 +36,7 @@ PREPARED_FOLDER = "model"  # of the model inside prepare.folder
 # Deadline in seconds for the hub's first answer.
 _PROBE_S = 10.0
 # Parts of each weights file that a digest reads, evenly spaced, so that hundreds of gigabytes take a second.
-_CHUNKS = 4
-_CHUNK = 1 << 18
+_CHUNKS, _CHUNK_BYTES = 4, 1 << 18
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -153,8 +152,8 @@ def compute_model_digest(folder: Path) -> str | None:
             digest.update(f"{file.name} {size} ".encode())
             with file.open("rb") as stream:
                 for number in range(_CHUNKS):
-                    stream.seek(max(size - _CHUNK, 0) * number // (_CHUNKS - 1))
-                    digest.update(stream.read(_CHUNK))
+                    stream.seek(max(size - _CHUNK_BYTES, 0) * number // (_CHUNKS - 1))
+                    digest.update(stream.read(_CHUNK_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return digest.hexdigest() if files else None

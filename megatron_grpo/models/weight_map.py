@@ -91,13 +91,11 @@ class WeightEntry:
 
         `rank` of `size` is the rank's number in its tensor-parallel group or, for experts, in its expert-tensor group.
         """
-        slices = []
+        axis, slices = self.axis, []
         for position, tensor in enumerate(self.hf):
-            shape = tensor.compute_shape(model)
-            start, stop = (0, 0)
-            if self.axis is not None:
-                start, stop = self._find_range(position, shape[self.axis], model, rank, size)
-            slices.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
+            shape, name = tensor.compute_shape(model), tensor.name.format(layer=layer, expert=expert)
+            start, stop = (0, 0) if axis is None else self._find_range(position, shape[axis], model, rank, size)
+            slices.append(WeightSlice(name, shape, axis, start, stop))
         return slices
 
     def _find_range(self, position: int, total: int, model: ModelShape, rank: int, size: int) -> tuple[int, int]:
