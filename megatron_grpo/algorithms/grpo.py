@@ -46,10 +46,9 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState
 from megatron_grpo.algorithms.loop import train_steps
-from megatron_grpo.algorithms.prob_error import compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
-from megatron_grpo.algorithms.stages import add_logprobs, build_batch, publish_and_report, train_policy
+from megatron_grpo.algorithms.stages import add_logprobs, prepare_batch, publish_and_report, train_policy
 from megatron_grpo.algorithms.step_advantages import add_advantages
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
@@ -98,18 +97,11 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
             before the step.
         RunError: a value is not finite, or a process failed.
     """
-    config, policy, rollouts = run.config, run.policy, run.rollouts
-    step, timer = run.state["total_steps"] + 1, StepTimer()
-    run.placement.wake_engines(timer)
+    config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.placement.offload_engines(timer)  # on shared devices models and engines take turns
-    check = run.make_check(samples.groups, step)
-    with timer.phase("batch"):
-        batch = build_batch(config, samples.groups, rollouts, policy.cost)
-        batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
-        run.dumps.hold(step, samples.groups, batch, samples.make_facts(run.loader_state))
+    batch, check = prepare_batch(run, samples, timer)
     logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):
         is_finite = add_advantages(config, samples.scores, batch, rollouts)

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import PPORun, PPOSaveState
 from megatron_grpo.algorithms.loop import train_steps
-from megatron_grpo.algorithms.prob_error import compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
     add_logprobs,
-    build_batch,
+    prepare_batch,
     publish_and_report,
     train_policy,
     train_value_model,
@@ -32,18 +31,11 @@ def ppo_train(run: PPORun) -> None:
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
     """Do one step of PPO; errors and results are those of `grpo_step`."""
-    config, policy, rollouts = run.config, run.policy, run.rollouts
-    step, timer = run.state["total_steps"] + 1, StepTimer()
-    run.placement.wake_engines(timer)
+    config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.placement.offload_engines(timer)
-    check = run.make_check(samples.groups, step)
-    with timer.phase("batch"):
-        batch = build_batch(config, samples.groups, rollouts, policy.cost)
-        batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
-        run.dumps.hold(step, samples.groups, batch, samples.make_facts(run.loader_state))
+    batch, check = prepare_batch(run, samples, timer)
     logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("values"):
         is_finite = run.value.add_values(batch)
@@ -56,7 +48,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     # the weight version stays the number of steps. Later the policy learns first, since it may refuse the step, which
     # then changes nothing.
     learned = None
-    if step > config.ppo.policy_training_start_step:
+    if check.step > config.ppo.policy_training_start_step:
         with timer.phase("train"):
             learned = train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):

@@ -67,6 +67,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
             fill the step within its limit.
     """
+    run.placement.wake_engines(timer)
     if isinstance(run.loader, RecordedSteps):
         return _read_recorded(run, run.loader, timer)
     if run.config.training_loop.use_dynamic_sampling:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from megatron_grpo.algorithms.context import GRPORun
 from megatron_grpo.algorithms.placement import publish
-from megatron_grpo.algorithms.prob_error import assess_agreement, refuse_step, require_agreement
+from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age, refuse_step, require_agreement
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError
@@ -40,6 +40,17 @@ def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPoo
     batch.partitions = partition_sequences(config, batch, cost)
     batch.fields = rollouts.build_partitions(groups, batch.partitions)
     return batch
+
+
+def prepare_batch(run: GRPORun, samples: StepSamples, timer: StepTimer) -> tuple[StepBatch, StepCheck]:
+    """Make a step's batch and the check of its values; models take the devices."""
+    run.placement.offload_engines(timer)  # on shared devices models and engines take turns
+    check = run.make_check(samples.groups, run.state["total_steps"] + 1)
+    with timer.phase("batch"):
+        batch = build_batch(run.config, samples.groups, run.rollouts, run.policy.cost)
+        batch.prob_error_limit = run.config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
+        run.dumps.hold(check.step, samples.groups, batch, samples.make_facts(run.loader_state))
+    return batch, check
 
 
 def add_logprobs(
