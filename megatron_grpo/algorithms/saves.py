@@ -40,8 +40,8 @@ def save_checkpoint(
 ) -> None:
     """Write checkpoints/step_N; with checkpointing.async_save only begin it.
 
-    Models are written as they are now, the driver's part as in `snapshot`, from after their last update. `metrics` of
-    the last step rank the checkpoint. With `wait` the checkpoint is complete on return.
+    Models are written as they are now. `snapshot`: the driver's part from after their last update; None: as it is now.
+    `metrics` of the last step rank the checkpoint. With `wait` the checkpoint is complete on return.
     """
     started = time.monotonic()
     snapshot = snapshot or Snapshot.from_run(run)

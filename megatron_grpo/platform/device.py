@@ -66,7 +66,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this address, for the result's life."""
+    """Open a store on a free port of this address; the result keeps it open."""
     listener = socket.create_server((host, 0))
     port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
     descriptor = listener.detach()  # the store closes it
