@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Any, Protocol
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +21,12 @@ def convert_datum(
 ) -> DatumSpec:
     """Convert a processor's prompt, also from NeMo RL's form.
 
+    A missing `prompt` is replaced by the row's, or by the text of the messages; a missing reference answer by NeMo RL's
+    extra_env_info.ground_truth, or by the row's. Tokens may be tensors or arrays.
+
     Args:
-        datum: return value of the processor; tokens may be tensors or arrays.
-        row: the row of the prompt.
-        spec: names of the row's columns.
         task: the row's task, for a prompt that names none.
         tasks: all task names.
-        idx: number of the row, the identity of the prompt.
-
-    Returns:
-        The prompt, with the processor's further fields in extra_env_info. A missing `prompt` is replaced by the row's,
-        or by the text of the messages; a missing reference answer by NeMo RL's extra_env_info.ground_truth, or by the
-        row's.
 
     Raises:
         ValueError: a key is missing or has a wrong value; the text continues a message that begins with the processor.
@@ -43,7 +37,14 @@ def convert_datum(
         if key not in datum:
             raise ValueError(f"returned no {key}, only {', '.join(map(str, datum)) or 'an empty DatumSpec'}")
     messages = _convert_messages(datum["message_log"])
-    length, multiplier = sum(len(message["token_ids"]) for message in messages), _convert_multiplier(datum)
+    length = sum(len(message["token_ids"]) for message in messages)
+    try:
+        multiplier = float(datum["loss_multiplier"])
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        multiplier = -1.0
+    if not 0.0 <= multiplier <= 1.0:
+        value = repr(datum["loss_multiplier"])
+        raise ValueError(f"returned loss_multiplier={value}: give a weight from 0 (left out) to 1 (counts fully)")
     if multiplier and not length:
         raise ValueError("returned a message_log without tokens")
     name = task if datum.get("task_name") is None else datum["task_name"]
@@ -61,23 +62,12 @@ def convert_datum(
 
 
 def _collect_extra_fields(datum: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect a processor's further fields, which environments get as columns."""
+    # In NeMo RL's DatumSpec __extra__ stands for further fields of any type; environments get all of them as columns.
     extra = datum.get("__extra__") or {}
     if not isinstance(extra, Mapping):
         raise ValueError(f"returned {type(extra).__name__} as __extra__, not a dict")
     further = {key: value for key, value in datum.items() if key not in (*DatumSpec.__annotations__, "__extra__")}
     return {**further, **extra}
-
-
-def _convert_multiplier(datum: Mapping[str, Any]) -> float:
-    value = datum["loss_multiplier"]
-    try:
-        multiplier = float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        multiplier = -1.0
-    if not 0.0 <= multiplier <= 1.0:
-        raise ValueError(f"returned loss_multiplier={value!r}: give a weight from 0 (left out) to 1 (counts fully)")
-    return multiplier
 
 
 def _convert_messages(log: Any) -> list[Message]:
@@ -111,9 +101,8 @@ def _add_reference(env_info: Any, row: dict[str, Any], spec: TaskDataSpec) -> di
 
 def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str | list[dict[str, str]]:
     if returned is not None and not isinstance(returned, str) and not is_conversation(returned):
-        raise ValueError(
-            f"returned {type(returned).__name__} as prompt, neither a text nor a list of {{role, content}}"
-        )
+        kind = type(returned).__name__
+        raise ValueError(f"returned {kind} as prompt, neither a text nor a list of {{role, content}}")
     for candidate in (returned, column):
         if candidate is not None and (isinstance(candidate, str) or is_conversation(candidate)):
             prompt: str | list[dict[str, str]] = candidate
@@ -121,23 +110,10 @@ def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str |
     return "".join(message["content"] for message in messages)
 
 
-class Rows(Protocol):
-    """Anything indexed by row number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, idx: int, /) -> dict[str, Any]: ...
-
-
 class UsableRows:
-    """The usable rows of a source, numbered consecutively."""
+    """The usable rows of a source, numbered consecutively; `usable`: their indices in it, int64."""
 
     def __init__(self, source: Source, usable: NDArray[np.int64]) -> None:
-        """
-        Args:
-            source: all rows.
-            usable: indices of the usable rows in the source, [usable rows], int64.
-        """
         self._source, self._usable = source, usable
 
     def __len__(self) -> int:
@@ -147,7 +123,6 @@ class UsableRows:
         return self._source[int(self._usable[idx])]
 
     def locate(self, idx: int) -> str:
-        """Locate a row for messages."""
         return self._source.locate(int(self._usable[idx]))
 
 
@@ -156,7 +131,7 @@ class AllTaskProcessedDataset:
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: UsableRows | Sequence[dict[str, Any]],
         tokenizer: Any,
         default_task_data_spec: TaskDataSpec,
         task_data_processors: Mapping[str, tuple[TaskDataSpec, DataProcessor]],
@@ -167,8 +142,6 @@ class AllTaskProcessedDataset:
     ) -> None:
         """
         Args:
-            dataset: the rows.
-            tokenizer: a Hugging Face tokenizer.
             default_task_data_spec: specification whose task_name is used for rows without one.
             task_data_processors: specification and processor by task name.
             max_seq_length: prompts of more tokens are flagged with loss_multiplier 0.
@@ -182,8 +155,7 @@ class AllTaskProcessedDataset:
         self.max_seq_length = max_seq_length
         self.skip_refused = skip_refused
         self.vocab = vocab
-        self.refused: dict[int, str] = {}
-        """Reasons of refused rows, by row number."""
+        self.refused: dict[int, str] = {}  # reasons, by row number
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -195,7 +167,6 @@ class AllTaskProcessedDataset:
 
         Raises:
             ValueError: no prompt can be made of the row, and skip_refused is false.
-            IndexError: there is no such row.
         """
         try:
             return self.make_prompt(self.dataset[idx], idx)
@@ -212,10 +183,6 @@ class AllTaskProcessedDataset:
 
     def make_prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
         """Make the prompt of a row, perhaps of another dataset.
-
-        Args:
-            row: the row.
-            idx: number of the row, the identity of the prompt.
 
         Raises:
             ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
@@ -240,17 +207,12 @@ class AllTaskProcessedDataset:
                 prompt = convert_datum(prompt, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
-        for message in prompt["message_log"]:
-            self._require_in_vocabulary(message["token_ids"], idx)
-        return prompt
-
-    def _require_in_vocabulary(self, token_ids: list[int], idx: int) -> None:
-        """Raise ValueError for a token without an embedding."""
-        number = max(token_ids, default=0)
-        if self.vocab is not None and number >= self.vocab:
+        number = max((token for message in prompt["message_log"] for token in message["token_ids"]), default=0)
+        if self.vocab is not None and number >= self.vocab:  # it has no embedding
             token = self.tokenizer.decode([number])
             text = f"the prompt has the token {token!r} with number {number}, and the model has {self.vocab} tokens"
             raise ValueError(f"row {idx}: {text} (vocab_size in config.json)")
+        return prompt
 
 
 def _format_name(process: DataProcessor) -> str:

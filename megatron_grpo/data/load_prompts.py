@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from megatron_grpo.batch.special_tokens import (
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
+from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -48,12 +48,7 @@ BATCH_ROWS = 1000  # tokenised together, on all cores
 def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
     """Count the first rows that get a loss_multiplier of 0.
 
-    Args:
-        dataset: the prompts.
-        rows: number of first rows to look at.
-
-    Raises:
-        ValueError: no prompt can be made of a row that is not to be left out; the message is the dataset's.
+    ValueError: no prompt can be made of a row that is not to be left out.
     """
     parts = [range(begin, min(begin + BATCH_ROWS, rows)) for begin in range(0, rows, BATCH_ROWS)]
     is_fast = getattr(dataset.tokenizer, "is_fast", False)
@@ -65,12 +60,8 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
 
 
 def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
-    """Count too long rows by tokenising prompts together.
-
-    Returns:
-        None: the rows have to be processed one by one, because a user's processor makes some prompts, or a row may be
-            refused.
-    """
+    # None: the rows have to be processed one by one, because a user's processor makes some prompts, whose lengths only
+    # it knows, or because a row may be refused, and then the message has to name it.
     by_task: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]
@@ -100,7 +91,6 @@ class PromptData:
     """A run's training prompts, validation prompts and tokenizer."""
 
     loader: Batches
-    """Batches of training prompts, resumable."""
     val_prompts: list[DatumSpec]
     stops: StopConditions
     notes: list[str]
@@ -111,22 +101,17 @@ class PromptData:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompts:
-    """The usable prompts of one set."""
+    """The usable prompts of one set, and remarks about it for the user."""
 
     prompts: list[DatumSpec]
     stops: StopConditions
     notes: list[str]
-    """Remarks about the set for the user."""
 
 
 def load_held_out_prompts(config: Config, model: Path, key: str, dataset: DatasetConfig) -> HeldOutPrompts:
     """Read, render and tokenize a set as for validation.
 
-    Args:
-        config: how rows become prompts.
-        model: folder with the tokenizer.
-        key: key of the configuration that names the set's path, for messages.
-        dataset: the set.
+    `key` is the key of the configuration that names the set's path, for messages.
 
     Raises:
         ConfigError: the set or a row in it cannot be used, or no row is short enough.
@@ -138,10 +123,7 @@ def load_held_out_prompts(config: Config, model: Path, key: str, dataset: Datase
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
     """Read, render and tokenize the training and validation sets.
 
-    Args:
-        config: the sets, and how their rows become prompts.
-        model: folder with the tokenizer.
-        tokenizer: tokenizer to use instead; None: the model's.
+    `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens.
 
     Raises:
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
@@ -153,11 +135,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
 
 
 def _check_script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
-    """Check that a script's tokenizer makes the model's tokens.
-
-    Raises:
-        ConfigError: it reads a text otherwise than the model's, whose tokens the engines and environments use.
-    """
+    # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
     if (model / TOKENIZER_FILE).is_file():
         of_model = load_tokenizer(model)
         difference = find_difference(tokenizer, of_model, make_sample_texts(list_added_tokens(of_model)))
@@ -179,7 +157,7 @@ class _Reader:
         self._environments = {name: env.type for name, env in config.env.items()}
 
     def _find_unstopped_turns(self) -> Iterator[str]:
-        """Find templates whose messages end with a token that stops nothing."""
+        # A turn whose last token stops nothing goes on to the token limit, with further turns of both sides in it.
         data, ends = self.config.data, set()
         for task in dict.fromkeys([data.task_name, *self.config.env]):
             spec = make_task_spec(data, task)
@@ -194,7 +172,6 @@ class _Reader:
             )
 
     def make_loader(self) -> PromptLoader:
-        """Make the loader of the weighted training sets."""
         config, sets = self.config, self.config.data.training_sets
         datasets, usable = [], 0
         for key, training_set in sets.items():
@@ -217,7 +194,6 @@ class _Reader:
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
     def make_stream(self) -> StreamLoader:
-        """Make the loader of a streamed training set."""
         config = self.config
         ((key, training_set),) = config.data.training_sets.items()
         try:
@@ -242,11 +218,6 @@ class _Reader:
             yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
-        """Read all usable prompts of a set.
-
-        Raises:
-            ConfigError: the set has no usable row, or no prompt can be made of a row.
-        """
         dataset, usable = self._read(key, config)
         subject = f"{key}={config.path}"
         if not usable:
@@ -258,7 +229,7 @@ class _Reader:
         return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
     def _read(self, key: str, config: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
-        """Read a set, count usable prompts, and note the rest."""
+        """Read a set and count its usable prompts."""
         data, subject = self.config.data, f"{key}={config.path}"
         report = examine_set(config, data, self._environments)
         if report.problems:
@@ -268,7 +239,7 @@ class _Reader:
             raise ConfigError([Problem(subject, "has no rows")])
         assert report.source is not None, "a source without problems was read"
         rows = UsableRows(report.source, report.usable)
-        dataset = self._make_prompts(config, rows, skip_refused=data.bad_rows == "skip")
+        dataset = self._make_prompts(config, rows)
         try:
             rendered = min(len(dataset), data.rows_rendered_at_start)
             left_out = count_left_out(dataset, rendered)
@@ -276,10 +247,9 @@ class _Reader:
             raise ConfigError([Problem(subject, str(error))]) from error
         refused = dataset.refused
         if refused:
-            self.notes.append(
-                f"{format_count('row', len(refused))} of {subject} left out: {next(iter(refused.values()))}"
-            )
-            left_out -= len(refused)
+            count, reason = format_count("row", len(refused)), next(iter(refused.values()))
+            self.notes.append(f"{count} of {subject} left out: {reason}")
+            left_out -= len(refused)  # a refused prompt has loss_multiplier 0 as a long one has
         if left_out:
             among = "" if rendered == len(dataset) else "first "
             self.notes.append(
@@ -289,13 +259,8 @@ class _Reader:
         return dataset, len(dataset) - left_out - len(refused)
 
     def _make_prompts(
-        self, config: DatasetConfig, rows: Rows, *, skip_refused: bool = False
+        self, config: DatasetConfig, rows: UsableRows | Sequence[dict[str, Any]]
     ) -> AllTaskProcessedDataset:
-        """Make the dataset of prompts from the rows of a set.
-
-        Raises:
-            ConfigError: a processor cannot be imported.
-        """
         data, problems = self.config.data, list(find_processor_problems(self.config.data))
         if problems:
             raise ConfigError(problems)
@@ -303,14 +268,13 @@ class _Reader:
             task: (make_task_spec(data, task), find_processor(find_processor_name(data, task)))
             for task in self.config.env
         }
-        default = make_task_spec(data, config.task_name or data.task_name)
         return AllTaskProcessedDataset(
             rows,
             self.tokenizer,
-            default,
+            make_task_spec(data, config.task_name or data.task_name),
             processors,
             data.max_input_seq_length,
-            skip_refused=skip_refused,
+            skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
         )
 
@@ -319,5 +283,5 @@ class JoinedPrompts(ConcatDataset[DatumSpec]):
     """Several sets of prompts, numbered consecutively."""
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        prompt: DatumSpec = super().__getitem__(idx)
-        return {**prompt, "idx": idx}
+        # The number within its own set would repeat in another set, and with it the seeds of samples.
+        return {**super().__getitem__(idx), "idx": idx}

@@ -19,22 +19,19 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rows import RowCheck, digest_rows
 from megatron_grpo.data.table_values import StreamedRows
 
+# First rows of a stream, whose digest a checkpoint keeps; all rows may be too many.
+COMPARED_ROWS = 100
+
 
 class PromptSampler(Sampler[int]):
     """Row numbers of an epoch, in order or drawn from (seed, epoch).
 
-    The rows of several sets are numbered consecutively, and each is visited `weight` times an epoch. The fraction of a
-    weight is a part of the set that changes with the epoch: after 1 / fraction epochs all rows were visited.
+    The rows of several sets are numbered consecutively. `sizes` and `weights`: rows of each set, and visits of each of
+    its rows in an epoch. The fraction of a weight is a part of the set that changes with the epoch: after 1 / fraction
+    epochs all rows were visited.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, shuffle: bool, seed: int) -> None:
-        """
-        Args:
-            sizes: rows of each set.
-            weights: visits of each row of the set.
-            shuffle: draw a new order each epoch.
-            seed: decides the order of an epoch, and which part of a set it visits for the fraction of a weight.
-        """
         self.sizes, self.weights = list(sizes), list(weights)
         self.shuffle, self.seed = shuffle, seed
         self.epoch = 0
@@ -47,7 +44,12 @@ class PromptSampler(Sampler[int]):
         begin, visits = 0, list[int]()
         for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
             visits += [*range(begin, begin + size)] * int(weight)
-            visits += [begin + row for row in self._choose_extra_rows(number)]
+            if count := self._count_extra_rows(number):
+                # The order of a set's extra rows is fixed for the run, and each epoch takes the next rows of it, so
+                # that the visits of all rows differ by at most one.
+                generator = torch.Generator().manual_seed(self.seed ^ ((number + 1) << 40))
+                order = torch.randperm(size, generator=generator).tolist()
+                visits += [begin + order[(self.epoch * count + index) % size] for index in range(count)]
             begin += size
         if not self.shuffle:
             return iter(visits)
@@ -59,17 +61,6 @@ class PromptSampler(Sampler[int]):
     def _count_extra_rows(self, number: int) -> int:
         return round((self.weights[number] % 1) * self.sizes[number])
 
-    def _choose_extra_rows(self, number: int) -> list[int]:
-        """Choose the rows with one more visit in this epoch."""
-        count, size = self._count_extra_rows(number), self.sizes[number]
-        if count == 0:
-            return []
-        # The order of a set's extra rows is fixed for the run; each epoch takes the next rows of it, so that the visits
-        # of all rows differ by at most one.
-        generator = torch.Generator().manual_seed(self.seed ^ ((number + 1) << 40))
-        order = torch.randperm(size, generator=generator).tolist()
-        return [order[(self.epoch * count + index) % size] for index in range(count)]
-
 
 class Prompts(Protocol):
     """A dataset of prompts, for example AllTaskProcessedDataset."""
@@ -80,10 +71,7 @@ class Prompts(Protocol):
 
 
 class Batches(Protocol):
-    """A loader of training prompts.
-
-    `PromptLoader`, `StreamLoader`, or the steps of a recording.
-    """
+    """A loader of training prompts."""
 
     epoch: int = 0
     """Completed epochs."""
@@ -117,27 +105,20 @@ class PromptLoader(Batches):
 
     A resumed run continues with the next prompt, without reading the earlier ones. The order of an epoch follows from
     (seed, epoch) alone, so the position is a number of rows in that order, which the stateful loader of torchdata
-    keeps. It is exact only because rows are loaded one by one: were they loaded in batches, a row that is left out
-    would be replaced from the next batch, and the position would lie within a batch. Prompts may also be drawn ahead of
-    training: rows whose samples were not trained on before a checkpoint are kept in the position as `waiting` and come
-    first (`load_waiting_batches`; a remainder that fills no batch comes with the next `iter()`).
+    keeps. Prompts may also be drawn ahead of training: rows whose samples were not trained on before a checkpoint are
+    kept in the position as `waiting` and come first (`load_waiting_batches`; a remainder that fills no batch comes with
+    the next `iter()`). A remainder of prompts at the end of an epoch is dropped.
     """
 
     def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: PromptSampler) -> None:
-        """
-        Args:
-            dataset: the prompts.
-            prompts_per_batch: usable prompts of each batch; a remainder at the end of an epoch is dropped.
-            order: numbers of the prompts that an epoch visits; the loader sets its `epoch`.
-        """
         self.prompts_per_batch = prompts_per_batch
         self._dataset = dataset
         self._rows = len(order)
         self._batches = 0
-        self._waiting: list[int] = []
-        """Rows before the position that have to be loaded again."""
+        self._waiting: list[int] = []  # rows before the position that have to be loaded again
         self._order = order
-        # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
+        # No automatic batching, so that the position is exact: were rows loaded in batches, a row that is left out
+        # would be replaced from the next batch, and the position would lie within a batch.
         self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
             dataset,
             batch_size=None,
@@ -156,7 +137,7 @@ class PromptLoader(Batches):
         rows = iter(self._loader)
         if self._batches == 0:
             self.left_out = 0
-        batch = self._load_waiting(len(self._waiting))
+        batch, self._waiting = self.load_prompts(self._waiting), []
         try:
             for datum in rows:
                 if datum["loss_multiplier"] == 0:
@@ -179,19 +160,11 @@ class PromptLoader(Batches):
 
     def load_waiting_batches(self) -> Iterator[list[DatumSpec]]:
         while len(self._waiting) >= self.prompts_per_batch:
-            yield self._load_waiting(self.prompts_per_batch)
-
-    def _load_waiting(self, number: int) -> list[DatumSpec]:
-        rows, self._waiting = self._waiting[:number], self._waiting[number:]
-        return self.load_prompts(rows)
+            rows, self._waiting = self._waiting[: self.prompts_per_batch], self._waiting[self.prompts_per_batch :]
+            yield self.load_prompts(rows)
 
     def load_prompts(self, rows: Sequence[int]) -> list[DatumSpec]:
-        """Load the prompts of some rows without moving the position.
-
-        Raises:
-            ValueError: no prompt can be made of a row.
-            IndexError: there is no such row.
-        """
+        """Load rows without moving the position; ValueError: one makes no prompt."""
         return [self._dataset[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,36 +190,28 @@ class PromptLoader(Batches):
 
 
 def add_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Add rows that a loader loads again first."""
+    """Add rows, which a loader loads again first, to its state."""
     return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
 
 
 def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
-    """Open a hub set as a stream.
-
-    Raises:
-        ValueError: it cannot be opened; the text says why.
-    """
+    """Open a hub set as a stream; ValueError: it cannot be opened."""
     from datasets import load_dataset
 
     try:
         stream = StreamedRows(load_dataset(config.path, config.subset, split=config.split, streaming=True))
+        # A stream opens no file before its first row, and a missing file should fail here rather than in training.
         next(iter(stream), None)
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
     return stream
 
 
-COMPARED_ROWS = 100
-"""First rows of a stream, whose digest a checkpoint keeps; all rows may be too many."""
-
-
 class StreamLoader(Batches):
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
-    Rows are shuffled within a buffer: the next row of the stream replaces each row that is drawn. The draws follow from
-    seed and epoch, so a resumed run reads the stream again from its beginning to its position.
-    `datasets` shuffles streams too, but the position that it resumes from does not include the rows in its buffer.
+    Rows are shuffled within a buffer: the next row of the stream replaces each row that is drawn. `process` is a
+    dataset whose processors turn rows into prompts.
     """
 
     def __init__(
@@ -260,22 +225,11 @@ class StreamLoader(Batches):
         prompts_per_batch: int,
         seed: int,
     ) -> None:
-        """
-        Args:
-            rows: the stream; each iteration starts at its beginning.
-            config: the set, for messages.
-            data: shuffling, and whether bad rows fail or are left out.
-            environments: type of each environment, by task name.
-            process: dataset whose processors turn rows into prompts.
-            prompts_per_batch: prompts of each batch; a remainder at the end of an epoch is dropped.
-            seed: decides which row is drawn from the buffer.
-        """
         self._rows, self._config, self._data = rows, config, data
         self._check = RowCheck(config, data, environments)
         self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
         self._drawn = 0
-        self._beginning: str | None = None
-        """Digest of the first rows; None before they are read."""
+        self._beginning: str | None = None  # digest of the first rows; None before they are read
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the epoch, then begin the next.
@@ -288,7 +242,7 @@ class StreamLoader(Batches):
         is_empty, batch = self._drawn == 0, list[DatumSpec]()
         for drawn, (number, row) in enumerate(self._draw_rows(), start=1):
             if drawn <= self._drawn:
-                continue
+                continue  # earlier rows are drawn again: the buffer's content follows from all of them
             prompt = self._make_prompt(number, row)
             if prompt is not None:
                 batch.append(prompt)
@@ -297,10 +251,8 @@ class StreamLoader(Batches):
                 yield batch
                 batch = []
         if is_empty:
-            raise RunError(
-                f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left "
-                "out"
-            )
+            text = f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}"
+            raise RunError(f"{text}: {self.left_out} were left out")
         self.epoch += 1
         self._drawn = 0
 
@@ -342,7 +294,6 @@ class StreamLoader(Batches):
         yield from buffer
 
     def _make_prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
-        """Make the prompt of a row; None: left out."""
         converted, prompt, reason = self._check.convert(row), None, ""
         if isinstance(converted, str):
             reason = f"row {number}: the row {converted}"

@@ -51,12 +51,8 @@ def from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     _, mark, answer = solution.rpartition("####")
     if not mark or not answer.strip():
         raise ValueError("column 'answer' has no final answer after ####")
-    return {
-        **row,
-        "prompt": _read_text(row, "question"),
-        "answer": answer.strip().replace(",", ""),
-        "solution": solution,
-    }
+    question, answer = _read_text(row, "question"), answer.strip().replace(",", "")
+    return {**row, "prompt": question, "answer": answer, "solution": solution}
 
 
 def from_math(row: dict[str, Any]) -> dict[str, Any]:
@@ -71,8 +67,7 @@ def from_math(row: dict[str, Any]) -> dict[str, Any]:
 
 def from_dapo_math(row: dict[str, Any]) -> dict[str, Any]:
     """Convert DAPO-Math-17k: messages, and reward_model.ground_truth."""
-    prompt = row.get("prompt")
-    reward = row.get("reward_model")
+    prompt, reward = row.get("prompt"), row.get("reward_model")
     if not isinstance(prompt, list | str) or not prompt:
         raise ValueError("column 'prompt' is neither a text nor a list of messages")
     answer = reward.get("ground_truth") if isinstance(reward, dict) else row.get("solution")
@@ -118,18 +113,15 @@ def parse_countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
         missing = "'numbers' or 'nums'" if column is None else "'target'"
         raise ValueError(f"has no column {missing}, which a countdown game needs; it has {', '.join(map(str, row))}")
     numbers, target = row[column], row["target"]
-    if (
-        not isinstance(numbers, list | tuple)
-        or not numbers
-        or not all(_is_integer(number) and number >= 0 for number in numbers)
-    ):
+    is_list = isinstance(numbers, list | tuple) and bool(numbers)
+    if not is_list or not all(_is_integer(number) and number >= 0 for number in numbers):
         raise ValueError(f"column {column!r} is not a list of whole numbers of at least 0, as a countdown game needs")
     if not _is_integer(target):
         raise ValueError("column 'target' is not a whole number, as a countdown game needs")
     return list(numbers), target
 
 
-ROW_FORMS: dict[str, RowForm] = {
+ROW_FORMS: dict[str, RowForm] = {  # by their names in data.processor
     "gsm8k": from_gsm8k,
     "math": from_math,
     "dapo_math": from_dapo_math,
@@ -137,15 +129,10 @@ ROW_FORMS: dict[str, RowForm] = {
     "tldr": from_tldr,
     "countdown": from_countdown,
 }
-"""Row forms by their name in data.processor."""
 
 
 def find_processor(name: str | None) -> DataProcessor:
-    """Find a processor by row form or import path.
-
-    Raises:
-        ValueError: the function cannot be imported, or is not callable.
-    """
+    """Find a processor by row form or import path; ValueError: it is unusable."""
     if name is None:
         return math_data_processor
     if name in ROW_FORMS:
@@ -158,11 +145,7 @@ def find_processor(name: str | None) -> DataProcessor:
 
 
 def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
-    """Find the renderer of a built-in processor's prompts.
-
-    Args:
-        processor: result of `find_processor`.
-    """
+    """Find the renderer of a built-in processor's prompts; None: a user's processor."""
     if isinstance(processor, partial) and processor.func is _convert_and_make:
         return partial(_convert_and_make, processor.args[0], render_prompt)
     return render_prompt if processor is math_data_processor else None
@@ -198,15 +181,9 @@ def _is_integer(value: Any) -> bool:
 
 T = TypeVar("T")
 
-_FILES = ("prompt_file", "system_prompt_file", "chat_template", "tools")
-
 
 def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
-    """Make the specification of a task's prompts.
-
-    Raises:
-        ValueError: a file that the configuration names cannot be read, or has the wrong content.
-    """
+    """Make a task's prompt specification; ValueError: a configured file is bad."""
     config = data.tasks.get(task, TaskConfig())
     has_form = find_processor_name(data, task) in ROW_FORMS
     system = _choose(config.system_prompt, _read(config.system_prompt_file, str))
@@ -227,9 +204,7 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
 def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
     """Find each task's chat template; None: the model's.
 
-    Args:
-        config: configuration of the run.
-        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
+    `tokenizer` is a script's; None: the tokenizer of the model's folder.
     """
     templates: dict[str, str | None] = {}
     for task in config.env:
@@ -252,11 +227,18 @@ def find_processor_name(data: DataConfig, task: str) -> str | None:
 def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
     """Find problems of configured files and processor names."""
     for section, config in _list_sections(data).items():
-        for name in _FILES:
+        # A user's processor may do with the text of prompt_file what it likes.
+        is_opaque = _is_import_path(config.processor or data.processor or "")
+        forms: dict[str, Callable[[str], object]] = {
+            "prompt_file": str if is_opaque else _check_prompt_text,
+            "system_prompt_file": str,
+            "chat_template": str,
+            "tools": _parse_tools,
+        }
+        for name, form in forms.items():
             file = getattr(config, name)
-            is_opaque = name == "prompt_file" and _is_import_path(config.processor or data.processor or "")
             try:
-                _read(file, str if is_opaque else _FORMS.get(name, str))
+                _read(file, form)
             except ValueError as error:
                 yield Problem(f"{section}.{name}={file}", str(error))
         if config.system_prompt is not None and config.system_prompt_file is not None:
@@ -290,11 +272,7 @@ def _choose(value: T | None, otherwise: T | None) -> T | None:
 
 
 def _read(file: str | None, form: Callable[[str], T]) -> T | None:
-    """Read a file; None without a file.
-
-    Raises:
-        ValueError: the file cannot be read, or `form` refuses its text.
-    """
+    # `form` converts the text, and refuses it with a ValueError that says why.
     if file is None:
         return None
     try:
@@ -323,7 +301,3 @@ def _parse_tools(text: str) -> list[dict[str, object]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("is not a list of tool definitions: [{...}, ...]")
     return tools
-
-
-_FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _check_prompt_text, "tools": _parse_tools}
-"""Checks of files by their key; with a user's processor, prompt_file may be any text."""
