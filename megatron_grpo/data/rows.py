@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,10 +30,20 @@ from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_s
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
 _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
+# Oddities of usable rows, as they stand after "whose" in a remark.
+_REPEATED = "prompt an earlier row has too"
+_BEGUN = (
+    "prompt ends with a message of the assistant: responses go on from it; leave it out if it is an answer to learn "
+    "from"
+)
+_DOUBTFUL = "tests cannot be trusted (docs/environments.md)"  # a program may pass them undeservedly, or cannot pass
+_UNREAD = "answer cannot be read as mathematics, so that only the same text equals it"
+_ODDITIES = (_REPEATED, _BEGUN, _DOUBTFUL, _UNREAD)
+
 
 @dataclass(slots=True)
 class SetReport:
-    """A set of rows with its summary."""
+    """A set of rows with its summary; the counts are of usable rows."""
 
     source: Source | None = None
     """The rows; None: they cannot be read."""
@@ -40,21 +52,10 @@ class SetReport:
     digest: str = ""
     """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
     rows: int = 0
-    """Rows that can be used."""
     tasks: set[str] = field(default_factory=set)
     """Names of the environments that the rows are for."""
     duplicates: int = 0
     """Rows that repeat the prompt of an earlier row."""
-    doubtful: int = 0
-    """Rows with Python tests that a program could pass undeservedly, or could not pass at all."""
-    doubt: str = ""
-    """File and line of the first row with doubtful tests, and the reason."""
-    unread: int = 0
-    """Rows with a mathematical answer that cannot be read, so that only the same text equals it."""
-    first_unread: str = ""
-    """File and line of the first of these rows, and its answer."""
-    begun: int = 0
-    """Rows whose prompt ends with a message of the assistant, so that responses go on from it."""
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Columns of each task's rows, after the conversion by data.processor."""
     common_columns: dict[str, set[str]] = field(default_factory=dict)
@@ -70,17 +71,13 @@ class SetReport:
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     """Read and check every row of a set, once.
 
-    Args:
-        config: the set.
-        data: how rows become prompts.
-        environments: type of each environment, by task name.
+    `environments`: type of each environment, by task name.
     """
     # All rows are checked before training, although training may need few of them: a bad row that shows only when it is
     # used ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the
     # schedules of the learning rate and the order of prompts, which must not change while the run goes on.
-    identity = json.dumps(
-        [asdict(config), asdict(data), dict(environments), _list_file_stats(config.path)], default=str
-    )
+    stats = _list_file_stats(config.path)
+    identity = json.dumps([asdict(config), asdict(data), dict(environments), stats], default=str)
     if identity not in _reports:
         _reports[identity] = _examine(config, data, environments)
     return _reports[identity]
@@ -115,7 +112,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     report.problems += [Problem(config.path, text) for text in check.find_media_problems(source.media)]
     if report.problems:
         return report
-    _check_rows(source, check, report, data)
+    oddities = _check_rows(source, check, report, data)
     if os.path.isfile(config.path):
         report.digest = digest_file(config.path)
     bad = report.remarks if data.bad_rows == "skip" else report.problems
@@ -123,34 +120,14 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
         bad.append(Problem(config.path, f"{report.bad - _MAX_REPORTED} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad:
         bad.append(Problem(config.path, f"{report.bad} of {len(source)} rows are left out (data.bad_rows=skip)"))
-    report.remarks += [Problem(config.path, text) for text in _describe_oddities(report)]
+    report.remarks += [Problem(config.path, text) for text in oddities]
     return report
 
 
-def _describe_oddities(report: SetReport) -> Iterator[str]:
-    if report.rows > 1 and report.duplicates == report.rows - 1:
-        yield f"has the same prompt in all of its {report.rows} rows"
-    elif report.duplicates:
-        yield f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
-    if report.begun:
-        yield (
-            f"has {report.begun} rows, of {report.rows}, whose prompt ends with a message of the assistant: responses "
-            "go on from it; leave it out if it is an answer to learn from"
-        )
-    if report.doubtful:
-        yield (
-            f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): the "
-            f"first is {report.doubt}"
-        )
-    if report.unread:
-        yield (
-            f"has {report.unread} rows, of {report.rows}, whose answer cannot be read as mathematics, so that only the "
-            f"same text equals it: the first is {report.first_unread}"
-        )
-
-
-def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
+def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> list[str]:
+    """Fill a report; returns remarks about usable rows that look odd."""
     usable, digests = array("q"), array("Q")
+    oddities, details = Counter[str](), dict[str, str]()
     # A file is identified by its bytes, which is faster; a folder or a hub set by its rows, because the cutting of rows
     # into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
@@ -165,36 +142,39 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
                 bad.append(Problem(source.locate(number), converted))
             continue
         usable.append(number)
-        columns = report.columns.setdefault(check.read_task(converted), set())
+        task = find_task(converted, check.default_task)
+        columns = report.columns.setdefault(task, set())
         if not columns >= converted.keys():
             columns.update(map(str, converted))
-        report.common_columns.setdefault(check.read_task(converted), {*columns}).intersection_update(converted)
-        doubts = check.find_doubts(converted)
-        if doubts:
-            report.doubt = report.doubt or f"{source.locate(number)}, whose tests {doubts[0]}"
-            report.doubtful += 1
-        unread = check.find_unread_answer(converted)
-        if unread is not None:
-            report.first_unread = report.first_unread or f"{source.locate(number)}, {to_text(unread)}"
-            report.unread += 1
-        prompt = check.read_prompt(converted)
+        report.common_columns.setdefault(task, {*columns}).intersection_update(converted)
+        for oddity, detail in check.find_oddities(task, converted):
+            oddities[oddity] += 1
+            if detail:
+                details.setdefault(oddity, f": the first is {source.locate(number)}, {detail}")
         # Only a digest of each prompt stays in memory, so that sets of any size can be checked for repetitions.
-        report.begun += is_conversation(prompt) and prompt[-1]["role"] == "assistant"
+        prompt = check.read_prompt(task, converted)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
     report.rows, report.tasks = len(usable), set(report.columns)
     report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
     report.usable = np.array(usable, dtype=np.int64)
     report.digest = "" if content is None else content.hexdigest()
+    if report.duplicates:
+        oddities[_REPEATED] = report.duplicates
+    remarks = [
+        f"has {oddities[oddity]} rows, of {report.rows}, whose {oddity}{details.get(oddity, '')}"
+        for oddity in _ODDITIES
+        if oddities[oddity]
+    ]
+    if 0 < report.duplicates == report.rows - 1:
+        remarks[0] = f"has the same prompt in all of its {report.rows} rows"
+    return remarks
 
 
 def digest_file(path: str) -> str:
     """Digest the bytes of a file (XXH3, 128 bits)."""
-    digest, buffer = xxh3_128(), memoryview(bytearray(2**23))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxh3_128).hexdigest()
 
 
 def digest_rows(rows: Iterable[Row]) -> str:
@@ -206,42 +186,29 @@ def digest_rows(rows: Iterable[Row]) -> str:
 
 
 def _convert_to_bytes(row: Row | str) -> bytes:
-    return json.dumps(row, sort_keys=True, default=_convert_to_text).encode()
+    def convert(value: Any) -> str:
+        return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
 
-
-def _convert_to_text(value: Any) -> str:
-    return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
+    return json.dumps(row, sort_keys=True, default=convert).encode()
 
 
 class RowCheck:
-    """Checks a row's prompt, answer and environment."""
+    """Checks a row's prompt, answer and environment.
+
+    `environments`: type of each environment, which decides what an answer may be, by task name.
+    """
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
-        """
-        Args:
-            config: the set that the rows are from.
-            data: how rows become prompts.
-            environments: type of each environment, which decides what an answer may be, by task name.
-        """
         self.default_task = config.task_name or data.task_name
-        """Task of rows without a task_name column."""
         self._data, self._environments = data, environments
         names = {task: find_processor_name(data, task) for task in {*environments, self.default_task}}
         self._forms = {task: ROW_FORMS[name] for task, name in names.items() if name in ROW_FORMS}
+        # Tasks whose rows only a user's processor understands.
         self._opaque = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
-        """Tasks whose rows only a user's processor understands."""
         self._specs: dict[str, TaskDataSpec] = {}
 
-    def read_task(self, row: Row) -> Any:
-        """Read a row's task name, perhaps no text."""
-        return find_task(row, self.default_task)
-
     def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
-        """Find prompts or answers that are audio, images or video.
-
-        Args:
-            media: kind of each column of media, by its name.
-        """
+        """Find prompts or answers that are audio, images or video."""
         if self.default_task in self._opaque or self.default_task in self._forms:
             return  # their rows' columns have other names
         spec = self._load_spec(self.default_task)
@@ -251,7 +218,7 @@ class RowCheck:
 
     def convert(self, row: Row) -> Row | str:
         """Convert a row to its task's form, or say why not."""
-        task = self.read_task(row)
+        task = find_task(row, self.default_task)
         if not isinstance(task, str) or task not in self._environments:
             # Columns are checked first: after a mistyped path they tell more about the file than the task does.
             is_opaque = self.default_task in self._opaque
@@ -267,31 +234,25 @@ class RowCheck:
                 return f"is not of the form of data.processor: {error}"
         return _find_row_problem(row, self._load_spec(task), self._environments[task]) or row
 
-    def read_prompt(self, row: Row) -> Any:
-        """Read the prompt of a converted row.
-
-        Returns:
-            The prompt; the row itself if only a user's processor knows its prompt.
-        """
-        task = self.read_task(row)
+    def read_prompt(self, task: str, row: Row) -> Any:
+        """Read a converted row's prompt; the row itself if only a user's processor knows."""
         return row if task in self._opaque else row[self._load_spec(task).prompt_key]
 
-    def find_doubts(self, row: Row) -> tuple[str, ...]:
-        """Find doubts about a converted row's Python tests."""
-        task = self.read_task(row)
-        if self._environments[task] != "code" or task in self._opaque:
-            return ()
-        answer = self._load_spec(task).answer_key
-        tests = [] if answer is None else parse_code_tests(row[answer])
-        return prepare_tests(tuple(test for test in tests if isinstance(test, str))).doubts if tests else ()
-
-    def find_unread_answer(self, row: Row) -> str | None:
-        """Find a converted row's unreadable mathematical answer."""
-        task = self.read_task(row)
-        answer = None if task in self._opaque else self._load_spec(task).answer_key
-        if answer is None or self._environments[task] != "math" or not is_unreadable(str(row[answer])):
-            return None
-        return str(row[answer])
+    def find_oddities(self, task: str, row: Row) -> Iterator[tuple[str, str]]:
+        """Find which of _ODDITIES a converted row has, with details."""
+        prompt = self.read_prompt(task, row)
+        if is_conversation(prompt) and prompt[-1]["role"] == "assistant":
+            yield _BEGUN, ""
+        answer_key = None if task in self._opaque else self._load_spec(task).answer_key
+        if answer_key is None:
+            return
+        answer, kind = row[answer_key], self._environments[task]
+        if kind == "code":
+            tests = tuple(test for test in parse_code_tests(answer) if isinstance(test, str))
+            if tests and (doubts := prepare_tests(tests).doubts):
+                yield _DOUBTFUL, f"whose tests {doubts[0]}"
+        elif kind == "math" and is_unreadable(str(answer)):
+            yield _UNREAD, to_text(str(answer))
 
     def _load_spec(self, task: str) -> TaskDataSpec:
         if task not in self._specs:
@@ -309,15 +270,15 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
         for number, turn in enumerate(prompt if _are_turns(prompt) else [], start=1):
             if not _has_text(turn):
-                content = _describe_content(turn["content"])
-                text = f"has a message (number {number}) whose content is {content}; it must be text"
-                return f"column {spec.prompt_key!r} {text}"
+                content = turn["content"]
+                kind = "a list of parts" if isinstance(content, list) else type(content).__name__
+                text = f"whose content is {'null' if content is None else kind}; it must be text"
+                return f"column {spec.prompt_key!r} has a message (number {number}) {text}"
         return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
     if isinstance(prompt, str) and spec.apply_chat_template and _WRITTEN_MESSAGES.match(prompt):
-        text = (
-            "is a list of messages written as text, which the model would see with its brackets; write the list itself"
-        )
-        return f"column {spec.prompt_key!r} {text} (JSONL or Parquet; a table of text cannot hold it)"
+        text = "is a list of messages written as text, which the model would see with its brackets"
+        advice = "write the list itself (JSONL or Parquet; a table of text cannot hold it)"
+        return f"column {spec.prompt_key!r} {text}; {advice}"
     if kind == "countdown":
         try:
             parse_countdown_game(row)
@@ -330,10 +291,6 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     return f"column {spec.answer_key!r} (data.answer_key) {problem}: {answer}" if problem else None
 
 
-def _describe_content(content: Any) -> str:
-    return "null" if content is None else "a list of parts" if isinstance(content, list) else type(content).__name__
-
-
 def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:
     for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
         if column is not None and column not in row:
@@ -344,15 +301,11 @@ def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:
 
 
 def is_conversation(value: Any) -> bool:
-    """True for a non-empty list of {role, content} messages.
-
-    Tool calls may stand in for a content.
-    """
+    """True for {role, content} messages; tool calls may replace a content."""
     return _are_turns(value) and all(isinstance(turn["role"], str) and _has_text(turn) for turn in value)
 
 
 def _are_turns(value: Any) -> bool:
-    """True for messages with a role, and content or calls."""
     turns = value if isinstance(value, list) else []
     return bool(turns) and all(
         isinstance(turn, dict) and "role" in turn and ("content" in turn or bool(turn.get("tool_calls")))
@@ -361,25 +314,23 @@ def _are_turns(value: Any) -> bool:
 
 
 def _has_text(turn: Mapping[str, Any]) -> bool:
-    """True for text, text parts, or nothing beside tool calls."""
     content = turn.get("content")
     return isinstance(content, str) or are_text_parts(content) or (content is None and bool(turn.get("tool_calls")))
 
 
 def find_answer_problem(kind: str, answer: Any) -> str | None:
-    """Find the reason why no response can equal an answer.
+    """Find why no response can equal a reference answer.
 
-    Args:
-        kind: type of the environment ("math", "addition", "code"); others do not compare.
-        answer: the reference answer as the row has it.
+    `kind`: type of the environment; types without a check do not compare.
     """
-    check = _CHECKS.get(kind)
+    check = {"math": _check_math, "addition": _check_addition, "code": _check_code}.get(kind)
     return None if check is None else check(answer)
 
 
 def _check_math(answer: Any) -> str | None:
     if isinstance(answer, bool | list | dict):
-        return f"is a JSON {_JSON_TYPES[type(answer)]}, and a response is text; write the answer as text"
+        kind = {bool: "boolean", list: "array", dict: "object"}[type(answer)]
+        return f"is a JSON {kind}, and a response is text; write the answer as text"
     if isinstance(answer, float) and not math.isfinite(answer):
         return "is not a number that can be compared; write the answer as text"
     if isinstance(answer, float) and "e" in rewrite_numbers(repr(answer)):
@@ -406,11 +357,3 @@ def _check_code(answer: Any) -> str | None:
     if isinstance(tests[0], str) and not python.test_count:
         return "only imports and defines; a test has to call what it defines, as check(f) does"
     return None
-
-
-_CHECKS: dict[str, Callable[[Any], str | None]] = {
-    "math": _check_math,
-    "addition": _check_addition,
-    "code": _check_code,
-}
-_JSON_TYPES = {bool: "boolean", list: "array", dict: "object"}

@@ -42,13 +42,9 @@ def detect_binary_format(head: bytes) -> str | None:
 
 
 def detect_wrong_format(head: bytes) -> str | None:
-    """Describe a format other than JSONL, with advice.
+    """Describe a file's format if it is not JSONL, with advice.
 
-    Args:
-        head: the first HEAD_BYTES bytes of a file.
-
-    Returns:
-        None: the first line is an object, or a broken one.
+    `head`: its first HEAD_BYTES bytes. None: the first line is an object, or a broken one.
     """
     binary = detect_binary_format(head)
     if binary is not None:
@@ -70,11 +66,8 @@ def detect_wrong_format(head: bytes) -> str | None:
     return None
 
 
-BATCH_ROWS = 1000
-"""Rows of a table that are converted to Python objects at a time."""
-MEDIA_BATCH_ROWS = 20
-"""The same for a table with audio, images or video, whose rows may have megabytes."""
-
+# Rows of a table that are converted to Python objects at a time; with audio, images or video a row may have megabytes.
+BATCH_ROWS, MEDIA_BATCH_ROWS = 1000, 20
 # Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1.
 _UNREADABLE_VALUE = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
 
@@ -94,7 +87,11 @@ def parse_line(line: bytes) -> Row | str:
     except UnicodeDecodeError:
         return "is not UTF-8 text"
     except json.JSONDecodeError as error:
-        return f"is not valid JSON: {error.msg} at column {error.colno}{_advise(error)}"
+        content = error.doc.rstrip()
+        advice = "; is the file truncated?" if error.pos >= len(content) or "Unterminated" in error.msg else ""
+        if content[error.pos : error.pos + 1] == "'":
+            advice = "; texts stand in double quotes"
+        return f"is not valid JSON: {error.msg} at column {error.colno}{advice}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return f"is not JSON that can be read: {error}"
     if not isinstance(row, dict):
@@ -105,16 +102,8 @@ def parse_line(line: bytes) -> Row | str:
     return row
 
 
-def _advise(error: json.JSONDecodeError) -> str:
-    text = error.doc.rstrip()
-    if text[error.pos : error.pos + 1] == "'":
-        return "; texts stand in double quotes"
-    cut_off = error.pos >= len(text) or error.msg.startswith("Unterminated string")
-    return "; is the file truncated?" if cut_off else ""
-
-
 def _find_broken_text(row: Row) -> str | None:
-    """Find half of a surrogate pair, which UTF-8 cannot write."""
+    # Half of a surrogate pair is valid in JSON, but UTF-8 cannot write it, so logs and dumps would fail on it later.
     for name, value in row.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -132,15 +121,10 @@ class JsonLines:
     and gives every row the columns and types of all rows.
     """
 
-    media: Mapping[str, str] = {}
-    """Kind of each column of audio, images or video, by name; JSON has none."""
+    media: Mapping[str, str] = {}  # JSON has none
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            SourceError: the file cannot be read, or is of another kind.
-        """
-        self._path, self.name = path, str(path)
+        self.name = str(path)
         self._begins, self._numbers = array("q"), array("q")
         try:
             with path.open("rb") as file:
@@ -163,23 +147,23 @@ class JsonLines:
 
     def __getitem__(self, number: int, /) -> Row:
         """Read a row, counted from 0; RunError: the file has changed."""
-        row = parse_line(self._read_line(number))
+        row = self._read_row(number)
         if isinstance(row, str):
             raise RunError(f"{self.locate(number)} has changed since the run began: the row {row}")
         return row
 
     def read_all(self) -> Iterator[Row | str]:
         """Read all rows in order; a text replaces an unreadable row."""
-        return (parse_line(self._read_line(number)) for number in range(len(self)))
+        return map(self._read_row, range(len(self)))
 
     def locate(self, number: int) -> str:
         """Locate a row for messages, as file:line."""
-        return f"{self._path}:{self._numbers[number]}"
+        return f"{self.name}:{self._numbers[number]}"
 
-    def _read_line(self, number: int) -> bytes:
+    def _read_row(self, number: int) -> Row | str:
         begin = self._begins[number]
         end = self._begins[number + 1] if number + 1 < len(self._begins) else self._end
-        return self._content[begin:end]
+        return parse_line(self._content[begin:end])
 
 
 class Table:
@@ -187,20 +171,16 @@ class Table:
 
     Objects within the columns have no keys whose value is null, because Arrow fills in the keys of all other rows'
     objects; a column itself may be null. Audio, images and video are not decoded: their value is {bytes, path}.
+
+    Args:
+        lines: line of each row in a text file; empty: the set is not a text file.
+        bad: numbers of lines that are not rows, with the reasons; they count as the last rows.
     """
 
     def __init__(self, dataset: Any, name: str, lines: Sequence[int] = (), bad: Sequence[tuple[int, str]] = ()) -> None:
-        """
-        Args:
-            dataset: a `datasets.Dataset`.
-            name: name of the set in messages.
-            lines: line of each row in a text file; empty: the set is not a text file.
-            bad: numbers of lines that are not rows, with the reasons; they count as the last rows.
-        """
         self._dataset, self.name, self._lines, self._bad = view_undecoded(dataset), name, lines, bad
         self._nested = find_nested_columns(dataset.features)
         self.media = find_media_columns(dataset.features)
-        """Kind of each column of audio, images or video, by name."""
 
     def __len__(self) -> int:
         return len(self._dataset) + len(self._bad)
@@ -218,7 +198,7 @@ class Table:
         for begin in range(0, len(self._dataset), batch):
             try:
                 columns = self._dataset[begin : begin + batch]
-            except _UNREADABLE_VALUE:
+            except _UNREADABLE_VALUE:  # one bad value fails the batch: row by row, only its row is bad
                 yield from map(self._read_row, range(begin, min(begin + batch, len(self._dataset))))
                 continue
             for name in self._nested:
@@ -247,11 +227,7 @@ Source = JsonLines | Table
 
 
 def open_source(config: DatasetConfig) -> Source:
-    """Open the rows of a set; downloads a hub set.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
+    """Open the rows of a set; downloads a hub set; SourceError: it is unreadable."""
     path = Path(config.path)
     if os.path.isdir(path) or is_remote(config.path):
         return _load_dataset(config)
@@ -266,9 +242,8 @@ def open_source(config: DatasetConfig) -> Source:
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror or _read_first_line(error)}") from None
     except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
-        raise SourceError(
-            f"is not a {path.suffix} file that can be read: {_read_first_line(error.__cause__ or error)}"
-        ) from error
+        reason = _read_first_line(error.__cause__ or error)
+        raise SourceError(f"is not a {path.suffix} file that can be read: {reason}") from error
 
 
 def is_remote(path: str) -> bool:
@@ -355,7 +330,7 @@ def _open_csv(path: Path) -> Source:
 
 
 def _read_good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Yield complete rows, and collect lines and bad rows."""
+    # The reader is advanced by hand, because a `for` loop would end at the first bad row.
     while True:
         try:
             row = next(reader)
