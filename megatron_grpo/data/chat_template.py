@@ -14,8 +14,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from megatron_grpo.config.errors import RunError
 
-TEMPLATE_S = 10.0
-"""Deadline for rendering one conversation; the templates of released models take milliseconds."""
+TEMPLATE_S = 10.0  # to render one conversation; the templates of released models take milliseconds
 
 
 class _Overdue(Exception):  # noqa: N818
@@ -36,10 +35,7 @@ class _DeadlineThread:
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Raise `_Overdue` in the body after this time.
-
-        The body may not catch it.
-        """
+        """Raise `_Overdue` in the body after this time; it may not catch it."""
         thread = threading.get_ident()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # not yet started, or left behind by a fork
@@ -57,6 +53,7 @@ class _DeadlineThread:
 
     def _run(self) -> None:
         while True:
+            # Exceptions are sent under the lock, so that a body that ends at that moment can still withdraw its own.
             with self._lock:
                 self._has_deadline.clear()
                 now = time.monotonic()
@@ -75,8 +72,7 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 _watch = _DeadlineThread()
 
-LARGEST = 10**6
-"""Bits of the largest number, and characters of the longest text, that * or ** may make in a template."""
+LARGEST = 10**6  # bits of a number, and characters of a text, that * or ** may make in a template
 
 
 def _multiply(first: Any, second: Any) -> Any:
@@ -105,14 +101,10 @@ def render_chat(
 ) -> str:
     """Render a conversation by a chat template.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        messages: the conversation, as {role, content} and further keys that the template reads.
-        seconds: deadline.
-        options: arguments of the tokenizer's `apply_chat_template`.
+    `options` are arguments of the tokenizer's `apply_chat_template`.
 
     Raises:
-        RunError: the template was not done by the deadline.
+        RunError: the template was not done after `seconds`.
         Exception: the template's own error, of any class, about these messages.
     """
     try:
@@ -127,20 +119,14 @@ def render_chat(
 
 
 def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Render tool calls in the form that the template reads.
+    """Render tool calls, with arguments as objects, in the form that the template reads.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        messages: the conversation, with arguments as objects.
-        options: as for `render_chat`.
-
-    Raises:
-        RunError, Exception: as `render_chat`, about the messages with empty contents for null.
+    Raises as `render_chat`, about the messages with empty contents for null.
     """
     # Nearly all templates take the arguments of calls as an object. DeepSeek's take them as text, and show calls only
     # where the content of the message is null, which other templates write as "None". So null stays where the template
     # does not write it, and arguments become text where the template refuses objects.
-    forms = [messages, [_write_call_arguments(message) for message in messages]]
+    forms = [messages, [_write_arguments(message) for message in messages]]
     for form in forms:
         with_null = _try_render(tokenizer, form, options)
         if with_null is not None:
@@ -156,7 +142,6 @@ def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **option
 
 
 def _try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
-    """Render a conversation; None: the template refuses it."""
     try:
         return render_chat(tokenizer, messages, **options)
     except RunError:
@@ -181,14 +166,12 @@ def parse_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _write_call_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_write_arguments(call) for call in calls]} if calls else dict(message)
-
-
-def _write_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
-        return call
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+def _write_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": text}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else dict(message)

@@ -19,12 +19,8 @@ Test = str | tuple[str, str]
 def parse_code_tests(answer: Any) -> list[Test]:
     """Parse the tests of a reference answer.
 
-    Args:
-        answer: a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
-            JSON text of a list or an object like these.
-
-    Raises:
-        ValueError: the answer has none of these forms.
+    An answer is a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
+    JSON text of a list or an object like these. Else: ValueError.
     """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
@@ -69,7 +65,7 @@ class PreparedTests:
     """True: all tests run in one fork of the program, because a test reads a variable of an earlier test."""
     uses_unittest: bool
     doubts: tuple[str, ...]
-    """Reasons, found in the texts, why a program could pass the tests undeservedly, or cannot pass them at all."""
+    """Reasons why a program could pass the tests undeservedly, or cannot pass them at all."""
 
     @property
     def test_count(self) -> int:
@@ -90,13 +86,9 @@ _ORDERS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
 _COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=512)  # the samples of a group share their tests
 def prepare_tests(texts: tuple[str, ...]) -> PreparedTests:
-    """Analyse Python tests: imports, the program's names, doubts.
-
-    Raises:
-        ValueError: a text is not Python.
-    """
+    """Analyse tests: imports, the program's names, doubts; ValueError: not Python."""
     try:
         trees = [ast.parse(text) for text in texts]
         bound = {name for text in texts for name in _find_bound_names(text)}
@@ -111,24 +103,27 @@ def prepare_tests(texts: tuple[str, ...]) -> PreparedTests:
         names -= mathematics
     elif not names:
         # A program may define a function under a builtin's name, if the tests can mean nothing else.
-        called = {name for tree in trees for name in _find_called_names(tree)} & free
+        calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+        called = {function.id for function in calls if isinstance(function, ast.Name)} & free
         names = called if len(called) == 1 else set()
     tests = tuple(_prepare_test(tree, names) for tree in trees)
+    doubts = tuple(dict.fromkeys(doubt for tree in trees for doubt in _find_doubts(tree, names)))
+    if texts and not names:
+        doubts = doubts or ("use no name of the program, so every program passes them",)
     return PreparedTests(
         tests=tests,
         names=tuple(sorted(names)),
         modules=modules,
         needs_one_fork=_has_shared_variables(trees),
         uses_unittest=any("unittest" in text for text in texts),
-        doubts=tuple(dict.fromkeys(doubt for tree in trees for doubt in _find_doubts(tree, names)))
-        or (("use no name of the program, so every program passes them",) if texts and not names else ()),
+        doubts=doubts,
     )
 
 
 def _find_free_names(text: str) -> set[str]:
-    """Find the names that source reads and does not make local."""
     free: set[str] = set()
     tables = [symtable.symtable(text, "tests", "exec")]
+    # The list grows while it is read: every table adds those of the functions and classes within.
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
@@ -141,19 +136,14 @@ def _find_free_names(text: str) -> set[str]:
 
 
 def _find_bound_names(text: str, assigned_only: bool = False) -> set[str]:
-    """Find the names that source binds at module level."""
     symbols = symtable.symtable(text, "tests", "exec").get_symbols()
     if assigned_only:
         return {symbol.get_name() for symbol in symbols if symbol.is_assigned() and not symbol.is_namespace()}
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
-def _find_called_names(tree: ast.AST) -> set[str]:
-    return {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-
-
 def _uses_only_attributes(trees: Sequence[ast.AST], name: str) -> bool:
-    """True for a name used as a module is, for attributes."""
+    # A name that is only used for its attributes, as modules are, is no variable or function of the program.
     nodes = [node for tree in trees for node in ast.walk(tree)]
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
     return uses == sum(
@@ -162,7 +152,6 @@ def _uses_only_attributes(trees: Sequence[ast.AST], name: str) -> bool:
 
 
 def _has_shared_variables(trees: Sequence[ast.Module]) -> bool:
-    """True if a text reads an earlier text's variable."""
     assigned: set[str] = set()
     for tree in trees:
         bound: set[str] = set()
@@ -170,12 +159,11 @@ def _has_shared_variables(trees: Sequence[ast.Module]) -> bool:
             text = ast.unparse(statement)
             stored = _find_bound_names(text)
             is_simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Assert)
-            targets = (
-                {statement.target.id}
-                if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name)
-                else set()
-            )
-            if (_find_free_names(text) | targets) - bound - (set() if is_simple else stored) & assigned:
+            read = _find_free_names(text)
+            if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+                read.add(statement.target.id)
+            # A simple statement reads before it binds; a loop or `with` may read the name that it has bound itself.
+            if read - bound - (set() if is_simple else stored) & assigned:
                 return True
             bound |= stored
         assigned |= _find_bound_names(ast.unparse(tree), assigned_only=True)
@@ -220,7 +208,6 @@ def _is_collected(node: ast.stmt) -> bool:
 
 
 def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """Find reasons why a text's verdict cannot be trusted."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for base in node.bases:

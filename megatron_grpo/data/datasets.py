@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,12 @@ def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str |
     return "".join(message["content"] for message in messages)
 
 
+@dataclass(frozen=True, slots=True)
 class UsableRows:
-    """The usable rows of a source, numbered consecutively; `usable`: their indices in it, int64."""
+    """The usable rows of a source, numbered consecutively."""
 
-    def __init__(self, source: Source, usable: NDArray[np.int64]) -> None:
-        self._source, self._usable = source, usable
+    _source: Source
+    _usable: NDArray[np.int64]  # their indices in the source: [usable rows]
 
     def __len__(self) -> int:
         return len(self._usable)
@@ -126,36 +128,24 @@ class UsableRows:
         return self._source.locate(int(self._usable[idx]))
 
 
+@dataclass(eq=False)
 class AllTaskProcessedDataset:
     """Rows of any mix of tasks as prompts."""
 
-    def __init__(
-        self,
-        dataset: UsableRows | Sequence[dict[str, Any]],
-        tokenizer: Any,
-        default_task_data_spec: TaskDataSpec,
-        task_data_processors: Mapping[str, tuple[TaskDataSpec, DataProcessor]],
-        max_seq_length: int,
-        *,
-        skip_refused: bool = False,
-        vocab: int | None = None,
-    ) -> None:
-        """
-        Args:
-            default_task_data_spec: specification whose task_name is used for rows without one.
-            task_data_processors: specification and processor by task name.
-            max_seq_length: prompts of more tokens are flagged with loss_multiplier 0.
-            skip_refused: whether a row that its processor refuses is flagged with loss_multiplier 0, too.
-            vocab: number of the model's tokens; None: it is not known.
-        """
-        self.dataset = dataset
-        self.tokenizer = tokenizer
-        self.default_task_data_spec = default_task_data_spec
-        self.task_data_processors = task_data_processors
-        self.max_seq_length = max_seq_length
-        self.skip_refused = skip_refused
-        self.vocab = vocab
-        self.refused: dict[int, str] = {}  # reasons, by row number
+    dataset: UsableRows | Sequence[dict[str, Any]]
+    tokenizer: Any
+    default_task_data_spec: TaskDataSpec
+    """Specification whose task_name is used for rows without one."""
+    task_data_processors: Mapping[str, tuple[TaskDataSpec, DataProcessor]]
+    max_seq_length: int
+    """Most tokens of a prompt; a longer one is flagged with loss_multiplier 0."""
+    _: KW_ONLY
+    skip_refused: bool = False
+    """Flag a row that its processor refuses with loss_multiplier 0, too."""
+    vocab: int | None = None
+    """Number of the model's tokens; None: it is not known."""
+    refused: dict[int, str] = field(default_factory=dict, init=False)
+    """Reasons of refused rows, by row number."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -202,7 +192,7 @@ class AllTaskProcessedDataset:
                 raise
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise ValueError(f"{name} raised {reason}") from error
-        if not is_builtin:
+        if not is_builtin:  # a user's processor may return anything
             try:
                 prompt = convert_datum(prompt, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
             except ValueError as error:

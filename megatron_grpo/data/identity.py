@@ -24,12 +24,9 @@ class SetIdentity:
 
     path: str
     """Path or hub name, with its subset and split where it has some, for messages."""
-    digest: str | None = None
-    """Digest of the file, or of the rows of a folder or hub set."""
-    rows: int | None = None
-    """Rows, usable or not."""
-    usable: str | None = None
-    """Digest of the indices of the usable rows."""
+    digest: str | None = None  # of the file, or of the rows of a folder or hub set
+    rows: int | None = None  # usable or not
+    usable: str | None = None  # digest of the indices of the usable rows
     weight: float = 1.0
 
     def describe_rows(self) -> str:
@@ -54,31 +51,13 @@ class DataIdentity:
         return asdict(self)
 
 
-def parse_identity(values: Mapping[str, Any]) -> DataIdentity:
-    """Invert `DataIdentity.as_json`.
-
-    Raises:
-        ValueError: it is of another form.
-    """
-    try:
-        sets = {
-            part: {key: SetIdentity(**identity) for key, identity in values[part].items()}
-            for part in ("training", "validation")
-        }
-        return DataIdentity(**sets, shuffle=bool(values["shuffle"]), streaming=bool(values["streaming"]))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"does not hold the identity of data: {error}") from None
-
-
 def identify(config: Config) -> DataIdentity:
     """Identify a run's data, which may read the rows."""
     data = config.data
-    return DataIdentity(
-        training={key: _identify_set(config, key) for key in data.training_sets},
-        validation={key: _identify_set(config, key) for key in data.validation_sets},
-        shuffle=data.shuffle,
-        streaming=data.streaming,
+    training, validation = (
+        {key: _identify_set(config, key) for key in sets} for sets in (data.training_sets, data.validation_sets)
     )
+    return DataIdentity(training, validation, data.shuffle, data.streaming)
 
 
 def _identify_set(config: Config, key: str) -> SetIdentity:
@@ -99,24 +78,20 @@ def _identify_set(config: Config, key: str) -> SetIdentity:
 
 
 def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
-    """Find why training data differs from an earlier start's; None: equal.
-
-    Two sets without digests are compared by their paths.
-    """
+    """Find why training data differs from an earlier start's; None: equal."""
     if len(before.training) != len(now.training):
         return f"has {format_count('training set', len(now.training))}, and had {len(before.training)}"
     for (old_key, old), (key, new) in zip(before.training.items(), now.training.items(), strict=True):
         subject = f"{key}={new.path}"
-        if old.digest is None or new.digest is None:
+        if old.digest is None or new.digest is None:  # a stream, or a set that was not read: only paths can be compared
             if not _is_same_path(old.path, new.path):
                 return f"its {old_key} is {old.path}, this one's is {new.path}"
         elif old.digest != new.digest:
             was = "" if _is_same_path(old.path, new.path) else f" in {old.path}"
             return f"{subject} has other rows: {new.describe_rows()}, and the run began with {old.describe_rows()}{was}"
         elif old.usable != new.usable:
-            return (
-                f"of {subject} other rows can be used than when it began (data.bad_rows, data.processor, the columns)"
-            )
+            reasons = "(data.bad_rows, data.processor, the columns)"
+            return f"of {subject} other rows can be used than when it began {reasons}"
         if old.weight != new.weight:
             return f"the weight of {subject} is {new.weight:g}, and was {old.weight:g}"
     for name in ("shuffle", "streaming"):
@@ -143,16 +118,19 @@ def _is_same_path(old: str, new: str) -> bool:
 
 
 def read_identity(file: Path) -> DataIdentity | None:
-    """Read the identity of a file; None: no file.
-
-    Raises:
-        ValueError: the file cannot be read; the text names it.
-    """
+    """Read a file of `DataIdentity.as_json`; None: no file; ValueError: unreadable."""
     try:
-        return parse_identity(json.loads(file.read_bytes()))
+        values = json.loads(file.read_bytes())
+        training, validation = (
+            {key: SetIdentity(**identity) for key, identity in values[part].items()}
+            for part in ("training", "validation")
+        )
+        return DataIdentity(training, validation, bool(values["shuffle"]), bool(values["streaming"]))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: does not hold the identity of data: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from None

@@ -26,20 +26,8 @@ from megatron_grpo.data.loader import Batches, PromptLoader, PromptSampler, Stre
 from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set
-from megatron_grpo.data.specs import (
-    find_processor,
-    find_processor_name,
-    find_processor_problems,
-    find_rendering,
-    make_task_spec,
-)
-from megatron_grpo.data.tokenizer import (
-    LoadedTokenizer,
-    find_difference,
-    load_tokenizer,
-    make_sample_texts,
-    read_tokenizer,
-)
+from megatron_grpo.data.specs import find_rendering, make_processors, make_task_spec
+from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
 BATCH_ROWS = 1000  # tokenised together, on all cores
@@ -50,13 +38,12 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
 
     ValueError: no prompt can be made of a row that is not to be left out.
     """
-    parts = [range(begin, min(begin + BATCH_ROWS, rows)) for begin in range(0, rows, BATCH_ROWS)]
-    is_fast = getattr(dataset.tokenizer, "is_fast", False)
-    counts = [_count_too_long(dataset, part) if is_fast else None for part in parts]
-    return sum(
-        sum(dataset[idx]["loss_multiplier"] == 0 for idx in part) if count is None else count
-        for part, count in zip(parts, counts, strict=True)
-    )
+    is_fast, left_out = getattr(dataset.tokenizer, "is_fast", False), 0
+    for begin in range(0, rows, BATCH_ROWS):
+        part = range(begin, min(begin + BATCH_ROWS, rows))
+        count = _count_too_long(dataset, part) if is_fast else None
+        left_out += sum(dataset[idx]["loss_multiplier"] == 0 for idx in part) if count is None else count
+    return left_out
 
 
 def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
@@ -134,7 +121,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
-def _check_script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
+def _require_same_tokens(tokenizer: Any, model: Path) -> None:
     # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
     if (model / TOKENIZER_FILE).is_file():
         of_model = load_tokenizer(model)
@@ -142,18 +129,22 @@ def _check_script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
         if difference is not None:
             text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
             raise ConfigError([Problem("tokenizer", text)])
-    return LoadedTokenizer(tokenizer)
 
 
 class _Reader:
     """Reads the sets of a run and collects notes."""
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
-        loaded = read_tokenizer(model) if tokenizer is None else _check_script_tokenizer(tokenizer, model)
-        self.config, self.tokenizer = config, loaded.tokenizer
+        self.config, self.tokenizer = config, tokenizer
+        self.notes: list[str] = []
+        if tokenizer is None:
+            loaded = read_tokenizer(model)
+            self.tokenizer, self.notes = loaded.tokenizer, list(loaded.remarks)
+        else:
+            _require_same_tokens(tokenizer, model)
         self._vocab = read_vocabulary_size(model)
         self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
-        self.notes: list[str] = [*loaded.remarks, *self._find_unstopped_turns()]
+        self.notes += self._find_unstopped_turns()
         self._environments = {name: env.type for name, env in config.env.items()}
 
     def _find_unstopped_turns(self) -> Iterator[str]:
@@ -261,18 +252,12 @@ class _Reader:
     def _make_prompts(
         self, config: DatasetConfig, rows: UsableRows | Sequence[dict[str, Any]]
     ) -> AllTaskProcessedDataset:
-        data, problems = self.config.data, list(find_processor_problems(self.config.data))
-        if problems:
-            raise ConfigError(problems)
-        processors = {
-            task: (make_task_spec(data, task), find_processor(find_processor_name(data, task)))
-            for task in self.config.env
-        }
+        data = self.config.data
         return AllTaskProcessedDataset(
             rows,
             self.tokenizer,
             make_task_spec(data, config.task_name or data.task_name),
-            processors,
+            make_processors(data, self.config.env),
             data.max_input_seq_length,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
@@ -284,4 +269,5 @@ class JoinedPrompts(ConcatDataset[DatumSpec]):
 
     def __getitem__(self, idx: int) -> DatumSpec:
         # The number within its own set would repeat in another set, and with it the seeds of samples.
-        return {**super().__getitem__(idx), "idx": idx}
+        prompt: DatumSpec = super().__getitem__(idx)
+        return {**prompt, "idx": idx}

@@ -87,27 +87,20 @@ class Batches(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last yielded batch; JSON-serialisable."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; ConfigError: of other data."""
-        ...
 
 
 class PromptLoader(Batches):
     """Batches of usable prompts, epoch after epoch.
 
-    Each `iter()` yields the rest of the current epoch and then moves on to the next::
-
-        while loader.epoch < max_epochs:
-            for prompts in loader:
-                ...
-
-    A resumed run continues with the next prompt, without reading the earlier ones. The order of an epoch follows from
-    (seed, epoch) alone, so the position is a number of rows in that order, which the stateful loader of torchdata
-    keeps. Prompts may also be drawn ahead of training: rows whose samples were not trained on before a checkpoint are
-    kept in the position as `waiting` and come first (`load_waiting_batches`; a remainder that fills no batch comes with
-    the next `iter()`). A remainder of prompts at the end of an epoch is dropped.
+    Each `iter()` yields the rest of the current epoch and then moves on to the next (`iterate_batches`); a remainder of
+    prompts at its end is dropped. A resumed run continues with the next prompt, without reading the earlier ones: the
+    order of an epoch follows from (seed, epoch) alone, so the position is a number of rows in that order, which the
+    stateful loader of torchdata keeps. Prompts may also be drawn ahead of training: rows whose samples were not trained
+    on before a checkpoint are kept in the position as `waiting` and come first (`load_waiting_batches`; a remainder
+    that fills no batch comes with the next `iter()`).
     """
 
     def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: PromptSampler) -> None:
@@ -133,7 +126,7 @@ class PromptLoader(Batches):
         Raises:
             RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
         """
-        self._order.epoch = self.epoch
+        self._order.epoch = self.epoch  # first: the loader draws the order of the whole epoch when it is iterated
         rows = iter(self._loader)
         if self._batches == 0:
             self.left_out = 0

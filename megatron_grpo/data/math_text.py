@@ -10,10 +10,11 @@ from functools import lru_cache
 
 from megatron_grpo.data.units import find_canonical_unit, split_unit
 
-MAX_CHARACTERS = 2000
-"""Characters of the longest answer that is rewritten; longer answers are compared as they are."""
+MAX_CHARACTERS = 2000  # of the longest answer that is rewritten; longer answers are compared as they are
 _MAX_EXPONENT = 60  # of ten in a number that is written out
 
+_COMMANDS = ("pi", "infty", "le", "ge", "ne", "pm", "cup", "cap", "in", "emptyset", "theta")
+# Signs for which Unicode has no ASCII equivalent (NFKC), as it has for those of full width.
 _SIGNS = {
     **dict.fromkeys("−‐‑‒–—﹣－⁻₋", "-"),
     **dict.fromkeys("×✕✖⨯", r"\times "),
@@ -23,29 +24,10 @@ _SIGNS = {
     **dict.fromkeys("％٪", "%"),
     **dict.fromkeys("\u00a0\u2009\u202f\u2007\u200a\u2005\u2006\u3000", " "),
     **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2061\u2062\u2063", ""),
+    **dict.fromkeys("°º", r"^\circ "),
     "٫": ".",
     "٬": ",",
-    "＋": "+",
-    "＝": "=",
-    "（": "(",
-    "）": ")",
-    "［": "[",
-    "］": "]",
-    "，": ",",
-    "．": ".",
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "≠": r"\ne ",
-    "±": r"\pm ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "θ": r"\theta ",
-    "°": r"^\circ ",
-    "º": r"^\circ ",
+    **{sign: rf"\{command} " for sign, command in zip("π∞≤≥≠±∪∩∈∅θ", _COMMANDS, strict=True)},
 }
 _POWERS = {**dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)), "⁺": "+", "⁻": "-", "ⁿ": "n", "ⁱ": "i"}
 _INDICES = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -75,8 +57,6 @@ _PI = re.compile(r"(?<![A-Za-z\\])(pi|infinity|inf)(?![A-Za-z])")
 _EDGE = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?<=\d)\.$|(?:\\$|\s|\\[,;:! ]|~)+$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"(?<=\d) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?![A-Za-z]) ?(?![CFK])")
-
-
 # Two words that follow each other, or a word before a colon.
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or) )[A-Za-z]{2,}[, ]+(?!(?:and|or)\b)[A-Za-z]{2,}|[A-Za-z] ?:")
 
@@ -85,16 +65,12 @@ _SENTENCE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or) )[A-Za-z]{2,}[, ]+(?!(?:an
 class AnswerText:
     """An answer in both readings of percentages, and its unit."""
 
-    text: str
-    """LaTeX without percent signs: 50 for 50%."""
-    as_share: str
-    """The answer in LaTeX with every percentage as a share of one: 0.5 for 50%."""
-    unit: str | None = None
-    """Canonical unit after the value; None: no unit, or an unknown unit."""
+    text: str  # LaTeX without percent signs: 50 for 50%
+    as_share: str  # LaTeX with every percentage as a share of one: 0.5 for 50%
+    unit: str | None = None  # canonical unit after the value; None: no unit, or an unknown unit
 
     @property
     def has_percent(self) -> bool:
-        """True for an answer with a percent sign or word."""
         return self.text != self.as_share
 
 
@@ -118,7 +94,8 @@ def rewrite_tail(text: str) -> AnswerText:
 
 def has_same_words(response: str, reference: str) -> bool:
     """True for answers of equal words."""
-    first, second = (" ".join(_TEXT.sub(r"\1", text).strip(" .$").split()).casefold() for text in (response, reference))
+    texts = (_TEXT.sub(r"\1", text).strip(" .$") for text in (response, reference))
+    first, second = (" ".join(text.split()).casefold() for text in texts)
     return first == second and len(first) > 1 and first.replace(" ", "").isalpha()
 
 
@@ -185,7 +162,6 @@ def _write_out(text: str, factor: str, exponent: str) -> str:
 
 
 def _divide_percentages(text: str, divisor: int) -> str:
-
     # Decimals and fractions are exact, so that equal answers stay equal.
     def divide(number: re.Match[str]) -> str:
         fraction, digits = _FRACTION.fullmatch(number[1]), number[1].replace(",", "")

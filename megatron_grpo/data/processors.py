@@ -10,8 +10,7 @@ from jinja2 import TemplateError
 
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer, join_content
 
-REFERENCE = "<reference>"
-"""Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""
+REFERENCE = "<reference>"  # key of the reference answer, as text, in extra_env_info; no column has this name
 
 
 class Message(TypedDict):
@@ -76,23 +75,13 @@ def math_data_processor(
 ) -> DatumSpec:
     """Make the prompt of a row with a reference answer.
 
-    The message log holds one message, the complete rendered prompt: chat templates may render a message differently if
-    further messages follow, so only the complete conversation has well-defined tokens. A chat template writes the
+    The row's prompt is a text, or a list of {role, content} messages for a chat template. A chat template writes the
     special tokens itself; a plain prompt gets the special tokens that the tokenizer puts before any text (for many
     tokenizers none). A conversation that ends with a message of the assistant stays open, so that the response goes on
-    from it.
-
-    Args:
-        datum_dict: the row; its prompt is a text, or a list of {role, content} messages for a chat template.
-        task_data_spec: names of the columns and how the prompt is rendered.
-        tokenizer: a Hugging Face tokenizer.
-        max_seq_length: most tokens of a prompt; a longer one gets loss_multiplier 0 and keeps its tokens, is cut at its
-            beginning, or is refused, as task_data_spec.long_prompts says.
-        idx: number of the row in the data, the identity of the prompt.
-
-    Returns:
-        The prompt; extra_env_info holds the row's other columns unchanged and, if there is a reference answer, the
-        answer as text under REFERENCE, and unchanged under "answer" unless another column has that name.
+    from it. A prompt of more than max_seq_length tokens gets loss_multiplier 0 and keeps its tokens, is cut at its
+    beginning, or is refused, as task_data_spec.long_prompts says. extra_env_info holds the row's other columns
+    unchanged and, if there is a reference answer, the answer as text under REFERENCE, and unchanged under "answer"
+    unless another column has that name.
 
     Raises:
         ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer
@@ -112,6 +101,8 @@ def math_data_processor(
     if task_data_spec.answer_key is not None:
         answer = datum_dict[task_data_spec.answer_key]
         extra = {"answer": answer, **extra, REFERENCE: str(answer)}
+    # One message, the complete rendered prompt: templates may render a message differently if further messages follow,
+    # so only the complete conversation has well-defined tokens.
     return DatumSpec(
         message_log=[{"role": "user", "content": text, "token_ids": token_ids}],
         length=len(token_ids),
@@ -126,25 +117,21 @@ def math_data_processor(
 def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
     """Render a row's prompt to text.
 
-    Args:
-        row: the row, with a prompt.
-        spec: how prompts are rendered.
-        tokenizer: a Hugging Face tokenizer, for its chat template.
-        idx: number of the row, for messages.
-
     Raises:
         ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
     """
-    worded = _insert_words(row[spec.prompt_key], row, spec, idx)
-    text: str = _render_chat(worded, spec, tokenizer, idx) if spec.apply_chat_template else worded
-    return text
+    prompt = _insert_words(row[spec.prompt_key], row, spec, idx)
+    renderer = PromptRenderer(tokenizer, spec)
+    if spec.apply_chat_template and not renderer.has_template:
+        raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
+    try:
+        return renderer.render_first_turn(prompt)
+    except (TemplateError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
 
 
 def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
-    """Put the prompt file's text around a prompt.
-
-    In a conversation, around the user's last message.
-    """
+    """Put the prompt file's text around a prompt, or around its user's last message."""
     if spec.prompt is None:
         return prompt
     last = None
@@ -161,13 +148,3 @@ def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int
     if last is None:
         return words
     return [*prompt[:last], {**prompt[last], "content": words}, *prompt[last + 1 :]]
-
-
-def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
-    renderer = PromptRenderer(tokenizer, spec)
-    if not renderer.has_template:
-        raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
-    try:
-        return renderer.render_first_turn(prompt)
-    except (TemplateError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error

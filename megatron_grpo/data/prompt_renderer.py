@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megatron_grpo.data.chat_template import parse_arguments, render_calls, render_chat
@@ -14,8 +14,8 @@ from megatron_grpo.data.chat_template import parse_arguments, render_calls, rend
 ChatMessage = Mapping[str, Any]
 """A message for a chat template: role, content, and whatever else the template reads."""
 
+# Beginning of a marker in place of the model's turn, which tells where the template's next text begins.
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"
-"""Beginning of a marker in place of the model's turn, which tells where the template's next text begins."""
 
 RESERVED = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"}
@@ -35,9 +35,7 @@ class PromptFormat:
     chat_template: str | None = None
     """Chat template in Jinja; None: the tokenizer's."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Definitions of tools, for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,7 @@ class PromptRenderer:
 
     The model's turns are never tokenized again: a later turn is only the text after the sampled tokens. All paths
     (training, validation, evaluation, environments, agents) use this class, so that no path can miss a setting.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        format: how conversations are rendered.
+    Templates refuse messages with errors of any class.
     """
 
     tokenizer: Any
@@ -61,14 +56,7 @@ class PromptRenderer:
         return bool(self.format.chat_template or getattr(self.tokenizer, "chat_template", None))
 
     def render_first_turn(self, prompt: str | Sequence[ChatMessage]) -> str:
-        """Render the first prompt; an assistant's last message stays open.
-
-        Args:
-            prompt: text, or messages for the chat template.
-
-        Raises:
-            ValueError: a message has no readable content, or (of any class) the template refuses the messages.
-        """
+        """Render the first prompt; an assistant's last message stays open."""
         if not self.format.apply_chat_template:
             assert isinstance(prompt, str), "messages need a chat template"
             return prompt
@@ -103,14 +91,11 @@ class PromptRenderer:
         """Encode an environment's answer, up to the model's next turn.
 
         With a chat template these are the end of the model's message, the new messages, and the beginning of the
-        model's next message. Without a template they are the texts of the messages.
-
-        Args:
-            messages: the environment's answer, at least one message.
-            last_token: last token of the model's turn; an end of message that was sampled is not repeated.
+        model's next message. Without a template they are the texts of the messages. `last_token` is the last of the
+        model's turn; an end of message that was sampled is not repeated.
 
         Raises:
-            ValueError: the template shows no messages of the model, or (of any class) refuses the new messages.
+            ValueError: the template shows no messages of the model.
         """
         if not self.format.apply_chat_template:
             return self.encode_after("\n".join(str(message["content"]) for message in messages), last_token)
@@ -128,55 +113,24 @@ class PromptRenderer:
     ) -> list[int]:
         """Encode a template's text between two model turns.
 
-        Args:
-            earlier: the conversation before the model's turn.
-            messages: the conversation after it.
-            last_token: last token of the model's turn.
-            tools, variables: see `render`.
-
-        Raises:
-            ValueError: the template does not show the model's message, or (of any class) refuses the conversation.
+        `earlier` and `messages` are the conversation before and after the first of them, `last_token` is its last.
+        ValueError: the template does not show the model's message.
         """
         mark = f"{MODEL_TURN}{secrets.token_hex(8)}"  # drawn at random, because messages may hold any text
         conversation = [*earlier, {"role": "assistant", "content": mark}, *messages]
+        has_results = any(message.get("role") == "tool" for message in messages)
+        render = partial(self.render, tools=tools, variables=variables)
         try:
-            _, is_shown, after = self.render(conversation, tools=tools, variables=variables).rpartition(mark)
+            _, is_shown, after = render(conversation).rpartition(mark)
         except Exception:
-            if not _has_tool_results(messages):
+            if not has_results:
                 raise
             is_shown, after = "", ""
-        if not is_shown and _has_tool_results(messages):
-            after = self._render_after_calls(earlier, messages, tools, variables)
+        if not is_shown and has_results:
+            after = _render_after_calls(render, earlier, messages)
         elif not is_shown:
             raise ValueError("the chat template leaves out the model's last message")
         return self.encode_after(after, last_token)
-
-    def _render_after_calls(
-        self,
-        earlier: Sequence[ChatMessage],
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ChatMessage] | None,
-        variables: Mapping[str, Any] | None,
-    ) -> str:
-        """Render the text after a turn of tool calls.
-
-        Some templates show results only after calls that they can read.
-        """
-        results = [message for message in messages if message.get("role") == "tool"]
-        calls = [
-            {
-                "id": message.get("tool_call_id", ""),
-                "type": "function",
-                "function": {"name": message.get("name", ""), "arguments": {}},
-            }
-            for message in results
-        ]
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        before = self.render([*earlier, turn], tools=tools, variables=variables, add_generation_prompt=False)
-        text = self.render([*earlier, turn, *messages], tools=tools, variables=variables)
-        if not text.startswith(before):
-            raise ValueError("the chat template changes a turn of tool calls once their results follow")
-        return text[len(before) :]
 
     def render(
         self,
@@ -190,7 +144,7 @@ class PromptRenderer:
         """Render a conversation up to the model's next turn.
 
         Args:
-            messages: the conversation; without a system message it gets the system prompt of the settings.
+            messages: without a system message the settings' system prompt is added.
             tools: definitions of tools; None: the settings' definitions.
             variables: further variables of the template, which replace the settings'.
             add_generation_prompt: whether the model's next turn begins at the end.
@@ -198,7 +152,6 @@ class PromptRenderer:
 
         Raises:
             ValueError: there is no chat template, or the content of a message cannot be read.
-            Exception: the template's own error, of any class.
         """
         if not self.has_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
@@ -222,13 +175,8 @@ class PromptRenderer:
     def encode_after(self, text: str, last_token: int) -> list[int]:
         """Encode a text that follows a sampled token.
 
-        Args:
-            text: text after the model's turn.
-            last_token: the sampled token. If it is the special token that ends the message in `text`, the text goes on
-                behind it.
-
-        Returns:
-            Tokens without the blank and the special tokens that begin a text.
+        If that is the special token that ends the message in `text`, the text goes on behind it. The tokens are without
+        the blank and the special tokens that begin a text.
         """
         end = self._special_texts.get(last_token)
         if end is None:
@@ -245,7 +193,6 @@ class PromptRenderer:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _encode_without_blank(self, text: str) -> list[int]:
-        """Encode a text in the middle of a conversation."""
         core = self._core_without_blank
         if core is None:
             return self._encode(text)
@@ -260,6 +207,7 @@ class PromptRenderer:
         before, after = self._added_tokens
         if after and ids[len(ids) - len(after) :] == after:
             ids = ids[: len(ids) - len(after)]
+        # A prompt whose text begins with the special token itself would have it twice.
         if before and ids[: 2 * len(before)] == 2 * before:
             ids = ids[len(before) :]
         return ids
@@ -270,7 +218,7 @@ class PromptRenderer:
 
     @cached_property
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        """Special tokens that the tokenizer puts around a text."""
+        # Tokenizers do not tell which special tokens they put before and after a text, so a text shows them.
         bare, full = self._encode("a"), self._encode("a", add_special_tokens=True)
         for start in range(len(full) - len(bare) + 1):
             if bare and full[start : start + len(bare)] == bare:
@@ -279,9 +227,19 @@ class PromptRenderer:
 
     @cached_property
     def _core_without_blank(self) -> Any:
-        return copy_without_blank(getattr(self.tokenizer, "backend_tokenizer", None))
+        # SentencePiece models mark the beginning of a word by a blank, and their tokenizers put a blank before any
+        # text, as at the beginning of a document. In the middle of a conversation nobody wrote that blank.
+        core: Any = getattr(self.tokenizer, "backend_tokenizer", None)
+        parts = [] if core is None else [part for part in (core.normalizer, core.pre_tokenizer) if part is not None]
+        states = [json.loads(part.__getstate__()) for part in parts]
+        if all(_remove_blank(state) == state for state in states):
+            return None
+        settings = json.loads(core.to_str())
+        settings |= {name: _remove_blank(settings[name]) for name in ("normalizer", "pre_tokenizer")}
+        return type(core).from_str(json.dumps(settings))
 
     def _normalize(self, message: ChatMessage, number: int) -> dict[str, Any]:
+        # Clients of APIs send null for a key that a message lacks, and a template may write it as "None".
         plain = {name: value for name, value in message.items() if value is not None}
         calls = plain.get("tool_calls")
         if isinstance(calls, list) and calls:
@@ -294,7 +252,7 @@ class PromptRenderer:
         elif "content" not in message:
             plain["content"] = ""
         elif isinstance(content, list) and not (self._can_read_parts and are_text_parts(content)):
-            plain["content"] = join_text_parts(content, number)
+            plain["content"] = join_content(content, number)
         elif not isinstance(content, str | list):
             kind = "null" if content is None else type(content).__name__
             raise ValueError(f"message {number} has {kind} as its content; give text")
@@ -304,9 +262,7 @@ class PromptRenderer:
     def _can_read_parts(self) -> bool:
         # A template that cannot read parts writes the list as Python would, or leaves it out.
         content = [{"type": "text", "text": "first part"}, {"type": "text", "text": "second part"}]
-        options: dict[str, Any] = dict(self.format.chat_template_kwargs)
-        if self.format.chat_template is not None:
-            options["chat_template"] = self.format.chat_template
+        options = {"chat_template": self.format.chat_template, **self.format.chat_template_kwargs}
         try:
             text = render_chat(self.tokenizer, [{"role": "user", "content": content}], **options)
         except Exception:  # noqa: BLE001 - a template may raise anything about content that it does not expect
@@ -314,23 +270,33 @@ class PromptRenderer:
         return "first part" in text and "second part" in text and "'type'" not in text and '"type"' not in text
 
 
-def join_content(content: Any) -> str:
-    """Join a message's content, which may be parts or null."""
-    return "" if content is None else join_text_parts(content, 1) if isinstance(content, list) else str(content)
+def _render_after_calls(
+    render: Callable[..., str], earlier: Sequence[ChatMessage], messages: Sequence[ChatMessage]
+) -> str:
+    # Some templates show results only after calls that they can read, so a turn of empty calls stands before them.
+    calls = []
+    for result in (message for message in messages if message.get("role") == "tool"):
+        function = {"name": result.get("name", ""), "arguments": {}}
+        calls.append({"id": result.get("tool_call_id", ""), "type": "function", "function": function})
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    before, text = render([*earlier, turn], add_generation_prompt=False), render([*earlier, turn, *messages])
+    if not text.startswith(before):
+        raise ValueError("the chat template changes a turn of tool calls once their results follow")
+    return text[len(before) :]
 
 
-def join_text_parts(parts: Sequence[Any], number: int) -> str:
-    """Join text parts with line breaks, as vLLM's server does.
+def join_content(content: Any, number: int = 1) -> str:
+    """Join a message's content, which may be text parts or null.
 
-    Args:
-        parts: {"type": "text", "text": ...} each, or texts.
-        number: number of the message, for the error.
+    Parts are joined with line breaks, as vLLM's server does. `number` is that of the message, for the error.
 
     Raises:
         ValueError: a part is not text.
     """
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
     texts = []
-    for part in parts:
+    for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
@@ -341,41 +307,16 @@ def join_text_parts(parts: Sequence[Any], number: int) -> str:
 
 def are_text_parts(content: Any) -> bool:
     """True for a non-empty list of {"type": "text", "text": ...}."""
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(
-            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        )
+    if not isinstance(content, list) or not content:
+        return False
+    return all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
     )
 
 
-def _has_tool_results(messages: Sequence[ChatMessage]) -> bool:
-    return any(message.get("role") == "tool" for message in messages)
-
-
-def copy_without_blank(core: Any) -> Any:
-    """Copy a tokenizer's core without its blank before texts.
-
-    SentencePiece models mark the beginning of a word by a blank, and their tokenizers put a blank before any text, as
-    at the beginning of a document. In the middle of a conversation nobody wrote that blank.
-    """
-    parts = [] if core is None else [part for part in (core.normalizer, core.pre_tokenizer) if part is not None]
-    if not any(map(_has_blank_prefix, (json.loads(part.__getstate__()) for part in parts))):
-        return None
-    settings = json.loads(core.to_str())
-    settings["normalizer"] = _remove_blank(settings["normalizer"])
-    settings["pre_tokenizer"] = _remove_blank(settings["pre_tokenizer"])
-    return type(core).from_str(json.dumps(settings))
-
-
-def _has_blank_prefix(part: Any) -> bool:
-    return bool(_remove_blank(part) != part)
-
-
 def _remove_blank(part: Any) -> Any:
-    """Remove the blank of a serialized normalizer or pre-tokenizer."""
+    # `part` is a normalizer or pre-tokenizer as tokenizer.json has it; None means that nothing is left of it.
     if part is None:
         return None
     if part["type"] == "Sequence":

@@ -45,23 +45,19 @@ _ODDITIES = (_REPEATED, _BEGUN, _DOUBTFUL, _UNREAD)
 class SetReport:
     """A set of rows with its summary; the counts are of usable rows."""
 
-    source: Source | None = None
-    """The rows; None: they cannot be read."""
+    source: Source | None = None  # None: it cannot be read
     usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Indices of the usable rows in the source: [usable rows], int64."""
     digest: str = ""
     """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
     rows: int = 0
     tasks: set[str] = field(default_factory=set)
-    """Names of the environments that the rows are for."""
-    duplicates: int = 0
-    """Rows that repeat the prompt of an earlier row."""
+    duplicates: int = 0  # rows that repeat the prompt of an earlier row
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Columns of each task's rows, after the conversion by data.processor."""
     common_columns: dict[str, set[str]] = field(default_factory=dict)
     """Columns that all rows of a task have."""
-    bad: int = 0
-    """Rows that cannot be used."""
+    bad: int = 0  # rows that cannot be used
     problems: list[Problem] = field(default_factory=list)
     """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
     remarks: list[Problem] = field(default_factory=list)
@@ -87,10 +83,7 @@ _reports: dict[str, SetReport] = {}  # the checks before a run and the run itsel
 
 
 def _list_file_stats(path: str) -> list[tuple[str, int, int, int]]:
-    if not os.path.isdir(path):
-        files = [path]
-    else:
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names] or [path]
     stats = []
     for file in sorted(files):
         try:
@@ -193,10 +186,7 @@ def _convert_to_bytes(row: Row | str) -> bytes:
 
 
 class RowCheck:
-    """Checks a row's prompt, answer and environment.
-
-    `environments`: type of each environment, which decides what an answer may be, by task name.
-    """
+    """Checks rows; the type of a row's environment decides what its answer may be."""
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
         self.default_task = config.task_name or data.task_name
@@ -271,8 +261,8 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
         for number, turn in enumerate(prompt if _are_turns(prompt) else [], start=1):
             if not _has_text(turn):
                 content = turn["content"]
-                kind = "a list of parts" if isinstance(content, list) else type(content).__name__
-                text = f"whose content is {'null' if content is None else kind}; it must be text"
+                form = "a list of parts" if isinstance(content, list) else type(content).__name__
+                text = f"whose content is {'null' if content is None else form}; it must be text"
                 return f"column {spec.prompt_key!r} has a message (number {number}) {text}"
         return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
     if isinstance(prompt, str) and spec.apply_chat_template and _WRITTEN_MESSAGES.match(prompt):
@@ -319,10 +309,7 @@ def _has_text(turn: Mapping[str, Any]) -> bool:
 
 
 def find_answer_problem(kind: str, answer: Any) -> str | None:
-    """Find why no response can equal a reference answer.
-
-    `kind`: type of the environment; types without a check do not compare.
-    """
+    """Find why no response can equal a reference answer; `kind`: type of the environment."""
     check = {"math": _check_math, "addition": _check_addition, "code": _check_code}.get(kind)
     return None if check is None else check(answer)
 

@@ -13,16 +13,12 @@ from megatron_grpo.batch.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run, under TRL's names."""
+    """Progress of the run, under TRL's names: completed steps and epochs, and their limits."""
 
     global_step: int = 0
-    """Completed steps."""
     max_steps: int = 0
-    """Steps after which training ends."""
     epoch: float = 0.0
-    """Completed passes over the training data."""
     num_train_epochs: int = 0
-    """Passes over the training data after which training ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +85,8 @@ class Turn:
     role: str = "user"
     """Role of the text's message in the chat template: "user" or "tool"."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages that the model reads next, in place of `text` and `role`, such as the results of several tools. Each has
-    a role, a content, and further keys for the chat template; without a template the contents are joined by line
-    breaks."""
+    """Messages that the model reads next, in place of `text` and `role`: {role, content, further keys for the chat
+    template}; without a template the contents are joined by line breaks."""
     observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """The observation from an environment that tokenizes it itself: [tokens], int32. It is appended to the sequence
     unchanged, and never trained on."""
@@ -110,4 +105,3 @@ class ModelAccess:
     token: str = field(repr=False)
     """Bearer token; any text if the endpoint needs none."""
     model: str
-    """Name of the model, for the requests."""

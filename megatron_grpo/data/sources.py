@@ -138,6 +138,7 @@ class JsonLines:
                         self._begins.append(self._end)
                         self._numbers.append(number)
                     self._end += len(line)
+                # Mapped rather than read: a file may be larger than the memory, and processes share its pages.
                 self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._end else b""
         except OSError as error:
             raise SourceError(f"cannot be read: {error.strerror}") from None
@@ -306,7 +307,7 @@ def _open_csv(path: Path) -> Source:
     # The csv module reads it rather than pyarrow or `datasets`, which do not say in which line a bad row is.
     lines, bad = array("q"), list[tuple[int, str]]()
     batches: list[pa.RecordBatch] = []
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
     try:
         with path.open("rb") as head:
             kind = detect_binary_format(head.read(HEAD_BYTES))

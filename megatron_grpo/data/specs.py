@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from string import Formatter
 from typing import Any, TypeVar
 
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
-from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
@@ -21,17 +21,15 @@ from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data
 class PreparedPrompts:
     """Summary of prompts that megatron_grpo.prepare will make."""
 
-    rows: dict[str, int]
-    """Number of rows by name of the file."""
+    rows: dict[str, int]  # by name of the file
     tasks: tuple[str, ...]
-    prompt_tokens: int
-    """Tokens of the longest prompt, without a chat template; the tokenizer has none."""
+    prompt_tokens: int  # of the longest prompt; the tokenizer has no chat template
     columns: tuple[str, ...] = ("prompt", "answer", "task_name")
 
 
 _ADDITION = PreparedPrompts(rows={"train.jsonl": 4588, "val.jsonl": 512}, tasks=("addition",), prompt_tokens=6)
 
-PREPARED_PROMPTS = {
+PREPARED_PROMPTS = {  # by prepare.name
     "addition": _ADDITION,
     "addition_moe": _ADDITION,
     "calculator": PreparedPrompts(rows={"train.jsonl": 3495, "val.jsonl": 256}, tasks=("tools",), prompt_tokens=6),
@@ -39,10 +37,9 @@ PREPARED_PROMPTS = {
         rows={"train.jsonl": 2550, "val.jsonl": 512}, tasks=("addition", "countdown"), prompt_tokens=9
     ),
 }
-"""The prompts that each prepare.name makes."""
 
+# A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset.
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
-"""A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset."""
 
 
 def from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
@@ -103,11 +100,7 @@ def from_countdown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
-    """Parse the numbers and the target of a game.
-
-    Raises:
-        ValueError: a column is missing, or does not hold whole numbers of at least 0.
-    """
+    """Parse the numbers and the target of a game; ValueError: not whole numbers."""
     column = next((name for name in ("numbers", "nums") if row.get(name) is not None), None)
     if column is None or row.get("target") is None:
         missing = "'numbers' or 'nums'" if column is None else "'target'"
@@ -186,6 +179,7 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     """Make a task's prompt specification; ValueError: a configured file is bad."""
     config = data.tasks.get(task, TaskConfig())
     has_form = find_processor_name(data, task) in ROW_FORMS
+    # A task's system prompt, text or file, comes before the run's.
     system = _choose(config.system_prompt, _read(config.system_prompt_file, str))
     return TaskDataSpec(
         task_name=task,
@@ -202,10 +196,7 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
 
 
 def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
-    """Find each task's chat template; None: the model's.
-
-    `tokenizer` is a script's; None: the tokenizer of the model's folder.
-    """
+    """Find each task's chat template; None: the model's. `tokenizer` is a script's."""
     templates: dict[str, str | None] = {}
     for task in config.env:
         spec = make_task_spec(config.data, task)
@@ -257,6 +248,13 @@ def find_processor_problems(data: DataConfig) -> Iterator[Problem]:
             find_processor(config.processor)
         except ValueError as error:
             yield Problem(f"{section}.processor={config.processor}", str(error))
+
+
+def make_processors(data: DataConfig, tasks: Iterable[str]) -> dict[str, tuple[TaskDataSpec, DataProcessor]]:
+    """Make each task's specification and processor; ConfigError: one cannot be imported."""
+    if problems := list(find_processor_problems(data)):
+        raise ConfigError(problems)
+    return {task: (make_task_spec(data, task), find_processor(find_processor_name(data, task))) for task in tasks}
 
 
 def _list_sections(data: DataConfig) -> dict[str, PromptConfig]:

@@ -25,12 +25,11 @@ def strip_messages(row: dict[str, Any]) -> dict[str, Any]:
     """Drop null keys from the messages of a row."""
     # A file that `datasets` or pandas wrote as JSON has null-filled messages too, and no template or API tells a null
     # name or tool_calls from a missing key.
-    messages = [name for name, value in row.items() if _are_messages(value)]
-    return {**row, **{name: strip_nulls(row[name]) for name in messages}} if messages else row
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
+    stripped = dict(row)
+    for name, value in row.items():
+        if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+            stripped[name] = strip_nulls(value)
+    return stripped
 
 
 def find_nested_columns(features: Mapping[str, Any]) -> list[str]:
@@ -39,19 +38,14 @@ def find_nested_columns(features: Mapping[str, Any]) -> list[str]:
 
 
 def find_media_columns(features: Mapping[str, Any]) -> dict[str, str]:
-    """Find columns with audio, images or video, by kind."""
-    kinds = {
-        name: next((type(part).__name__ for part in _find_media(feature)), None) for name, feature in features.items()
-    }
-    return {name: kind for name, kind in kinds.items() if kind is not None}
+    """Find columns with audio, images or video; kinds by name."""
+    media = ((name, next(_find_media(feature), None)) for name, feature in features.items())
+    return {name: type(part).__name__ for name, part in media if part is not None}
 
 
 def _find_media(feature: Any) -> Iterator[Any]:
-    if isinstance(feature, Mapping):
-        for part in feature.values():
-            yield from _find_media(part)
-    elif isinstance(feature, list | tuple):
-        for part in feature:
+    if isinstance(feature, Mapping | list | tuple):
+        for part in feature.values() if isinstance(feature, Mapping) else feature:
             yield from _find_media(part)
     elif hasattr(feature, "feature"):
         yield from _find_media(feature.feature)
@@ -81,15 +75,10 @@ def view_undecoded(dataset: Any) -> Any:
 
 
 class StreamedRows:
-    """Rows of a stream of `datasets`, as in JSONL."""
+    """Rows of a `datasets.IterableDataset`, as in JSONL."""
 
     def __init__(self, stream: Any) -> None:
-        """
-        Args:
-            stream: a `datasets.IterableDataset`.
-        """
-        self._nested: list[str] | None = None
-        """Columns that may hold objects; None: the stream does not know its columns."""
+        self._nested: list[str] | None = None  # columns that may hold objects; None: the stream has no list of columns
         if stream.features is not None:
             self._nested = find_nested_columns(stream.features)
             if find_media_columns(stream.features):

@@ -25,22 +25,18 @@ SAMPLE_TEXTS = (
     "<think>\nso </think> <answer>4</answer> \\boxed{\\frac{1}{2}}",
 )
 """Texts on which tokenizers differ: blanks, line ends, digits, code, contractions, accents, scripts, emoji, tags."""
-
 ROUND_TRIP = "the answer is 42 or 7"
 """A text that every tokenizer without unknown tokens gives back, whatever it normalizes."""
-
-MAX_ADDED = 240
-"""Number of added tokens that are compared; some tokenizers have thousands of unused tokens."""
+MAX_ADDED = 240  # added tokens that are compared; some tokenizers have thousands of unused tokens
 _ADDED_TOGETHER = 12
 _DEFAULTS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer, and remarks on how it was loaded."""
+    """A tokenizer of transformers, and remarks on how it was loaded."""
 
     tokenizer: Any
-    """From transformers."""
     remarks: tuple[str, ...] = ()
 
 
@@ -56,14 +52,11 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
     names, and leaves out the rest of tokenizer.json. Therefore texts are encoded and decoded by both. If they differ,
     the plain fast tokenizer is loaded, which is the file itself.
 
-    Where the files of a folder disagree, a file decides on:
-
-    - tokenizer.json: how texts are cut and joined, and which tokens are added to a text. `add_bos_token` and
-      `add_eos_token` of tokenizer_config.json change only tokenizers without this file, as in transformers and vLLM;
-      `add_prefix_space` and `legacy` do not count either.
-    - tokenizer_config.json, special_tokens_map.json, added_tokens.json: which tokens are special, and their roles.
-      Tokens that the file lacks get the numbers after its last.
-    - Blanks before punctuation are never removed from decoded texts (`clean_up_tokenization_spaces`).
+    Where the files of a folder disagree, tokenizer.json decides how texts are cut and joined, and which tokens a text
+    gets: `add_bos_token` and `add_eos_token` of tokenizer_config.json change only tokenizers without it, as in
+    transformers and vLLM; `add_prefix_space` and `legacy` do not count either. tokenizer_config.json,
+    special_tokens_map.json and added_tokens.json decide which tokens are special, and their roles; tokens that
+    tokenizer.json lacks get the numbers after its last. Blanks before punctuation are never removed from decoded texts.
 
     Raises:
         RunError: the folder has no tokenizer, or its tokenizer needs code of the model, which is never run, or
@@ -87,26 +80,24 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
             setattr(plain, name, token)
     remaining = _find_difference_from_file(plain, file)
     if remaining is not None:
-        raise RunError(
-            f"{model}: transformers loads another tokenizer than {TOKENIZER_FILE} describes ({remaining}); repair the "
-            "files, which have to agree on all tokens"
-        )
+        text = f"transformers loads another tokenizer than {TOKENIZER_FILE} describes ({remaining})"
+        raise RunError(f"{model}: {text}; repair the files, which have to agree on all tokens")
     name = type(tokenizer).__name__
     remark = f"{file} is followed: transformers' {name} would have been another tokenizer ({difference})"
     return LoadedTokenizer(plain, (remark,))
 
 
 def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:
-    """Find a text that two tokenizers treat differently.
+    """Describe a text that two tokenizers treat differently; None: they agree.
 
-    Args:
-        tokenizer: a tokenizer of transformers or vLLM.
-        reference: another tokenizer, or a `tokenizers.Tokenizer`, which is right.
-        texts: texts to encode, and whose tokens to decode.
-
-    Returns:
-        The difference in words; None: they agree.
+    `reference`, which may be a `tokenizers.Tokenizer`, is right.
     """
+
+    def decode(coder: Any, ids: list[int], skip: bool) -> str:
+        options = {"clean_up_tokenization_spaces": False} if hasattr(coder, "clean_up_tokenization_spaces") else {}
+        text: str = coder.decode(ids, skip_special_tokens=skip, **options)
+        return text
+
     # Both directions, with and without special tokens: tokenizers that encode alike may still decode otherwise.
     for text in texts:
         for special in (False, True):
@@ -116,7 +107,7 @@ def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str
             if expected is None:
                 continue
             for skip in (False, True):
-                decoded, right = (_decode(coder, expected, skip=skip) for coder in (tokenizer, reference))
+                decoded, right = (decode(coder, expected, skip) for coder in (tokenizer, reference))
                 if decoded != right:
                     return f"the tokens of {_quote(text)} are the text {quote_difference(decoded, right)}"
     return None
@@ -124,6 +115,7 @@ def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str
 
 def make_sample_texts(added: Iterable[str]) -> list[str]:
     """Make texts on which tokenizers differ."""
+    # Every n-th of the sorted tokens, so that each family of names is among them.
     tokens = sorted(set(added))
     chosen = tokens[:: -(-len(tokens) // MAX_ADDED) or 1]
     batches = [chosen[begin : begin + _ADDED_TOGETHER] for begin in range(0, len(chosen), _ADDED_TOGETHER)]
@@ -144,10 +136,6 @@ def _load(kind: Any, model: Path | str) -> Any:
 
 
 def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
-    """Find the first difference between a tokenizer and its tokenizer.json.
-
-    Tokens that the further files of the folder declare are added to the reference first.
-    """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return f"{type(tokenizer).__name__} does not read it"
     reference = Tokenizer.from_file(str(file))
@@ -156,7 +144,13 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
     reference.encode_special_tokens = tokenizer.split_special_tokens
     if tokenizer.init_kwargs.get("fix_mistral_regex"):  # the folder itself asks for another expression
         reference.pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
-    _add_declared(reference, tokenizer, file.parent)
+    # The further files of the folder may declare tokens that tokenizer.json lacks.
+    declared, special = set(list_declared_tokens(file.parent)), set(tokenizer.all_special_tokens)
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
+            reference.add_special_tokens([token])
+        elif token.content in declared:
+            reference.add_tokens([token])
     vocabulary = tokenizer.backend_tokenizer.get_vocab_size()
     if vocabulary != reference.get_vocab_size():
         return f"it has {vocabulary} tokens instead of {reference.get_vocab_size()}"
@@ -169,26 +163,16 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
     return find_difference(tokenizer, reference, make_sample_texts(added))
 
 
-def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
-    declared, special = set(list_declared_tokens(folder)), set(tokenizer.all_special_tokens)
-    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
-        if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
-            reference.add_special_tokens([token])
-        elif token.content in declared:
-            reference.add_tokens([token])
-
-
 def _require_round_trip(tokenizer: Any, model: Path | str) -> None:
-    """Raise RunError if encoding loses a simple text."""
+    # Without tokenizer.json nothing says what is right; transformers may build a tokenizer that loses all blanks.
     ids = encode_text(tokenizer, ROUND_TRIP)
     if ids is None or tokenizer.unk_token_id in ids:
         return
     text = tokenizer.decode(ids).strip()
     if text.lower() != ROUND_TRIP:
-        raise RunError(
-            f"{model} has no {TOKENIZER_FILE}, and the tokenizer that transformers makes of its other files "
-            f"({type(tokenizer).__name__}) turns {ROUND_TRIP!r} into {text!r}; add the {TOKENIZER_FILE} of the model"
-        )
+        kind = f"the tokenizer that transformers makes of its other files ({type(tokenizer).__name__})"
+        change = f"turns {ROUND_TRIP!r} into {text!r}"
+        raise RunError(f"{model} has no {TOKENIZER_FILE}, and {kind} {change}; add the {TOKENIZER_FILE} of the model")
 
 
 def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | None:
@@ -198,12 +182,6 @@ def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | 
     except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
         return None
     return list(encoded.ids if hasattr(encoded, "ids") else encoded)
-
-
-def _decode(coder: Any, ids: list[int], *, skip: bool) -> str:
-    options = {"clean_up_tokenization_spaces": False} if hasattr(coder, "clean_up_tokenization_spaces") else {}
-    text: str = coder.decode(ids, skip_special_tokens=skip, **options)
-    return text
 
 
 def _quote(text: str) -> str:

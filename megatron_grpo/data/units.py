@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import re
 
+# Spellings by quantity; the first of each unit is canonical.
 _SPELLINGS = """
-mm millimeter millimeters millimetre millimetres
-cm centimeter centimeters centimetre centimetres
-m meter meters metre metres
-km kilometer kilometers kilometre kilometres
-in inch inches
-ft foot feet
-yd yard yards
-mi mile miles
-mg milligram milligrams
-g gram grams
-kg kilogram kilograms
-lb lbs
-oz ounce ounces
-t ton tons tonne tonnes
-ms millisecond milliseconds
-s sec secs second seconds
-min mins minute minutes
-h hr hrs hour hours
-day days
-week weeks
-month months
-yr year years
-ml mL milliliter milliliters millilitre millilitres
-l L liter liters litre litres
-gal gallon gallons
-deg degree degrees
-rad radian radians
-dollar dollars USD
-cent cents
-euro euros EUR
-mph
-kmh kph
-Hz hertz
-kHz kilohertz
-MHz megahertz
-N newton newtons
-J joule joules
-kJ kilojoule kilojoules
-W watt watts
-kW kilowatt kilowatts
-V volt volts
-A ampere amperes amp amps
-K kelvin kelvins
-Pa pascal pascals
-mol mole moles
-ohm ohms
-bit bits
-byte bytes
-unit units
+mm millimeter millimeters millimetre millimetres; cm centimeter centimeters centimetre centimetres
+m meter meters metre metres; km kilometer kilometers kilometre kilometres
+in inch inches; ft foot feet; yd yard yards; mi mile miles
+mg milligram milligrams; g gram grams; kg kilogram kilograms; lb lbs; oz ounce ounces; t ton tons tonne tonnes
+ms millisecond milliseconds; s sec secs second seconds; min mins minute minutes; h hr hrs hour hours
+day days; week weeks; month months; yr year years
+ml mL milliliter milliliters millilitre millilitres; l L liter liters litre litres; gal gallon gallons
+deg degree degrees; rad radian radians
+dollar dollars USD; cent cents; euro euros EUR
+mph; kmh kph; Hz hertz; kHz kilohertz; MHz megahertz
+N newton newtons; J joule joules; kJ kilojoule kilojoules; W watt watts; kW kilowatt kilowatts
+V volt volts; A ampere amperes amp amps; ohm ohms; K kelvin kelvins; Pa pascal pascals; mol mole moles
+bit bits; byte bytes; unit units
 """
-_CANONICAL = {name: line.split()[0] for line in _SPELLINGS.split("\n") for name in line.split()}
+_UNITS = _SPELLINGS.replace("\n", ";").split(";")
+_CANONICAL = {name: names.split()[0] for names in _UNITS for name in names.split()}
 _WORDS = """
 and or if only for all any where with when not mod sin cos tan cot csc arcsin arccos arctan sinh cosh tanh log
 exp max lim det gcd lcm dim percent percentage cent per pct sqrt frac cdot times infty choose text base
