@@ -21,9 +21,7 @@ def has_signal(rewards: Tensor) -> Tensor:
 
 
 STD_EPSILON = 1e-6  # added to a standard deviation before dividing by it
-
 CANCELLED = 1e-4  # GDPO's scores below this share of their terms are taken for rounding errors of a sum that is 0
-
 VARIANCE_FLOOR = 1e-8  # lower limit of the variance that REINFORCE++ divides by
 
 
@@ -68,8 +66,6 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
 
     Returns:
         [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean suffers.
-
-    Raises:
         ValueError: not [groups, samples], or fewer than two samples, which leaves nothing to compare.
     """
     if rewards.ndim != 2:
@@ -82,9 +78,8 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
     # A mean of equal rewards may be off by a rounding error, which the division by nearly 0 would blow up: zeros there.
-    return torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages)).to(
-        rewards.dtype
-    )
+    advantages = torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages))
+    return advantages.to(rewards.dtype)
 
 
 def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
@@ -97,13 +92,8 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
 
     Returns:
         [groups, samples]; exact zeros in a group without a signal: no function tells its samples apart, or the
-        functions' terms cancel out up to rounding.
-
-    Raises:
-        ValueError: fewer than two samples.
+        functions' terms cancel out up to rounding. ValueError: fewer than two samples.
     """
-    if parts.shape[2] < 2:
-        raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {parts.shape[2]}")
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]
     # Terms that cancel leave a rounding error, which the normalisation over the step would turn into a signal.
@@ -118,13 +108,8 @@ def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
     GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
     spread drown the others.
 
-    Args:
-        parts: [functions, groups, samples]: rewards by function; NaN where a function gave none.
-        weights: [functions]: factor of each function's normalised rewards.
-
-    Returns:
-        [groups, samples]: mean 0 and standard deviation 1 over the samples that some function scored, 0 for the
-        others; zeros everywhere when no group has a signal.
+    `parts` and `weights`: as `gdpo_scores`. The result, [groups, samples], has mean 0 and standard deviation 1 over the
+    samples that some function scored, 0 for the others; zeros everywhere when no group has a signal.
     """
     scores, is_scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
     # One row: the step is one group of all responses. NaN keeps responses without a score out of its mean.
@@ -137,12 +122,7 @@ def _replace_nan(values: Tensor) -> Tensor:
 
 
 def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
-    """At each token: the undiscounted sum of its and later rewards.
-
-    Args:
-        token_rewards: [sum(lengths)], the responses laid end to end; so is the result.
-        lengths: tokens of each response.
-    """
+    """At each token, [sum(lengths)]: the undiscounted sum of its and later rewards."""
     # Summed from the end within each response: subtracting a running total from the sum would lose the last digits.
     return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in token_rewards.split(lengths)])
 
@@ -157,11 +137,8 @@ def reinforce_plus_plus_advantages(
 
     Args:
         lengths: tokens of each of the groups * samples responses.
-        token_penalty: [sum(lengths)]: subtracted for each token, coefficient included; None is nothing.
+        token_penalty: [sum(lengths)], as is the result: subtracted for each token, coefficient included.
         minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
-
-    Returns:
-        [sum(lengths)], the responses laid end to end.
     """
     is_scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
     if minus_baseline:
@@ -181,17 +158,13 @@ def reinforce_plus_plus_advantages(
 def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
     """Clamp rewards to [source_min, source_max], then map them to [target_min, target_max].
 
-    Without `config.enabled` the rewards, of any shape, are returned unchanged.
-
-    Raises:
-        ValueError: the source interval is empty.
+    Without `config.enabled` the rewards, of any shape, are unchanged. ValueError: the source interval is empty.
     """
     if not config.enabled:
         return rewards
     if config.source_max <= config.source_min:
-        raise ValueError(
-            f"grpo.reward_scaling.source_max={config.source_max} must be above source_min={config.source_min}"
-        )
+        values = f"source_max={config.source_max} must be above source_min={config.source_min}"
+        raise ValueError(f"grpo.reward_scaling.{values}")
     # Clamped before the map: a target interval may be reversed (target_max below target_min), the source may not.
     slope = (config.target_max - config.target_min) / (config.source_max - config.source_min)
     return config.target_min + (rewards.clamp(config.source_min, config.source_max) - config.source_min) * slope
@@ -209,11 +182,8 @@ def shape_rewards(
     Stop properly: a positive reward of a truncated response is multiplied by stop_properly_penalty_coef. A negative one
     stays, because a factor below 1 would reward running into the limit.
 
-    Args:
-        response_tokens: [groups, samples], int64: sampled tokens of each response.
-        truncated: [groups, samples], bool: a length limit cut the response off.
-        config: which penalty; if it is not enabled the rewards are returned unchanged.
-        max_new_tokens: L when the configuration has none.
+    `response_tokens`, int64, and `truncated`, bool (a length limit cut the response off), are [groups, samples], as is
+    the result; `max_new_tokens` is L when the configuration has none.
     """
     if not config.enabled:
         return rewards

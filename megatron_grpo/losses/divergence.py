@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from megatron_grpo.losses.loss import bounded_exp, clamp_log_ratio, response_mean, response_sum
+from megatron_grpo.losses.loss import MAX_LOG_RATIO, bounded_exp, response_mean, response_sum
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -33,12 +33,8 @@ def kl_estimate(
         k2 = d^2 / 2              biased, never negative; its gradient is, in expectation, that of the divergence
         k3 = exp(-d) - 1 + d      unbiased, never negative, of lower variance than k1
 
-    Args:
-        logprobs: log-probabilities of the sampled tokens under the policy, of any shape, which is that of the result.
-        reference_logprobs: the same under the reference policy.
-        kl_type: which of the three estimators.
-        input_clamp: d is limited to [-input_clamp, input_clamp] first.
-        output_clamp: the estimate is limited to [-output_clamp, output_clamp]. Beyond a limit the gradient is 0.
+    Log-probabilities are those of the sampled tokens, of any shape, which is that of the result. d is limited to
+    [-input_clamp, input_clamp] first, the estimate to [-output_clamp, output_clamp]; beyond a limit the gradient is 0.
     """
     log_ratio = logprobs - reference_logprobs
     if input_clamp is not None:
@@ -65,12 +61,10 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     - policy_kl_error, KL(P || G): r log r - (r - 1);
     - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
 
-    Args:
-        prev: log-probabilities under P, of any shape, which is that of the results; log ratios are cut off at
-            MAX_LOG_RATIO.
-        generation: log-probabilities under G.
+    `prev` and `generation`: log-probabilities under P and G, of any shape, which is that of the results; log ratios are
+    cut off at MAX_LOG_RATIO.
     """
-    log_ratio = clamp_log_ratio(prev - generation)
+    log_ratio = (prev - generation).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.
     ratio, ratio_minus_one = log_ratio.exp(), log_ratio.expm1()
     mixture = torch.log1p(ratio_minus_one / 2)  # log((1 + r) / 2), exact near r = 1
@@ -100,7 +94,6 @@ def find_inconsistent_sequences(
         prev: [sum(lengths)], float32: log-probabilities as the training framework computes them; tokens with -inf,
             which a filter of sampling removes there, are left out.
         generation: [sum(lengths)], float32: log-probabilities under which the engine drew the tokens.
-        lengths: tokens of each sequence.
         threshold: largest mean error of a response that stays in the loss.
 
     Returns:
@@ -120,13 +113,7 @@ CANCELLATION = 1e-4  # share of a mean in float32 below which a difference from 
 
 
 def error_without_worst(error: float, worst: float, tokens: float) -> float:
-    """Mean probability error of a step, without its worst token.
-
-    Args:
-        error: token_mult_prob_error, the mean over the step's tokens.
-        worst: token_mult_prob_error_max.
-        tokens: tokens in the loss.
-    """
+    """token_mult_prob_error of a step of `tokens` in the loss, without its worst token."""
     # A single token says nothing about a step: in bfloat16 a near tie may send it to another expert, and the
     # exponential makes one difference of 10 nats outweigh thousands of tokens.
     rest = error - (worst - 1.0) / tokens
@@ -148,15 +135,13 @@ def sampling_correction(
     Tokens of weight 0 still count in the denominator of the loss.
 
     Args:
-        prev: [sequences, length], float32: log-probabilities in the training framework; 0 outside the mask.
-        generation: [sequences, length], float32: log-probabilities in the generation engine; 0 outside the mask.
-        mask: [sequences, length], bool: tokens in the loss.
-        config: level, kind and limits of the weights.
+        prev: [sequences, length] as all, float32: log-probabilities in the training framework; 0 outside the mask.
+        generation: float32: log-probabilities in the generation engine; 0 outside the mask.
+        mask: bool: tokens in the loss.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
 
     Returns:
-        [sequences, length], float32, without gradient: factor of each token's policy-gradient term; and bool: where a
-        limit changed it.
+        float32, without gradient: factor of each token's policy-gradient term; and bool: where a limit changed it.
     """
     # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()

@@ -107,12 +107,11 @@ class LossFunction(Protocol):
                 for a value model the value before it.
             tokens: the fields that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
                 positive if the batch marks correct responses; for a policy also entropy.
-            counts: denominators of the whole optimizer step.
             segments: the sequences of a flat microbatch; None: the rows are the sequences.
 
         Returns:
-            The microbatch's share of the loss and of each metric, all of shape []. Shares add up to the step's value;
-            a metric whose name ends in _max or _min is reduced by that instead (`combine_metrics`).
+            The shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name ends
+            in _max or _min is reduced by that instead (`combine_metrics`).
         """
 
 
@@ -140,14 +139,9 @@ MAX_LOG_RATIO = 40.0
 belongs to a response so long that its weight is meaningless; infinite, it would turn an advantage of 0 into NaN."""
 
 
-def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Limit log ratios to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Exponential of log ratios within +- MAX_LOG_RATIO, which is always finite."""
-    return clamp_log_ratio(log_ratio).exp()
+    """Exponential of log ratios within +- MAX_LOG_RATIO; beyond, the gradient is 0."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def mask_values(values: Tensor, mask: Tensor) -> Tensor:
@@ -167,10 +161,7 @@ def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
 
 
 def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Tensor | float) -> Tensor:
-    """This microbatch's share of the step's weighted mean over tokens.
-
-    sum(values * weight) / (sum of weights over the whole step), shape []; `weight`: per token, or 1.
-    """
+    """This microbatch's share, shape [], of the step's weighted mean over tokens."""
     return (values * weight * mask).sum() / (counts.tokens * counts.token_weight)
 
 
@@ -183,10 +174,7 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """At each token: the sum from there to its response's end.
-
-    Tokens outside the mask do not count; the result has no gradient.
-    """
+    """At each token: the sum over the mask to its response's end, without gradient."""
     in_loss = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
     onwards = in_loss.flip(-1).cumsum(-1).flip(-1)
     if segments is None:

@@ -60,29 +60,26 @@ class ClippedPGLossFn:
         self.config = config
 
     field_names = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
-    """Stored fields that the loss can read; a configuration may need fewer."""
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this microbatch's share of the policy's loss and metrics.
 
-        Args:
-            tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs for a KL
-                penalty, entropy (with gradient) for an entropy bonus, positive for imitation, weight.
-
-        Returns:
-            The share of the loss, shape [], and metrics: shares of means over the step's tokens, except `loss`
-            (normalised as the loss is) and names in _max and _min, whose neutral values are -inf and inf.
-            `add_derived_metrics` then replaces some of them.
+        Tokens need loss_mask, advantages and generation_logprobs; optionally they have prev_logprobs, weight,
+        reference_logprobs for a KL penalty, entropy (with gradient) for its bonus, positive for imitation. Metrics are
+        shares of means over the step's tokens, except `loss` (normalised as the loss is) and names in _max and _min,
+        whose neutral values are -inf and inf. `add_derived_metrics` then replaces some of them.
         """
         config = self.config
         self._require_fields(tokens)
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
-        filtered_mask = (
-            mask if tokens.whole_logprobs is None else _filter_mask(mask, curr_logprobs, tokens.prev_logprobs)
-        )
+        filtered_mask = mask
+        if tokens.whole_logprobs is not None:
+            filtered_mask = mask & ~curr_logprobs.isneginf()
+            if tokens.prev_logprobs is not None:
+                filtered_mask = filtered_mask & ~tokens.prev_logprobs.isneginf()
         curr = mask_values(curr_logprobs, filtered_mask)
         generation = mask_values(require_field(tokens.generation_logprobs), filtered_mask)
         advantages = mask_values(require_field(tokens.advantages), filtered_mask)
@@ -97,15 +94,9 @@ class ClippedPGLossFn:
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
-            policy_logprobs = (
-                curr if tokens.whole_logprobs is None else mask_values(tokens.whole_logprobs, filtered_mask)
-            )
-            kl = self._kl(policy_logprobs, mask_values(tokens.reference_logprobs, filtered_mask), curr - old)
+            kl = self._kl(curr, curr - old, tokens, filtered_mask, segments)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
-                if config.kl_score_function_gradient:
-                    # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
-                    kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
                 loss = loss + config.kl_in_loss * kl
         weight = token_weights(tokens, mask)
         total = loss_share(loss, mask, counts, config, segments, weight)
@@ -135,18 +126,25 @@ class ClippedPGLossFn:
             metrics["positive_share"] = token_mean(positive, mask, counts)
         return total, metrics
 
-    def _kl(self, logprobs: Tensor, reference: Tensor, log_ratio: Tensor) -> Tensor:
+    def _kl(
+        self, curr: Tensor, log_ratio: Tensor, tokens: TokenFields, mask: Tensor, segments: Segments | None
+    ) -> Tensor:
         """KL penalty of each token, without coefficient; `log_ratio`: current / old policy."""
         config = self.config
         kl = kl_estimate(
-            logprobs,
-            reference,
+            curr if tokens.whole_logprobs is None else mask_values(tokens.whole_logprobs, mask),
+            mask_values(require_field(tokens.reference_logprobs), mask),
             config.reference_policy_kl_type,
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
         )
-        # The ratio is not detached: through it the estimate's expectation has the gradient of KL(policy || reference).
-        return kl * bounded_exp(log_ratio) if config.use_on_policy_kl_approximation else kl
+        if config.use_on_policy_kl_approximation:
+            # Not detached: through the ratio the estimate's expectation has the gradient of KL(policy || reference).
+            kl = kl * bounded_exp(log_ratio)
+        if config.kl_in_loss and config.kl_score_function_gradient:
+            # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
+            kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
+        return kl
 
     def _require_fields(self, tokens: TokenFields) -> None:
         config = self.config
@@ -160,12 +158,6 @@ class ClippedPGLossFn:
                 raise ValueError(f"loss_fn.{key} needs {field} of every token, and there is none")
 
 
-def _filter_mask(mask: Tensor, curr_logprobs: Tensor, prev_logprobs: Tensor | None) -> Tensor:
-    """Tokens of the mask that sampling's filter keeps in training."""
-    filtered = mask & ~curr_logprobs.isneginf()
-    return filtered if prev_logprobs is None else filtered & ~prev_logprobs.isneginf()
-
-
 def _consistency_metrics(
     curr: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, counts: GlobalCounts
 ) -> dict[str, Tensor]:
@@ -173,9 +165,8 @@ def _consistency_metrics(
 
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
-    -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. `divergences` has the others.
-    Log-probabilities are [sequences, length], float32, without gradient and 0 outside the mask, which is bool, and at
-    tokens that a filter removes, which so count as agreement.
+    -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. Log-probabilities are [sequences,
+    length], float32, without gradient, 0 outside the mask and at tokens that a filter removes: they count as agreement.
     """
     error, weight = bounded_exp((prev - generation).abs()), bounded_exp(prev - generation)
     return {
@@ -190,10 +181,9 @@ def _consistency_metrics(
 
 
 def add_derived_metrics(metrics: dict[str, float]) -> None:
-    """Replace auxiliary means of a step by metrics derived from them.
+    """Replace auxiliary means of a step by effective_sample_size and positive_nll.
 
-    effective_sample_size from the mean squared weight; positive_nll, the mean of -log-probability over the tokens of
-    correct responses, from its sum over them (left out when no response is correct).
+    positive_nll, the mean of -log-probability over the tokens of correct responses, needs a correct response.
     """
     squared = metrics.pop("sampling_importance_ratio_squared")
     metrics["effective_sample_size"] = effective_sample_size(metrics["sampling_importance_ratio"], squared)
@@ -203,21 +193,20 @@ def add_derived_metrics(metrics: dict[str, float]) -> None:
 
 
 class Surrogate(NamedTuple):
-    """The objective at each token and statistics of the ratio."""
+    """The objective at each token and statistics of the ratio, each [sequences, length]."""
 
     objective: Tensor
-    """[sequences, length], float32, with gradient: the quantity to maximise."""
+    """float32, with gradient: the quantity to maximise."""
     ratio: Tensor
-    """[sequences, length], float32: probability under the current policy over that under the old one, of the token or
-    (GSPO) of the response."""
+    """float32: probability under the current policy over that under the old one, of token or (GSPO) response."""
     clamped: Tensor
-    """[sequences, length], float32: the probability ratio clamped to its bounds."""
+    """float32: the ratio clamped to its bounds."""
     low: Tensor
-    """[sequences, length], bool: where clipping the ratio from below changed the gradient."""
+    """bool: where clipping the ratio from below changed the gradient."""
     high: Tensor
-    """[sequences, length], bool: where clipping the ratio from above changed the gradient."""
+    """bool: where clipping the ratio from above changed the gradient."""
     dual: Tensor
-    """[sequences, length], bool: where dual clipping took the gradient away."""
+    """bool: where dual clipping took the gradient away."""
 
     def metrics(self, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
         """Compute shares of means over tokens, and extremes of the ratio."""
@@ -234,12 +223,7 @@ class Surrogate(NamedTuple):
 
 
 def surrogate(
-    curr: Tensor,
-    prev: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: LossConfig,
-    segments: Segments | None = None,
+    curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
 ) -> Surrogate:
     """The configured policy-gradient objective at each token.
 
@@ -248,11 +232,10 @@ def surrogate(
     also allows advantages that differ from token to token (PPO, REINFORCE++).
 
     Args:
-        curr: [sequences, length], float32, with gradient: log-probabilities under the current policy; 0 outside the
-            mask.
-        prev: [sequences, length], float32, without gradient: those under the policy at the start of the step.
-        advantages: [sequences, length], float32: advantage of each token.
-        mask: [sequences, length], bool: tokens in the loss.
+        curr: [sequences, length] as all, float32, with gradient: log-probabilities now; 0 outside the mask.
+        prev: float32, without gradient: those under the policy at the start of the step.
+        advantages: float32.
+        mask: bool: tokens in the loss.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
     """
     log_ratio = curr - prev
@@ -286,39 +269,21 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
         bound = config.ratio_clip_c * advantages
         dual = negative & (objective < bound)
         objective = torch.where(negative, torch.maximum(objective, bound), objective)
-    return Surrogate(
-        objective=objective,
-        ratio=ratio,
-        clamped=clamped,
-        low=negative & (ratio < low),
-        high=(advantages > 0) & (ratio > high),
-        dual=dual,
-    )
+    below, above = negative & (ratio < low), (advantages > 0) & (ratio > high)
+    return Surrogate(objective=objective, ratio=ratio, clamped=clamped, low=below, high=above, dual=dual)
 
 
 def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """stop_gradient(clip(r)) A log pi: bounded weights, and a gradient at every token.
-
-    MiniMax-M1, 2025, eqs. 4 and 5.
-    """
+    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5)."""
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
-    # Detached: otherwise the clamp would take the gradient of all tokens outside its bounds.
+    # Detached: otherwise the clamp would take the gradient of all tokens outside its bounds; so every token has one.
     clamped = ratio.detach().clamp(low, high)
-    return Surrogate(
-        objective=clamped * advantages * curr,
-        ratio=ratio,
-        clamped=clamped,
-        low=ratio < low,
-        high=ratio > high,
-        dual=torch.zeros_like(advantages, dtype=torch.bool),
-    )
+    surrogate = _unclipped(clamped * advantages * curr, ratio)
+    return surrogate._replace(clamped=clamped, low=ratio < low, high=ratio > high)
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """(4 / tau) sigmoid(tau (r - 1)) A.
-
-    Gao et al. 2025, eqs. 5 and 6.
-    """
+    """4 / tau sigmoid(tau (r - 1)) A (Gao et al. 2025, eqs. 5-6)."""
     # The slope of the sigmoid at 0 is 1/4: with 4 / tau the gradient at r = 1 is that of REINFORCE for every tau.
     tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg).to(ratio.dtype)
     return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages

@@ -19,24 +19,17 @@ VARIANCE_EPSILON = 1e-8  # added to the variance before advantages are divided b
 
 
 class Estimate(NamedTuple):
-    """Training targets of policy and value model at each token."""
+    """Training targets of policy and value model at each token, [sum(lengths)]."""
 
-    advantages: Tensor
-    """[sum(lengths)], floating point: how much better a token turned out than the value model expected."""
-    returns: Tensor
-    """[sum(lengths)], floating point: target of the value before the token."""
+    advantages: Tensor  # how much better a token turned out than the value model expected
+    returns: Tensor  # target of the value before the token
 
 
 def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | None = None) -> Tensor:
-    """The reward at a response's last token, minus penalties.
+    """The reward, [responses], at a response's last token, minus penalties.
 
-    Args:
-        rewards: [responses].
-        lengths: tokens of each response; one without tokens gets no reward.
-        token_penalty: [sum(lengths)]: subtracted at each token, coefficient included; None is nothing.
-
-    Returns:
-        [sum(lengths)], the responses laid end to end.
+    `token_penalty`, coefficient included, is subtracted at each token: [sum(lengths)], as is the result. A response
+    without tokens gets no reward.
     """
     counts = torch.tensor(lengths, device=rewards.device)
     by_token = rewards.new_zeros(int(counts.sum())) if token_penalty is None else -token_penalty.to(rewards.dtype)
@@ -59,8 +52,6 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
     Args:
         token_rewards: [sum(lengths)], the responses laid end to end; so is the result.
         values: [sum(lengths)]: the value model's expectation before each token.
-        lengths: tokens of each response.
-        gamma: discount of the next token.
         lam: [responses]: lambda of each response.
     """
     if not len(values):
@@ -118,11 +109,11 @@ def estimate_advantages(
         gae         advantages = GAE(lambda_policy),  returns = GAE(lambda_value) + values
         raw_reward  advantages = returns = the discounted sum of the rewards from the token on, without the values
 
+    Advantages are not normalised here: see `whiten`.
+
     Args:
         token_rewards: [sum(lengths)], the responses laid end to end.
         values: [sum(lengths)]: values before each token, under the value model before the step.
-        lengths: tokens of each response.
-        config: which estimator, gamma and the lambdas. Advantages are not normalised here: see `whiten`.
     """
     if config.name == "raw_reward":
         # With values of 0 and lambda 1 the recursion of GAE is that of the discounted sum of rewards.
@@ -143,8 +134,6 @@ def estimate_advantages(
     )
 
 
-# Metrics from which, with return_mean, the explained variance follows.
-_MOMENTS = ("return_squared", "value_error", "value_error_squared")
 # Returns whose variance is below this share of their mean square are all equal, up to rounding.
 _RELATIVE_VARIANCE = 1e-6
 
@@ -171,15 +160,9 @@ class MseValueLossFn:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this microbatch's share of the value model's loss and metrics.
 
-        Args:
-            tokens: loss_mask, values (before the step) and returns; ignored outside the mask.
-            segments: unused by a mean over tokens.
-
-        Returns:
-            The microbatch's share of the loss, shape [], and shares of means over the step's tokens: `loss`,
-            `value_clip_fraction` (tokens where clipping made the loss larger); `value_mean`, `return_mean`, and the
-            moments that `add_explained_variance` turns into `explained_variance`, of the values before the step: later
-            values are trained on these returns.
+        Fields are ignored outside the mask; values are those before the step, because later values are trained on these
+        returns. value_clip_fraction counts the tokens where clipping made the loss larger; `add_explained_variance`
+        turns the moments into explained_variance.
         """
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
@@ -212,7 +195,8 @@ def add_explained_variance(metrics: dict[str, float]) -> None:
     returns are all equal.
     """
     # From moments, because moments add up over ranks and microbatches, and variances do not.
-    squared, error, error_squared = (metrics.pop(name) for name in _MOMENTS)
+    moments = ("return_squared", "value_error", "value_error_squared")
+    squared, error, error_squared = (metrics.pop(name) for name in moments)
     variance = squared - metrics["return_mean"] ** 2
     unexplained = error_squared - error**2
     has_variance = variance > _RELATIVE_VARIANCE * squared
