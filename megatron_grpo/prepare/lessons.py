@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from pathlib import Path
@@ -16,18 +16,15 @@ from megatron_grpo.models.source import CALL_BEGIN, CALL_END, EOS, PAD
 
 ANSWER_DIGITS = 3
 
-# Recipes by name of the model.
-RECIPES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8")
-)
+_RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
+RECIPES: dict[str, dict[str, Any]] = yaml.safe_load(_RECIPES_FILE.read_text(encoding="utf-8"))  # by name of the model
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """A problem with a conversation that solves it."""
 
-    row: dict[str, Any]
-    """The problem's row in the file of prompts."""
+    row: dict[str, Any]  # of the problem in the file of prompts
     turns: tuple[tuple[str, bool], ...]
     """(text, whether the model writes it) of each turn after the prompt; the model ends each of its turns."""
 
@@ -40,33 +37,29 @@ def split_lessons(name: str) -> Split:
     """Make and split the lessons of a prepared model, one of RECIPES."""
     recipe = RECIPES[name]
     if name == "calculator":
-        return _split_randomly(list(_make_products()), recipe)
+        return _split_randomly(_make_products(), recipe)
     if name != "two_tasks":
         return _split_randomly(_make_sums(), recipe)
-    sums, games = split_lessons("addition"), _split_randomly(list(_make_games()), recipe)
+    sums, games = split_lessons("addition"), _split_randomly(_make_games(), recipe)
     # Training has as many sums as games, so that a step samples equally many of both.
     warmup, train, val = sums[0], sums[1][: len(games[1])], sums[2][: recipe["val_problems"]]
     return warmup + games[0], train + games[1], val + games[2]
 
 
-def _split_randomly(lessons: list[Lesson], recipe: Mapping[str, Any]) -> Split:
+def _split_randomly(problems: Iterable[Lesson], recipe: Mapping[str, Any]) -> Split:
+    lessons = list(problems)
     random.Random(recipe["seed"]).shuffle(lessons)
     val, remaining = lessons[: recipe["val_problems"]], lessons[recipe["val_problems"] :]
-    if "warmup_problems" in recipe:
-        warmup = recipe["warmup_problems"]
-    else:
-        warmup = round(len(remaining) * recipe["warmup_share"])
+    warmup = recipe.get("warmup_problems") or round(len(remaining) * recipe["warmup_share"])
     return remaining[:warmup], remaining[warmup:], val
 
 
-def _make_sums() -> list[Lesson]:
+def _make_sums() -> Iterator[Lesson]:
     """Make all sums of two two-digit numbers: "37+58=" has the answer "095"."""
-    lessons = []
     for a, b in product(range(10, 100), repeat=2):
         answer = f"{a + b:0{ANSWER_DIGITS}}"
         row = {"prompt": f"{a}+{b}=", "answer": answer, "task_name": "addition"}
-        lessons.append(Lesson(row, ((answer, True),)))
-    return lessons
+        yield Lesson(row, ((answer, True),))
 
 
 def _make_products() -> Iterator[Lesson]:
@@ -97,10 +90,7 @@ def _make_games() -> Iterator[Lesson]:
 
 
 def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """Encode conversations; returns token ids and a mask of the model's tokens.
-
-    Both have the shape [lessons, longest]: int64, padded at the end, and bool.
-    """
+    """Encode conversations: [lessons, longest], int64, padded; and the mask of the model's tokens."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 

@@ -30,11 +30,8 @@ MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.j
 def prepare(name: str, folder: str | Path) -> None:
     """Make a model and its data, unless the folder has them; takes ten seconds.
 
-    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. The folder appears whole or not at all.
-
-    Args:
-        name: name of the model, one of PREPARED_MODELS.
-        folder: folder to make; it is replaced if another recipe made it.
+    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. The folder appears whole or not at all, and
+    replaces a folder that another recipe made. `name`: one of PREPARED_MODELS.
     """
     target, recipe = Path(folder), {**RECIPES[name], "config": PREPARED_MODELS[name]}
     recipe_hash = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -50,13 +47,18 @@ def prepare(name: str, folder: str | Path) -> None:
             (new / file).write_text("".join(json.dumps(lesson.row) + "\n" for lesson in lessons))
         accuracy = _make_model(name, new / MODEL_FOLDER, warmup, train, val)
         (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
-        _move_into_place(new, target, recipe_hash)
+        if target.exists() and not _is_made(target, recipe_hash):
+            os.replace(target, new.with_name("old"))
+        try:
+            os.replace(new, target)
+        except OSError:
+            if not _is_made(target, recipe_hash):  # else a faster process has made the same
+                raise
     seconds = time.monotonic() - begin
     print(f"made the {name} model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
 
 
 def _is_made(target: Path, recipe_hash: str) -> bool:
-    """True if the recipe with this hash made the folder."""
     try:
         recorded_hash = json.loads((target / RECIPE_FILE).read_text())["hash"]
     except (OSError, json.JSONDecodeError, KeyError):
@@ -64,19 +66,8 @@ def _is_made(target: Path, recipe_hash: str) -> bool:
     return bool(recorded_hash == recipe_hash)
 
 
-def _move_into_place(new: Path, target: Path, recipe_hash: str) -> None:
-    """Rename `new` to `target`, unless a faster process has made the same."""
-    if target.exists() and not _is_made(target, recipe_hash):
-        os.replace(target, new.with_name("old"))
-    try:
-        os.replace(new, target)
-    except OSError:
-        if not _is_made(target, recipe_hash):
-            raise
-
-
 def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Mapping[str, int]) -> None:
-    """Write a model as released models are written, in float32."""
+    # As released models are written, in float32, so that the same code loads both.
     from transformers.core_model_loading import revert_weight_conversion
 
     from megatron_grpo.models.hf_folder import save_tensors
@@ -86,21 +77,14 @@ def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Ma
     stored = revert_weight_conversion(model, model.state_dict())
     weights = {name: tensor.contiguous() for name, tensor in stored.items() if name != "lm_head.weight"}  # tied
     save_tensors(weights, folder / "model.safetensors", {"format": "pt"})
-    generation = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "eos_token_id": vocabulary[EOS],
-        "pad_token_id": vocabulary[PAD],
-    }
+    token_ids = {"eos_token_id": vocabulary[EOS], "pad_token_id": vocabulary[PAD]}
+    generation = {"do_sample": True, "temperature": 1.0, **token_ids}
     for file, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
-    """Make a tokenizer of characters and marks of calls.
-
-    `longest`: number of positions of the model.
-    """
+    """Make a tokenizer of characters and call marks for `longest` positions."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -123,7 +107,7 @@ def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
 def _make_model(
     name: str, folder: Path, warmup: Sequence[Lesson], unseen: Sequence[Lesson], val: Sequence[Lesson]
 ) -> float:
-    """Train and save a model; returns its greedy accuracy on the validation lessons."""
+    # Returns the greedy accuracy on the validation lessons.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,7 +123,7 @@ def _make_model(
     torch.manual_seed(recipe["seed"])
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
-        _warm_up(model, recipe, vocabulary, warmup, probe)
+        _warm_up(model, name, vocabulary, warmup, probe)
         accuracy = measure_greedy_accuracy(model, val, vocabulary)
     finally:
         torch.set_num_threads(threads)
@@ -149,18 +133,14 @@ def _make_model(
 
 
 def _warm_up(
-    model: Any,
-    recipe: Mapping[str, Any],
-    vocabulary: Mapping[str, int],
-    lessons: Sequence[Lesson],
-    probe: Sequence[Lesson],
+    model: Any, name: str, vocabulary: Mapping[str, int], lessons: Sequence[Lesson], probe: Sequence[Lesson]
 ) -> None:
-    """Train on the model's tokens of random batches until the probe meets the target."""
+    # The warm-up ends at the target reward: reinforcement learning is to have something left to learn.
     import torch
     from torch.nn import functional as F
 
-    tokens, mask = encode_lessons(lessons, vocabulary)
-    lr = recipe.get("lr", recipe.get("warmup_lr"))
+    recipe, (tokens, mask) = RECIPES[name], encode_lessons(lessons, vocabulary)
+    lr = recipe["lr"] if "lr" in recipe else recipe["warmup_lr"]
     order = torch.Generator().manual_seed(recipe["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(recipe["warmup_steps_max"]):
@@ -189,10 +169,7 @@ def measure_greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: M
 
 
 def _score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """Score the model's turns: log-probability of each lesson, and whether it is likeliest.
-
-    Both have the shape [lessons]: float32 and bool.
-    """
+    # [lessons], float32: log-probability of the model's turns; and bool: whether each of their tokens is the likeliest.
     import torch
 
     tokens, mask = encode_lessons(lessons, vocabulary)
