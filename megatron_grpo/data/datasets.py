@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
 from megatron_grpo.data.rows import is_conversation
@@ -105,9 +106,8 @@ def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str |
         kind = type(returned).__name__
         raise ValueError(f"returned {kind} as prompt, neither a text nor a list of {{role, content}}")
     for candidate in (returned, column):
-        if candidate is not None and (isinstance(candidate, str) or is_conversation(candidate)):
-            prompt: str | list[dict[str, str]] = candidate
-            return prompt
+        if isinstance(candidate, str) or is_conversation(candidate):
+            return candidate
     return "".join(message["content"] for message in messages)
 
 
@@ -129,7 +129,7 @@ class UsableRows:
 
 
 @dataclass(eq=False)
-class AllTaskProcessedDataset:
+class AllTaskProcessedDataset(Dataset[DatumSpec]):
     """Rows of any mix of tasks as prompts."""
 
     dataset: UsableRows | Sequence[dict[str, Any]]
@@ -183,7 +183,8 @@ class AllTaskProcessedDataset:
         except (KeyError, TypeError):
             tasks = ", ".join(sorted(self.task_data_processors)) or "none"
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {tasks}') from None
-        name = f"row {idx}: its processor {_format_name(process)}"
+        function = process if hasattr(process, "__qualname__") else type(process)
+        name = f"row {idx}: its processor {function.__module__}.{function.__qualname__}"
         is_builtin = find_rendering(process) is not None
         try:
             prompt = process(row, spec, self.tokenizer, self.max_seq_length, idx)
@@ -203,8 +204,3 @@ class AllTaskProcessedDataset:
             text = f"the prompt has the token {token!r} with number {number}, and the model has {self.vocab} tokens"
             raise ValueError(f"row {idx}: {text} (vocab_size in config.json)")
         return prompt
-
-
-def _format_name(process: DataProcessor) -> str:
-    function = process if hasattr(process, "__qualname__") else type(process)
-    return f"{function.__module__}.{function.__qualname__}"

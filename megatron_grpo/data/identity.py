@@ -95,9 +95,9 @@ def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | N
         if old.weight != new.weight:
             return f"the weight of {subject} is {new.weight:g}, and was {old.weight:g}"
     for name in ("shuffle", "streaming"):
-        if getattr(before, name) != getattr(now, name):
-            values = [str(getattr(identity, name)).lower() for identity in (now, before)]
-            return f"data.{name} is {values[0]}, and was {values[1]}"
+        old_value, value = (str(getattr(identity, name)).lower() for identity in (before, now))
+        if value != old_value:
+            return f"data.{name} is {value}, and was {old_value}"
     return None
 
 

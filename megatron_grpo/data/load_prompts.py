@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import ConcatDataset
 
@@ -22,7 +22,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
-from megatron_grpo.data.loader import Batches, PromptLoader, PromptSampler, StreamLoader, open_stream
+from megatron_grpo.data.loader import Batches, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set
@@ -98,10 +98,8 @@ class HeldOutPrompts:
 def load_held_out_prompts(config: Config, model: Path, key: str, dataset: DatasetConfig) -> HeldOutPrompts:
     """Read, render and tokenize a set as for validation.
 
-    `key` is the key of the configuration that names the set's path, for messages.
-
-    Raises:
-        ConfigError: the set or a row in it cannot be used, or no row is short enough.
+    `key` is that of the set's path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are
+    too long.
     """
     reader = _Reader(config, model)
     return HeldOutPrompts(reader.read_held_out(key, dataset), reader.stops, reader.notes)
@@ -110,25 +108,13 @@ def load_held_out_prompts(config: Config, model: Path, key: str, dataset: Datase
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
     """Read, render and tokenize the training and validation sets.
 
-    `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens.
-
-    Raises:
-        ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
+    `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens. ConfigError: a file or a
+    row in it cannot be used, or too few rows are short enough.
     """
     reader = _Reader(config, model, tokenizer)
     loader = reader.make_stream() if config.data.streaming else reader.make_loader()
     val_prompts = list(chain.from_iterable(reader.read_validation()))
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
-
-
-def _require_same_tokens(tokenizer: Any, model: Path) -> None:
-    # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
-    if (model / TOKENIZER_FILE).is_file():
-        of_model = load_tokenizer(model)
-        difference = find_difference(tokenizer, of_model, make_sample_texts(list_added_tokens(of_model)))
-        if difference is not None:
-            text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
-            raise ConfigError([Problem("tokenizer", text)])
 
 
 class _Reader:
@@ -140,8 +126,13 @@ class _Reader:
         if tokenizer is None:
             loaded = read_tokenizer(model)
             self.tokenizer, self.notes = loaded.tokenizer, list(loaded.remarks)
-        else:
-            _require_same_tokens(tokenizer, model)
+        elif (model / TOKENIZER_FILE).is_file():
+            # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
+            of_model = load_tokenizer(model)
+            difference = find_difference(tokenizer, of_model, make_sample_texts(list_added_tokens(of_model)))
+            if difference is not None:
+                text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
+                raise ConfigError([Problem("tokenizer", text)])
         self._vocab = read_vocabulary_size(model)
         self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
         self.notes += self._find_unstopped_turns()
@@ -181,12 +172,11 @@ class _Reader:
             shuffle=config.data.shuffle,
             seed=config.training_loop.seed,
         )
-        prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(cast(Any, datasets))
+        prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
     def make_stream(self) -> StreamLoader:
-        config = self.config
-        ((key, training_set),) = config.data.training_sets.items()
+        config, ((key, training_set),) = self.config, self.config.data.training_sets.items()
         try:
             stream = open_stream(training_set)
         except ValueError as error:
@@ -205,8 +195,8 @@ class _Reader:
         """Read at most max_val_samples validation prompts of each set."""
         for key, validation_set in self.config.data.validation_sets.items():
             prompts = self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]
-            name = key.split(".")[2] if key != "data.val_path" else None
-            yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
+            is_named = key != "data.val_path"
+            yield [{**prompt, "dataset": key.split(".")[2]} for prompt in prompts] if is_named else prompts
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
         dataset, usable = self._read(key, config)
@@ -243,10 +233,8 @@ class _Reader:
             left_out -= len(refused)  # a refused prompt has loss_multiplier 0 as a long one has
         if left_out:
             among = "" if rendered == len(dataset) else "first "
-            self.notes.append(
-                f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: more than "
-                f"data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
-            )
+            text = f"more than data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
+            self.notes.append(f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: {text}")
         return dataset, len(dataset) - left_out - len(refused)
 
     def _make_prompts(

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
@@ -62,12 +62,7 @@ class PromptSampler(Sampler[int]):
         return round((self.weights[number] % 1) * self.sizes[number])
 
 
-class Prompts(Protocol):
-    """A dataset of prompts, for example AllTaskProcessedDataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, idx: int, /) -> DatumSpec: ...
+Prompts = Dataset[DatumSpec]
 
 
 class Batches(Protocol):

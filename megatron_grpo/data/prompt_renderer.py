@@ -68,16 +68,16 @@ class PromptRenderer:
         """Encode a first prompt whose text is rendered."""
         return self.encode_rendered(text) if self.format.apply_chat_template else self.encode_plain(text)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Encode a chat template's text with its special tokens."""
-        return self._encode(text)
+    def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encode a text; a chat template's has its special tokens already."""
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode a plain prompt behind the tokenizer's special tokens.
 
         Special tokens after the text would end the sequence before the response, and are left out.
         """
-        return self._strip_added(self._encode(text, add_special_tokens=True))
+        return self._strip_added(self.encode_rendered(text, add_special_tokens=True))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many prompts at once; needs a fast tokenizer."""
@@ -186,21 +186,18 @@ class PromptRenderer:
             text = behind
         # Tokenized together with the token before it, because each tokenizer treats blanks next to special tokens in
         # another way.
-        ids = self._encode(end + text)
+        ids = self.encode_rendered(end + text)
         return ids[1:] if ids[:1] == [last_token] else self._encode_without_blank(text)
-
-    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _encode_without_blank(self, text: str) -> list[int]:
         core = self._core_without_blank
         if core is None:
-            return self._encode(text)
+            return self.encode_rendered(text)
         offsets = (text.find(token) for token in self._special_texts.values())
         begin = min((offset for offset in offsets if offset >= 0), default=None)
         # Behind a special token the tokenizer is right again: its blank is part of every prompt.
         ids = list(core.encode(text[:begin], add_special_tokens=False).ids)
-        return ids if begin is None else ids + self._encode(text[begin:])
+        return ids if begin is None else ids + self.encode_rendered(text[begin:])
 
     def _strip_added(self, ids: list[int]) -> list[int]:
         """Strip special tokens after a prompt, and repeated ones before."""
@@ -219,7 +216,7 @@ class PromptRenderer:
     @cached_property
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         # Tokenizers do not tell which special tokens they put before and after a text, so a text shows them.
-        bare, full = self._encode("a"), self._encode("a", add_special_tokens=True)
+        bare, full = self.encode_rendered("a"), self.encode_rendered("a", add_special_tokens=True)
         for start in range(len(full) - len(bare) + 1):
             if bare and full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]

@@ -72,17 +72,7 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
     # All rows are checked before training, although training may need few of them: a bad row that shows only when it is
     # used ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the
     # schedules of the learning rate and the order of prompts, which must not change while the run goes on.
-    stats = _list_file_stats(config.path)
-    identity = json.dumps([asdict(config), asdict(data), dict(environments), stats], default=str)
-    if identity not in _reports:
-        _reports[identity] = _examine(config, data, environments)
-    return _reports[identity]
-
-
-_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
-
-
-def _list_file_stats(path: str) -> list[tuple[str, int, int, int]]:
+    path = config.path
     files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names] or [path]
     stats = []
     for file in sorted(files):
@@ -91,7 +81,13 @@ def _list_file_stats(path: str) -> list[tuple[str, int, int, int]]:
         except (OSError, ValueError):  # a hub set; ValueError: the path has a NUL character
             continue
         stats.append((file, status.st_mtime_ns, status.st_size, status.st_ino))
-    return stats
+    identity = json.dumps([asdict(config), asdict(data), dict(environments), stats], default=str)
+    if identity not in _reports:
+        _reports[identity] = _examine(config, data, environments)
+    return _reports[identity]
+
+
+_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
 
 
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:

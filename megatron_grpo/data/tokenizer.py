@@ -95,8 +95,7 @@ def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str
 
     def decode(coder: Any, ids: list[int], skip: bool) -> str:
         options = {"clean_up_tokenization_spaces": False} if hasattr(coder, "clean_up_tokenization_spaces") else {}
-        text: str = coder.decode(ids, skip_special_tokens=skip, **options)
-        return text
+        return coder.decode(ids, skip_special_tokens=skip, **options)
 
     # Both directions, with and without special tokens: tokenizers that encode alike may still decode otherwise.
     for text in texts:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from megatron_grpo.losses.loss import MAX_LOG_RATIO, bounded_exp, response_mean, response_sum
+from megatron_grpo.losses.loss import MAX_LOG_RATIO, Segments, bounded_exp, response_mean, response_sum
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
-    from megatron_grpo.losses.loss import Segments
 
 
 KLType = Literal["k1", "k2", "k3"]

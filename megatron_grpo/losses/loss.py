@@ -107,7 +107,6 @@ class LossFunction(Protocol):
                 for a value model the value before it.
             tokens: the fields that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
                 positive if the batch marks correct responses; for a policy also entropy.
-            segments: the sequences of a flat microbatch; None: the rows are the sequences.
 
         Returns:
             The shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name ends

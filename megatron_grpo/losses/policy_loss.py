@@ -51,9 +51,7 @@ class ClippedPGLossFn:
     over the kept tokens, and the KL compares the whole distributions of policy and reference. A sampled token that the
     filter removes in training (-inf in curr or prev) has probability 0 there, and so an importance weight of 0: all
     terms but the entropy leave it out. It still counts in what they are divided by, and as a log ratio of 0 in sums and
-    means over its response.
-
-    Entries outside loss_mask may hold anything, infinities and NaN included: they are replaced before any arithmetic.
+    means over its response. Entries outside loss_mask may hold anything, infinities and NaN included.
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -111,7 +109,6 @@ class ClippedPGLossFn:
     def _entropy_and_imitation(
         self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts, weight: Tensor | float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Shares of the entropy bonus and of imitation, and their metrics."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if config.entropy_coef:
             entropy = mask_values(require_field(tokens.entropy), mask)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
-from megatron_grpo.losses.loss import mask_values, token_mean, token_weights, weighted_mean
+from megatron_grpo.losses.loss import GlobalCounts, Segments, mask_values, token_mean, token_weights, weighted_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
-    from megatron_grpo.losses.loss import GlobalCounts, Segments
 
 
 VARIANCE_EPSILON = 1e-8  # added to the variance before advantages are divided by its root
