@@ -81,6 +81,7 @@ def _convert_messages(log: Any) -> list[Message]:
         if not isinstance(message, Mapping) or "token_ids" not in message:
             raise ValueError(f"returned no token_ids in {name}")
         tokens = message["token_ids"]
+        # Tensors and arrays become lists. The exact type, because True is an int as well.
         tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
         if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
             raise ValueError(f"returned {name}.token_ids that are not a flat list of token numbers")

@@ -106,6 +106,7 @@ def rewrite_answer(text: str) -> AnswerText:
     """Rewrite a boxed answer or a reference."""
     if len(text) > MAX_CHARACTERS:
         return AnswerText(text, text)
+    # Signs first: the other patterns know digits and operators in ASCII alone.
     plain = _PI.sub(lambda name: r"\pi " if name[1] == "pi" else r"\infty ", rewrite_signs(text).strip())
     plain = re.sub(r"^#\s*(?=[-\d])", "", _EDGE.sub("", plain))
     plain = _CURRENCY.sub("", plain)
@@ -179,7 +180,7 @@ def rewrite_numbers(text: str) -> str:
 def _make_improper(number: re.Match[str]) -> str:
     sign, integer, above, below = number[1], int(number[2]), int(number[3]), int(number[4])
     if not 0 < above < below:
-        return number[0]
+        return number[0]  # 2 3/2 is no mixed number
     return f"{sign}{integer * below + above}/{below}"
 
 

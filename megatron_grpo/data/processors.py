@@ -142,6 +142,7 @@ def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int
     question = prompt if last is None else join_content(prompt[last].get("content"))
     try:
         words = spec.prompt.format(question, **{name: value for name, value in row.items() if name.isidentifier()})
+    # A format may look into a column, as {scores[0]} and {scores.first} do, so many errors are possible.
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
         text = f"{type(error).__name__}: {error}; braces that are meant are written {{{{ and }}}}"
         raise ValueError(f"row {idx}: the words of data.prompt_file do not fit it: {text}") from error

@@ -239,7 +239,7 @@ def open_source(config: DatasetConfig) -> Source:
     try:
         return _READERS[path.suffix](path)
     except SourceError:
-        raise
+        raise  # it says already what is wrong
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror or _read_first_line(error)}") from None
     except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
