@@ -109,13 +109,12 @@ def render_chat(
     """
     try:
         with _watch.deadline(seconds):
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except _Overdue:
         raise RunError(
             f"the chat template was not done with one conversation after {seconds:g} s: a loop in it has no end; take "
             "the template of a model that you trust, or give one in data.chat_template"
         ) from None
-    return text
 
 
 def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
