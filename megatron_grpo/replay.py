@@ -141,24 +141,16 @@ def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
 
 
 def _to_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    return {
-        "run_dir": str(record.run_dir),
-        "step": record.step,
-        "checkpoint": None if record.checkpoint is None else str(record.checkpoint),
-        "comparisons": [
-            {
-                "first": comparison.first,
-                "second": comparison.second,
-                "agrees": comparison.agrees,
-                "place": comparison.first_difference,
-                "differences": [
-                    asdict(difference) | {"agrees": difference.agrees, "layer": difference.layer}
-                    for difference in comparison.differences
-                ],
-            }
-            for comparison in comparisons
-        ],
-    }
+    rows = []
+    for comparison in comparisons:
+        differences = [
+            asdict(difference) | {"agrees": difference.agrees, "layer": difference.layer}
+            for difference in comparison.differences
+        ]
+        row = {"agrees": comparison.agrees, "place": comparison.first_difference, "differences": differences}
+        rows.append(asdict(comparison) | row)
+    checkpoint = None if record.checkpoint is None else str(record.checkpoint)
+    return {"run_dir": str(record.run_dir), "step": record.step, "checkpoint": checkpoint, "comparisons": rows}
 
 
 def _print_comparisons(
@@ -169,9 +161,9 @@ def _print_comparisons(
     sizes = [f"{name} {size}" for name, size in asdict(policy.parallel).items() if size and size != 1]
     print(f"layout {', '.join([*(sizes or ['one rank']), policy.precision])}")
     for name, version in recorded_versions.items():
-        here = installed.get(name, "not installed")
-        if here != version:
-            print(f"{name} was {version} when the step was recorded, and is {here} here")
+        present = installed.get(name, "not installed")
+        if present != version:
+            print(f"{name} was {version} when the step was recorded, and is {present} here")
     for comparison in comparisons:
         print(f"\n{comparison.first} against {comparison.second}")
         for difference in comparison.differences:
@@ -190,9 +182,8 @@ def _format_first_difference(position: dict[str, Any]) -> str:
     text = f"{layer}{tensor} ({position['quantity']})"
     if position["token"] is not None:
         point = f" at {position['point']}" if position["point"] else ""
-        text += (
-            f"; first token{point}: {position['token']} of sequence {position['sequence']}, id {position['token_id']}"
-        )
+        token = f"{position['token']} of sequence {position['sequence']}, id {position['token_id']}"
+        text += f"; first token{point}: {token}"
     return text
 
 

@@ -93,7 +93,7 @@ def as_command(name: str, usage: str, failures: tuple[type[Exception], ...] = ()
     An error becomes a line on standard error; the exit code is FAILED for `failures`, else MISTAKE.
     """
 
-    def decorate(body: Command) -> Command:
+    def wrap(body: Command) -> Command:
         @functools.wraps(body)
         @tolerant_output()
         def main(arguments: Sequence[str]) -> int:
@@ -107,7 +107,7 @@ def as_command(name: str, usage: str, failures: tuple[type[Exception], ...] = ()
 
         return main
 
-    return decorate
+    return wrap
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> bool:

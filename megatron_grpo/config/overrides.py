@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -29,9 +30,11 @@ SEARCH_KEY = "hydra.searchpath"  # hydra.searchpath=[FOLDER,...] adds several
 RECIPES = "exp"  # the config group whose options are whole recipes
 VARIANTS = "variant"  # the config group of published variants of an algorithm; Hydra reads it after all others
 ALIASES = {"cluster.nodes": "cluster.num_nodes"}  # second names of keys on the command line
-DEEPEST = 20  # deepest nesting of brackets; Hydra's parser takes seconds for thousands
+DEEPEST = 20  # deepest nesting of brackets
 _FILE = "file://"
 _TEXT = ("text", "text or null")  # types of keys whose values are taken literally, whatever characters they contain
+# Folders of the command line that is composed; a context variable, because Hydra and the checks read them, and other
+# threads of a notebook may compose too.
 
 _added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
 
@@ -133,22 +136,21 @@ def read_overrides(arguments: Sequence[str]) -> Overrides:
     overrides, options = Overrides(), list_config_groups()
     parser = OverridesParser.create()
     for argument in arguments:
-        name, _, value = argument.lstrip("+~").partition("=")
-        text = argument.replace(name, ALIASES[name], 1) if name in ALIASES else argument
-        name = ALIASES.get(name, name)
+        alias, _, value = argument.lstrip("+~").partition("=")
+        name = ALIASES.get(alias, alias)
+        text = argument.replace(alias, name, 1)
         overrides.values[name] = to_text(value)
         if text.startswith("~"):
             problem = _accept_deletion(overrides, text, name, options)
         else:
-            problem = _check_form(text, options) or _accept(overrides, parser, text, options)
+            problem = _check_form(text, name, value, options) or _accept(overrides, parser, text, options)
         if problem is not None:
             overrides.problems.append(problem)
     return overrides
 
 
-def _check_form(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    name, equals, value = text.lstrip("+").partition("=")
-    if not equals:
+def _check_form(text: str, name: str, value: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
+    if "=" not in text:
         advice = _advise_on_path(name)
         choices = {option: f"+{group}={option}" for group, names in options.items() for option in names}
         if advice is None and (close := difflib.get_close_matches(name, choices, n=1)):
@@ -157,6 +159,7 @@ def _check_form(text: str, options: Mapping[str, Sequence[str]]) -> Problem | No
         return Problem(text, f"not understood; {advice}")
     if not name.strip():
         return Problem(text, "has no key before the =; write key=value")
+    # Hydra's parser takes seconds for thousands of brackets; the type of a key says more than this message.
     if find_key(name) is None and measure_nesting(value) > DEEPEST:
         return Problem(f"{name}={to_text(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
     return None
@@ -195,7 +198,8 @@ def _accept(
             return Problem(f"{name}={option}", f"no such {kind}; {hint}there is {', '.join(options[name])}")
         choice = f"{name}={value}"
         earlier = next((accepted for accepted in overrides.accepted if accepted.startswith(f"{name}=")), choice)
-        if earlier != choice:  # Hydra would silently take the last one
+        if earlier != choice:
+            # Hydra would silently take the last one.
             return Problem(f"{earlier} {choice}", f"a run takes one {name}; leave out the others")
         overrides.accepted.append(choice)
     elif find_key(name) or (is_section(name) and isinstance(value, dict)):
@@ -219,8 +223,8 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
     try:
         override = None if is_too_deep else parser.parse_override(text)
         value = None if override is None else override.value()
-    except (HydraException, ValueError, RecursionError):  # ValueError: a number of thousands of digits
-        override = value = None
+    except (HydraException, ValueError, RecursionError):
+        override = value = None  # ValueError: Python converts no number of thousands of digits
     subject = f"{name}={to_text(text_value)}"
     if override is None:
         if kind in _TEXT:
@@ -238,9 +242,8 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
         return Problem(text, f"several values at once; a run takes one, and {advice}")
     if kind not in (None, FREE_TYPE) and isinstance(value, dict):
         return Problem(subject, f"must be {kind}")
-    if kind in _TEXT and isinstance(value, bool | int | float):
-        return None  # run_dir=2026_01 is a text, although Python reads 2026_01 as a number
-    return override
+    # run_dir=2026_01 is a text, although Python reads 2026_01 as a number.
+    return None if kind in _TEXT and isinstance(value, bool | int | float) else override
 
 
 def _accept_deletion(
@@ -262,8 +265,5 @@ def _accept_deletion(
 
 def measure_nesting(text: str) -> int:
     """Count the deepest nesting of brackets."""
-    depth = deepest = 0
-    for character in text:
-        depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(character, 0)
-        deepest = max(deepest, depth)
-    return deepest
+    steps = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
+    return max(itertools.accumulate((steps.get(character, 0) for character in text), initial=0))

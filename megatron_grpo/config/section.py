@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, ClassVar
 
+from annotated_types import Predicate
 from pydantic import AfterValidator, ConfigDict, Field
 
 MISSING = "???"  # value of a required key, in OmegaConf's notation
@@ -16,29 +17,19 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-def _refuse_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("is neither -1 nor above 0")
-    return value
-
-
-Steps = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero), "int > 0 or -1"]
-
-
-def _refuse_tiny_temperature(value: float) -> float:
-    if 0 < value < 0.01:
-        raise ValueError("vLLM silently raises it, and training would divide by it as it is")
-    return value
-
-
+Steps = Annotated[int, Field(ge=-1), Predicate(lambda steps: steps != 0), "int > 0 or -1"]
+# vLLM silently raises temperatures below 0.01, and training would divide by them as they are.
 Temperature = Annotated[
-    float, Field(ge=0, le=2), AfterValidator(_refuse_tiny_temperature), "0 (greedy) or float >= 0.01 and <= 2"
+    float,
+    Field(ge=0, le=2),
+    Predicate(lambda value: value == 0 or value >= 0.01),
+    "0 (greedy) or float >= 0.01 and <= 2",
 ]
 NonEmptyText = Annotated[str, Field(min_length=1), "text that is not empty"]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+# Path of a file or folder; a leading ~ is the home folder, also where no shell replaces it.
 PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]
-"""Path of a file or folder; a leading ~ is the home folder, also where no shell replaces it."""
 # Pass-through fields, each with the library or class whose installed version checks them.
 MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
