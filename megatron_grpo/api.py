@@ -95,6 +95,7 @@ def train(
         settled = checked.require()
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
+        # Only now, because a start that is refused leaves the folder of the run as it was.
         with files.move_in():
             run_algorithm(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
     return FinishedRun(Path(settled.run_dir))
@@ -119,6 +120,7 @@ def _check_arguments(
             raise ConfigError([Problem("config", text)])
         return check_config(config)
     overrides = format_overrides(config)
+    # Composed once without the objects, whose overrides need the names of the task and of the run's folder.
     composed = compose_typed(overrides)
     if composed.config is None:
         raise ConfigError(composed.rename_problems(composed.problems))
@@ -204,7 +206,7 @@ def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[Path, set[st
 
 
 def format_overrides(config: Any) -> list[str]:
-    """Write the overrides of a script as on a command line; ConfigError if they are none."""
+    """Write overrides as on a command line; ConfigError if they are none."""
     if isinstance(config, str):
         return [config]
     if isinstance(config, Mapping):
@@ -222,7 +224,7 @@ def format_overrides(config: Any) -> list[str]:
 def _format_value(value: Any, key: str) -> str:
     """Write a value in Hydra's syntax; `key` is for the error message."""
     if isinstance(value, np.generic):
-        value = value.item()
+        value = value.item()  # JSON has no numbers of NumPy
     if isinstance(value, str | PurePath):
         return str(value)
     if isinstance(value, Mapping):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.config.command_line import as_command
@@ -36,15 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
     if request.config.cluster.ray_address is None:
         prepare_ray_environment()
-    from megatron_grpo.evaluation.checkpoint_scores import evaluate  # after the checks: Ray takes long to import
+    # After the checks, because Ray takes long to import.
+    from megatron_grpo.evaluation.checkpoint_scores import evaluate
 
-    _print_results(evaluate(request))
-    print(f"wrote {request.output}")
-    return 0
-
-
-def _print_results(results: Mapping[str, Any]) -> None:
-    """Print a line for each figure, with its mean and interval."""
+    results = evaluate(request)
     for name, figures in results["sets"].items():
         print(f"{name}: {figures['prompts']} prompts, {results['samples']} response(s) each")
         for figure, value in figures.items():
@@ -56,6 +50,8 @@ def _print_results(results: Mapping[str, Any]) -> None:
             interval = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
             tests = [f"{test} p={figures[key]:.3g}" for key, test in _TESTS.items() if key in figures]
             print(f"{name}, compared: {difference['mean']:+.4f}  {interval}, {', '.join(tests)}")
+    print(f"wrote {request.output}")
+    return 0
 
 
 if __name__ == "__main__":

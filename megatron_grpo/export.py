@@ -54,7 +54,12 @@ def main(arguments: Sequence[str]) -> int:
     if not any((checkpoint / name).exists() for name in (MANIFEST_FILE, POLICY_FOLDER)):
         reason = "is not a checkpoint" if checkpoint.is_dir() else "does not exist"
         raise ValueError(f"checkpoint={checkpoint} {reason}; give a folder RUN_DIR/checkpoints/step_N")
-    _require_writable(output)
+    # The folder is written under this name, and renamed when it is complete.
+    incomplete = output.absolute().with_name(f".{output.absolute().name}.incomplete-{os.getpid()}")
+    for problem in check_writable("output", str(incomplete)):
+        raise ValueError(f"output={output} cannot be written: {problem.text}")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"output={output} already exists; give the path of a new folder")
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     policy = _read_policy(config_file)
     if form == "peft" and not policy.lora.rank:
@@ -115,16 +120,6 @@ def _read_policy(config_file: Path) -> PolicyConfig:
         first = error.errors()[0]
         text = f"{'.'.join(('policy', *map(str, first['loc'])))}={to_text(first['input'])}: {first['msg']}"
     raise ValueError(f"{config_file} is not the configuration of a run: {text}")
-
-
-def _require_writable(output: Path) -> None:
-    absolute = output.absolute()
-    # The folder is written under this name, and renamed when it is complete.
-    incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")
-    for problem in check_writable("output", str(incomplete)):
-        raise ValueError(f"output={output} cannot be written: {problem.text}")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"output={output} already exists; give the path of a new folder")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parsed.options, parsed.overrides
     if overrides[:1] == ["calibrate"]:
         return _fit_profile(overrides[1:], options.get("out"))
+    # A search replaces the layouts, so that theirs are the only mistakes that it may begin with.
     config, shape = _load_config(overrides, compose_for_search if "search" in options else compose_config)
     plan, layouts = None, None
     with start_trace_pool() as pool:

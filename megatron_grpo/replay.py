@@ -81,9 +81,6 @@ def main(arguments: Sequence[str]) -> int:
 def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     """Do the step again, unchanged and changed, and compare all sides.
 
-    A step without recorded figures and without changes is done twice, because nothing else tells whether it comes out
-    the same.
-
     Raises:
         ValueError: the record or the changes cannot be used; says why.
         RunError: a rank failed, or there is no GPU for each rank.
@@ -103,6 +100,7 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     if request.baseline == "run" or changed is None:
         replayed_steps[REPLAYED] = record
     if request.baseline == "run" and changed is None and record.figures is None:
+        # Nothing else tells whether a step without recorded figures and without changes comes out the same.
         replayed_steps[AGAIN] = record
     if changed is not None:
         replayed_steps[CHANGED] = changed
@@ -172,19 +170,16 @@ def _print_comparisons(
             token = "" if difference.token is None else f"token {difference.token} of sequence {difference.sequence}"
             position = ", ".join(part for part in (difference.tensor, token) if part)
             print(f"  {difference.quantity:17} {apart}  {verdict:6}  {position}")
-        if comparison.first_difference is not None:
-            print(f"  first difference: {_format_first_difference(comparison.first_difference)}")
-
-
-def _format_first_difference(position: dict[str, Any]) -> str:
-    layer = "" if position["layer"] is None else f"layer {position['layer']}, "
-    tensor = position["tensor"] or position["quantity"]
-    text = f"{layer}{tensor} ({position['quantity']})"
-    if position["token"] is not None:
-        point = f" at {position['point']}" if position["point"] else ""
-        token = f"{position['token']} of sequence {position['sequence']}, id {position['token_id']}"
-        text += f"; first token{point}: {token}"
-    return text
+        if comparison.first_difference is None:
+            continue
+        position: dict[str, Any] = comparison.first_difference
+        layer = "" if position["layer"] is None else f"layer {position['layer']}, "
+        text = f"{layer}{position['tensor'] or position['quantity']} ({position['quantity']})"
+        if position["token"] is not None:
+            point = f" at {position['point']}" if position["point"] else ""
+            token = f"{position['token']} of sequence {position['sequence']}, id {position['token_id']}"
+            text += f"; first token{point}: {token}"
+        print(f"  first difference: {text}")
 
 
 def read_request(arguments: Sequence[str]) -> ReplayRequest:

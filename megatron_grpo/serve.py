@@ -79,6 +79,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
+        # The token is no argument, because every user of the machine sees the command line.
         TOKEN_VARIABLE: token,
         NAMES_VARIABLE: " ".join([options.host, *options.name]),
         SERVER_MARKER: "1",
@@ -137,15 +138,12 @@ def _to_vllm_arguments(arguments: Sequence[str]) -> list[str]:
             words.append(f"{words.pop()}={word}")
         else:
             words.append(word)
-    return [_to_switch(word) for word in words]
-
-
-def _to_switch(word: str) -> str:
-    """Write --enforce-eager=True as vLLM's switch --enforce-eager."""
-    name, _, value = word.partition("=")
-    if name not in _SWITCHES or value.lower() not in _TRUTH:
-        return word
-    return name if _TRUTH[value.lower()] else f"--no-{name.removeprefix('--')}"
+    for number, word in enumerate(words):
+        name, _, value = word.partition("=")
+        # --enforce-eager=True of TRL's server is the switch --enforce-eager, and False --no-enforce-eager.
+        if name in _SWITCHES and value.lower() in _TRUTH:
+            words[number] = name if _TRUTH[value.lower()] else f"--no-{name.removeprefix('--')}"
+    return words
 
 
 def _require_unowned(arguments: Sequence[str]) -> None:

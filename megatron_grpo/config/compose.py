@@ -152,6 +152,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
         parsed = read_overrides([argument for argument in arguments if argument not in jobs])
         composed = Composed(read_job(jobs, parsed.values))
         algorithm, overruled = _compose(composed, parsed)
+        # The conversion removes wrong values from the copy; `values`, which --cfg job prints, keeps them.
         composed.config, wrong = convert_values(copy.deepcopy(composed.values), algorithm)
         composed.problems += [problem for problem in wrong if problem.key not in composed.problem_keys]
         composed.defaulted = set(filter(find_key, composed.problem_keys))
@@ -182,10 +183,12 @@ def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
             into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
             into.problems += [*parsed.problems, *job.problems, _describe_hydra_error(accepted, error)]
             return "grpo", []
+        # A wrong algorithm is reported when types are checked.
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
         into.written_names, contradictions = unite_shared_keys(
             composed, algorithm, parsed.values, lambda: _list_composed_files(accepted)
         )
+    # Before the job is applied, because its settings then replace the values of the options.
     overruled = list(_find_overruled_settings(job, accepted, composed))
     into.problems = [describe_unknown_key(name, algorithm) for name in parsed.unknown]
     into.problems += [*parsed.problems, *job.problems, *contradictions, *job.apply(composed, environments)]
@@ -194,7 +197,8 @@ def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
     assert isinstance(resolved, dict)
     into.values = values = {str(name): value for name, value in resolved.items()}
     if not any(override.startswith("~env.") for override in accepted):
-        for name, environment in Config().env.items():  # for a run that names none, or rows without a task_name
+        # The default environment is for a run that names none, or for rows without a task_name.
+        for name, environment in Config().env.items():
             if not values["env"] or values["data"]["task_name"] == name:
                 values["env"].setdefault(name, {"type": environment.type})
     if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:

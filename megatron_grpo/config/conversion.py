@@ -42,7 +42,7 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
 
 
 def convert_argument(name: str, text: str, kind: Any) -> Any:
-    """Convert an argument NAME=TEXT of a command, or raise ValueError; a list is written [a,b]."""
+    """Convert an argument NAME=TEXT, or raise ValueError; a list is written [a,b]."""
     value = text.removeprefix("[").removesuffix("]").split(",") if typing.get_origin(kind) is list else text
     try:
         return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)

@@ -253,6 +253,7 @@ class EnvironmentConfig(Section):
         return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
 
 
+# Classes of the built-in environments, by type; reward_functions has keys of its own.
 BUILT_IN = {
     "math": "megatron_grpo.environments.tasks:MathEnvironment",
     "addition": "megatron_grpo.environments.tasks:AdditionEnvironment",
@@ -262,26 +263,25 @@ BUILT_IN = {
     "tools": "megatron_grpo.environments.tools:ToolEnvironment",
     "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
 }
-"""Classes of the built-in environments, by type; reward_functions has keys of its own."""
 
+# The environment type that calls the functions in reward_funcs.
 REWARD_FUNCTIONS = "reward_functions"
-"""The environment type that calls the functions in reward_funcs."""
 
+# Prefix, among the metrics of a step, of those that environments and reward functions report.
 ENVIRONMENT_FIGURE = "env/"
-"""Prefix, among the metrics of a step, of those that environments and reward functions report."""
+# Sign of an undeserved reward that every environment reports.
 UNUSUALLY_SHORT = "unusually_short"
-"""Sign of an undeserved reward that every environment reports."""
+# Fewest samples of a prompt for which UNUSUALLY_SHORT compares lengths.
 LEAST_COMPARED = 4
-"""Fewest samples of a prompt for which UNUSUALLY_SHORT compares lengths."""
+# Further signs of undeserved rewards, by the built-in type that reports them.
 SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
-"""Further signs of undeserved rewards, by the built-in type that reports them."""
 
+# Types that need the reference answer of a row.
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
-"""Types that need the reference answer of a row."""
 
 Level = Literal["limits", "namespaces", "filtered"]
+# Levels of a sandbox's isolation, the weakest first.
 LEVELS: tuple[Level, ...] = ("limits", "namespaces", "filtered")
-"""Levels of a sandbox's isolation, the weakest first."""
 
 
 @dataclass(kw_only=True)

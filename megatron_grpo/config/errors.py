@@ -28,6 +28,7 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a configuration error without a problem"
         self.problems = tuple(problems)
+        # One long subject does not push the texts of all others to the right.
         width = min(max(len(problem.subject) for problem in problems), 60)
         lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
         super().__init__("\n".join([f"configuration has {format_count('problem', len(problems))}:", *lines]))

@@ -23,14 +23,14 @@ from megatron_grpo.config.section import (
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
+# Keys that remove unlikely tokens from the distribution.
 FILTERS = ("top_p", "top_k", "min_p")
-"""Keys that remove unlikely tokens from the distribution."""
+# Keys that make some tokens less likely.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
-"""Keys that make some tokens less likely."""
 
 Placement = Literal["separate", "colocated"]
+# Parts of an engine's device memory that are restored separately, under vLLM's names.
 EngineMemory = Literal["weights", "kv_cache"]
-"""Parts of an engine's device memory that are restored separately, under vLLM's names."""
 RefitMode = Literal["reshard", "broadcast", "files"]
 
 

@@ -21,7 +21,7 @@ MOST_BYTES = 2**20  # most bytes of a job file
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
-    """Read the fields of a job file; the text of a ValueError does not name the file."""
+    """Read the fields of a job file; a ValueError does not name it."""
     file = Path(os.path.expanduser(path))
     try:
         if not file.is_file():
@@ -118,6 +118,7 @@ class Job:
             # The prompts of the recipe's validation belong to another task.
             settings = {"data.val_path": None, **settings}
         for key, value in settings.items():
+            # A shared key has one value in both sections, whichever algorithm runs.
             for name in {translate_key(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
@@ -127,7 +128,7 @@ class Job:
 
 
 def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
-    """Read the job of a command line from its arguments job=FILE; empty if there are none.
+    """Read the job of arguments job=FILE; empty if there are none.
 
     `overrides` are the values of the other arguments by key, under either algorithm's name; they override the job.
     """
@@ -149,6 +150,7 @@ def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
             job.problems.append(_describe_unknown_field(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
     if len(arguments) > 1:
         job.problems.append(Problem(" ".join(arguments), "one run takes one job"))
+    # The command line has the last word over a job, as it has over a recipe.
     job.settings = {key: value for key, value in job.settings.items() if key not in job.overruled}
     job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
     if "env" in job.overruled:

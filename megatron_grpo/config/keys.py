@@ -132,6 +132,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKe
             continue
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if name == LOOPS[0]:
+                # The shared keys are a section of their own under GRPO's name, so that each is listed once.
                 below += _walk(LoopConfig, f"{name}.", "", getattr(defaults, name))
             below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))
         elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
@@ -207,7 +208,7 @@ def fill_placeholders(config: Config, text: str) -> str:
 
 
 def is_met(config: Config, condition: str) -> bool:
-    """True if the configuration meets KEY=VALUE, "KEY above NUMBER", or KEY (neither null nor empty)."""
+    """True if KEY=VALUE, "KEY above NUMBER", or KEY (not null or empty) holds."""
     key, _, expected = condition.partition("=")
     key, _, bound = key.partition(" above ")
     value = attrgetter(key)(config)

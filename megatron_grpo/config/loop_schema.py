@@ -22,8 +22,8 @@ from megatron_grpo.config.section import (
 )
 
 VALIDATION_PREFIX = "val_"
+# Metrics of a validation, without VALIDATION_PREFIX.
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
-"""Metrics of a validation, without VALIDATION_PREFIX."""
 
 
 @dataclass(kw_only=True)
@@ -245,14 +245,14 @@ class MseValueLossConfig(Section):
     """Factor of the loss, and so of its gradient; the reported loss is without it."""
 
 
+# The algorithms; each has a section of its name.
 LOOPS = ("grpo", "ppo")
-"""The algorithms; each has a section of its name."""
+# Keys, and sections of keys, that both algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
-"""Keys, and sections of keys, that both algorithms share: `grpo.NAME` and `ppo.NAME` are one setting."""
+# Keys of the same meaning with different names, defaults and limits.
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
-"""Keys of the same meaning with different names, defaults and limits."""
+# Sections that only one algorithm reads, except the shared keys in them.
 READ_BY = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
-"""Sections that only one algorithm reads, except the shared keys in them."""
 
 
 def is_shared(name: str) -> bool:

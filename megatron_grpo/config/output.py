@@ -27,6 +27,7 @@ class TolerantStream:
             try:
                 self._stream.write(text)
             except UnicodeEncodeError:
+                # The terminal of a job is often ASCII, and responses have any characters.
                 encoding = self._stream.encoding or "ascii"
                 self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except self._ignores as error:

@@ -33,9 +33,7 @@ ALIASES = {"cluster.nodes": "cluster.num_nodes"}  # second names of keys on the 
 DEEPEST = 20  # deepest nesting of brackets
 _FILE = "file://"
 _TEXT = ("text", "text or null")  # types of keys whose values are taken literally, whatever characters they contain
-# Folders of the command line that is composed; a context variable, because Hydra and the checks read them, and other
-# threads of a notebook may compose too.
-
+# Folders that the command line adds; a context variable, because a notebook may compose in several threads.
 _added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
 
 

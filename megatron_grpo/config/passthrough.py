@@ -61,7 +61,8 @@ def _find_mismatch(annotation: Any, value: Any) -> str | None:
     if kind in (_Unwritable, type(None)):
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
         return f"takes a {name}, which a configuration cannot hold"
-    try:  # as JSON, in which a list is also a tuple
+    try:
+        # As JSON, in which a list is also a tuple, and no text is a number.
         TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_json(json.dumps(value))
     except ValidationError:
         return f"must be {describe_type(kind)}"

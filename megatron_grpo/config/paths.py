@@ -52,7 +52,7 @@ def check_writable(key: str, path: str) -> Iterator[Problem]:
 
 
 def import_object(module: str, name: str) -> Any:
-    """Import an object; the text of a ValueError continues a message that begins with the setting."""
+    """Import an object; a ValueError's text continues a message of the setting."""
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything while it is imported
@@ -61,6 +61,7 @@ def import_object(module: str, name: str) -> Any:
 
 def is_hub_name(path: str) -> bool:
     """True for a name on the Hugging Face hub, such as "Qwen/Qwen3-8B"."""
+    # A name whose first part is a folder here is a misspelt path.
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) is not None and not os.path.exists(Path(path).parent)
 
 

@@ -193,6 +193,7 @@ class Config(Section):
     @property
     def prompts_per_generation_batch(self) -> int:
         """Prompts that are sampled together."""
+        # In decimal fractions, because 100 * 1.15 is below 115 in floating point.
         return int(self.training_loop.num_prompts_per_step * Fraction(str(self.training_loop.batch_multiplier)))
 
     @property
@@ -230,6 +231,7 @@ class Config(Section):
     @property
     def decay_steps(self) -> int:
         """Optimizer steps of the policy's learning-rate schedule."""
+        # Steps that train only the value model take nothing from the policy's schedule.
         steps = max(self.training_loop.max_num_steps - self.steps_without_policy, 1)
         return self.policy.optimizer.decay_steps or steps * self.optimizer_steps_per_step
 

@@ -44,7 +44,7 @@ def list_unknown_keys(name: str, value: Any) -> list[str]:
 
 
 def describe_counterpart(name: str, algorithm: str) -> str | None:
-    """Write a clause with the counterpart of a name; None if no other framework has it.
+    """Name the counterpart of another framework's name; None if there is none.
 
     For example "TRL's learning_rate is policy.optimizer.lr here".
     """
@@ -91,31 +91,26 @@ def _find_row(name: str) -> tuple[str, str, str] | None:
 
 def find_similar_keys(name: str, algorithm: str) -> list[str]:
     """List the keys that a misspelt name may stand for, best first."""
-    candidates = _list_candidates(algorithm, name)
+    section, _, rest = name.partition(".")
+    environment = rest.partition(".")[0] if section == "env" else ""
+    # Libraries check pass-through fields. The value model's keys, which are the policy's too, answer only a name in
+    # their section.
+    candidates = [
+        translate_key(algorithm, key).replace("<name>", environment or "NAME")
+        for key in read_keys()
+        if not key.endswith("<field>")
+        and not is_foreign_to(algorithm, key)
+        and (section == "value" or not key.startswith(_VALUE))
+    ]
     misspelt = difflib.get_close_matches(name, candidates, n=1, cutoff=_MISSPELT)
     if misspelt:
         return misspelt
     # Parts of a name alone suggest nothing: another framework's `….enabled` or `….name` is seldom one of ours.
-    if "." in name:
-        beside = [key for key in candidates if key.partition(".")[0] == name.partition(".")[0]]
+    if rest:
+        beside = [key for key in candidates if key.partition(".")[0] == section]
         return difflib.get_close_matches(name, beside, n=_MOST_SUGGESTED, cutoff=_ALIKE)
     without_section = {key: key.partition(".")[2] for key in candidates}
     words = difflib.get_close_matches(name, set(without_section.values()), n=1, cutoff=_MISSPELT)
     similar = [key for key in candidates if without_section[key] in words]
     ending = [key for key in candidates if key.rpartition(".")[2] in words]
     return similar if len(ending) <= _MOST_SUGGESTED else []  # enabled, name and path are the end of many keys
-
-
-def _list_candidates(algorithm: str, name: str) -> list[str]:
-    section, _, rest = name.partition(".")
-    environment = rest.partition(".")[0] if section == "env" else ""
-    # Libraries check pass-through fields. The value model's keys, which are the policy's too, answer only a name in
-    # their section.
-    keys = [
-        translate_key(algorithm, key)
-        for key in read_keys()
-        if not key.endswith("<field>")
-        and not is_foreign_to(algorithm, key)
-        and (section == "value" or not key.startswith(_VALUE))
-    ]
-    return [key.replace("<name>", environment or "NAME") for key in keys]
