@@ -172,12 +172,12 @@ def _print_comparisons(
             print(f"  {difference.quantity:17} {apart}  {verdict:6}  {position}")
         if comparison.first_difference is None:
             continue
-        position: dict[str, Any] = comparison.first_difference
-        layer = "" if position["layer"] is None else f"layer {position['layer']}, "
-        text = f"{layer}{position['tensor'] or position['quantity']} ({position['quantity']})"
-        if position["token"] is not None:
-            point = f" at {position['point']}" if position["point"] else ""
-            token = f"{position['token']} of sequence {position['sequence']}, id {position['token_id']}"
+        location: dict[str, Any] = comparison.first_difference
+        layer = "" if location["layer"] is None else f"layer {location['layer']}, "
+        text = f"{layer}{location['tensor'] or location['quantity']} ({location['quantity']})"
+        if location["token"] is not None:
+            point = f" at {location['point']}" if location["point"] else ""
+            token = f"{location['token']} of sequence {location['sequence']}, id {location['token_id']}"
             text += f"; first token{point}: {token}"
         print(f"  first difference: {text}")
 

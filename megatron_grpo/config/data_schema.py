@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePath
 from typing import Literal
 
@@ -19,7 +19,6 @@ from megatron_grpo.config.section import (
 )
 
 
-@dataclass(kw_only=True)
 class PromptConfig(Section):
     """How the rows of a task become prompts."""
 
@@ -46,7 +45,6 @@ class PromptConfig(Section):
     """JSON file with a list of tool definitions for the chat template."""
 
 
-@dataclass(kw_only=True)
 class TaskConfig(PromptConfig):
     """Prompt settings of one task; null: the value in data."""
 
@@ -60,7 +58,6 @@ class TaskConfig(PromptConfig):
     """Render prompts with the chat template."""
 
 
-@dataclass(kw_only=True)
 class DatasetConfig(Section):
     """One set of rows."""
 
@@ -84,7 +81,6 @@ class DatasetConfig(Section):
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
 
-@dataclass(kw_only=True)
 class DataConfig(PromptConfig):
     """Data sets, and how their rows become prompts."""
 
@@ -172,7 +168,6 @@ def parse_reward_name(reward: str) -> str:
     return PurePath(reward).name if is_model_folder(reward) else reward.rpartition(".")[2]
 
 
-@dataclass(kw_only=True)
 class RewardModelConfig(Section):
     """The processes that run the reward models among reward_funcs."""
 
@@ -192,7 +187,6 @@ class RewardModelConfig(Section):
     """Length to which conversations are cut, keeping their end, in tokens; null: they stay whole."""
 
 
-@dataclass(kw_only=True)
 class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
@@ -284,7 +278,6 @@ Level = Literal["limits", "namespaces", "filtered"]
 LEVELS: tuple[Level, ...] = ("limits", "namespaces", "filtered")
 
 
-@dataclass(kw_only=True)
 class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -34,7 +34,6 @@ EngineMemory = Literal["weights", "kv_cache"]
 RefitMode = Literal["reshard", "broadcast", "files"]
 
 
-@dataclass(kw_only=True)
 class GenerationParallelConfig(Section):
     """Layout of vLLM: `data` engines of tensor * pipeline ranks each."""
 
@@ -57,7 +56,6 @@ class GenerationParallelConfig(Section):
         return self.tensor * self.pipeline
 
 
-@dataclass(kw_only=True)
 class SpeculativeConfig(Section):
     """N-gram speculative decoding: proposes tokens that followed the same n-gram before.
 
@@ -74,7 +72,6 @@ class SpeculativeConfig(Section):
     """Length of the longest n-gram that is looked up."""
 
 
-@dataclass(kw_only=True)
 class EngineConfig(Section):
     """vLLM engine settings."""
 
@@ -108,7 +105,6 @@ class EngineConfig(Section):
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
 
-@dataclass(kw_only=True)
 class StructuredConfig(Section):
     """A form that every response must have; set at most one key.
 
@@ -125,7 +121,6 @@ class StructuredConfig(Section):
     """Allowed responses: every response is one of these texts."""
 
 
-@dataclass(kw_only=True)
 class ServerConfig(Section):
     """vLLM servers that run elsewhere, in place of the run's own engines.
 
@@ -139,7 +134,6 @@ class ServerConfig(Section):
     """Deadline of a server's answer, at the start of the run and after it became unreachable."""
 
 
-@dataclass(kw_only=True)
 class EndpointConfig(Section):
     """An OpenAI-compatible endpoint through which agents make the turns of rollouts."""
 
@@ -153,7 +147,6 @@ class EndpointConfig(Section):
     """Port to listen on; every further rollout worker takes the next port. 0: any free ports."""
 
 
-@dataclass(kw_only=True)
 class GenerationConfig(Section):
     """Sampling from the policy with vLLM."""
 
@@ -245,7 +238,6 @@ class GenerationConfig(Section):
         return -(-self.generation_batch_size // self.parallel.data)
 
 
-@dataclass(kw_only=True)
 class RefitConfig(Section):
     """How the policy's weights get into the engines after every step."""
 
@@ -292,7 +284,6 @@ class RefitConfig(Section):
     """How often a failed refit is tried again, over new connections; then the step is saved and the run ends."""
 
 
-@dataclass(kw_only=True)
 class RolloutsConfig(Section):
     """Rollouts: generation, turns and scoring of the samples of a prompt."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -26,7 +26,6 @@ VALIDATION_PREFIX = "val_"
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
 
 
-@dataclass(kw_only=True)
 class EarlyStopConfig(Section):
     """End training when a validation metric is good or stops improving."""
 
@@ -49,7 +48,6 @@ class EarlyStopConfig(Section):
     """A value is an improvement only if it is better than the best one by more than this."""
 
 
-@dataclass(kw_only=True)
 class AsyncGRPOConfig(Section):
     """Sampling of later steps' prompts while a step trains; docs/async.md."""
 
@@ -79,7 +77,6 @@ class AsyncGRPOConfig(Section):
         return self.enabled and self.max_trajectory_age_steps > 0
 
 
-@dataclass(kw_only=True)
 class LoopConfig(Section):
     """The training loop of GRPO and PPO.
 
@@ -173,7 +170,6 @@ class LoopConfig(Section):
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(kw_only=True)
 class PPOAdvantageConfig(Section):
     """How rewards and values become advantages and returns."""
 
@@ -209,7 +205,6 @@ class PPOAdvantageConfig(Section):
         return self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
 
 
-@dataclass(kw_only=True)
 class PPOConfig(LoopConfig):
     """Keys that only PPO has; for algorithm=ppo."""
 
@@ -234,7 +229,6 @@ class PPOConfig(LoopConfig):
     passes_name: ClassVar[str] = "ppo_epochs"
 
 
-@dataclass(kw_only=True)
 class MseValueLossConfig(Section):
     """MseValueLossFn; docs/algorithms.md has the formula."""
 

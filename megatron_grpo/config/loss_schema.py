@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,7 +9,6 @@ from pydantic import Field
 from megatron_grpo.config.section import NonNegativeFloat, Positive, PositiveFloat, Section
 
 
-@dataclass(kw_only=True)
 class LossConfig(Section):
     """ClippedPGLossFn; docs/algorithms.md has the formulas."""
 
@@ -107,7 +105,6 @@ class LossConfig(Section):
         return self.reference_policy_kl_penalty if self.use_kl_in_reward else 0.0
 
 
-@dataclass(kw_only=True)
 class RewardScalingConfig(Section):
     """Clamp rewards to the source range and map them to the target range."""
 
@@ -127,7 +124,6 @@ class RewardScalingConfig(Section):
     """Scaled reward at source_max."""
 
 
-@dataclass(kw_only=True)
 class RewardShapingConfig(Section):
     """Penalties for long or unfinished responses, after the scaling."""
 
@@ -147,7 +143,6 @@ class RewardShapingConfig(Section):
     """Multiply positive rewards of truncated responses by this: 0 removes them, 1 and null change nothing."""
 
 
-@dataclass(kw_only=True)
 class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import field
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -20,7 +20,6 @@ from megatron_grpo.config.section import (
 )
 
 
-@dataclass(kw_only=True)
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -94,7 +93,6 @@ class OptimizerConfig(Section):
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
 
 
-@dataclass(kw_only=True)
 class ParallelConfig(Section):
     """Layout of a model: tensor * pipeline * context * data ranks."""
 
@@ -156,7 +154,6 @@ class ParallelConfig(Section):
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
-@dataclass(kw_only=True)
 class ModelConfig(Section):
     """The model that is trained."""
 
@@ -164,7 +161,6 @@ class ModelConfig(Section):
     """Model that the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
 
 
-@dataclass(kw_only=True)
 class MoeConfig(Section):
     """Routing of mixture-of-experts models; all off by default."""
 
@@ -188,7 +184,6 @@ class MoeConfig(Section):
 AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
-@dataclass(kw_only=True)
 class LoraConfig(Section):
     """Low-rank adapters, trained in place of the model's weights (LoRA)."""
 
@@ -198,9 +193,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """Scale of an adapter: its output is multiplied by alpha / rank."""
 
-    target_modules: list[AdapterTarget] = field(
-        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    )
+    target_modules: list[AdapterTarget] = field(default_factory=lambda: list(get_args(AdapterTarget)))
     """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
     linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj)."""
 
@@ -213,7 +206,6 @@ class LoraConfig(Section):
         return f"policy.lora.rank={self.rank}, alpha={self.alpha:g}, target_modules=[{targets}]"
 
 
-@dataclass(kw_only=True)
 class Fp8Config(Section):
     """Matrix products of the layers in FP8.
 
@@ -276,7 +268,6 @@ class Fp8Config(Section):
 QuantizationFormat = Literal["int8", "fp8"]
 
 
-@dataclass(kw_only=True)
 class PolicyConfig(Section):
     """The Megatron-Core model that is trained."""
 
@@ -356,7 +347,6 @@ class PolicyConfig(Section):
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
 
 
-@dataclass(kw_only=True)
 class ValueModelConfig(Section):
     """The weights that the value model starts from."""
 
@@ -365,7 +355,6 @@ class ValueModelConfig(Section):
     ForTokenClassification with one label), whose score is the head; null: policy.model.path."""
 
 
-@dataclass(kw_only=True)
 class ValueConfig(Section):
     """The value model of PPO."""
 
@@ -386,7 +375,6 @@ class ValueConfig(Section):
     """Scale gradients down to this global norm; 0: no clipping."""
 
 
-@dataclass(kw_only=True)
 class ReferenceConfig(Section):
     """The frozen reference policy: the starting weights in the policy's layout.
 

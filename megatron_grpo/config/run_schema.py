@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,7 +10,6 @@ from pydantic import Field
 from megatron_grpo.config.section import NonNegative, PathText, Positive, PositiveFloat, Seconds, Section
 
 
-@dataclass(kw_only=True)
 class ClusterConfig(Section):
     """The machines of a run."""
 
@@ -38,7 +37,6 @@ class ClusterConfig(Section):
         return self.gpus_per_node or 0
 
 
-@dataclass(kw_only=True)
 class CheckpointingConfig(Section):
     """Checkpoints under run_dir/checkpoints/step_N."""
 
@@ -66,7 +64,6 @@ class CheckpointingConfig(Section):
     checkpoints; a path: from there while run_dir has none. A job that may be queued again needs auto or a path."""
 
 
-@dataclass(kw_only=True)
 class WandbConfig(Section):
     """Weights & Biases."""
 
@@ -83,7 +80,6 @@ class WandbConfig(Section):
     """offline: write only to run_dir/wandb, which `wandb sync` sends later."""
 
 
-@dataclass(kw_only=True)
 class MlflowConfig(Section):
     """MLflow."""
 
@@ -100,7 +96,6 @@ class MlflowConfig(Section):
     """Server or store; null: run_dir/mlflow.db, and run_dir/mlflow for the tables of samples."""
 
 
-@dataclass(kw_only=True)
 class LoggerConfig(Section):
     """Reports and trackers; metrics.jsonl, summary.json and the plot are always written."""
 
@@ -150,7 +145,6 @@ class LoggerConfig(Section):
         return self.has_replay(step + 1)
 
 
-@dataclass(kw_only=True)
 class PrepareConfig(Section):
     """A model and data made before the run, without a download."""
 
@@ -162,7 +156,6 @@ class PrepareConfig(Section):
     """Folder of the model and its data; later runs reuse them."""
 
 
-@dataclass(kw_only=True)
 class DebugConfig(Section):
     """Sampling without training, or training without sampling; docs/debugging.md.
 
@@ -176,7 +169,6 @@ class DebugConfig(Section):
     """false: sample and score with the model folder's weights, without ranks, training, refits and checkpoints."""
 
 
-@dataclass(kw_only=True)
 class PlanConfig(Section):
     """Assumptions of a plan (docs/plan.md); runs do not read these keys."""
 

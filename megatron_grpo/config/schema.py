@@ -7,7 +7,7 @@ conf/ only chooses values for the keys that are declared in them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
@@ -38,7 +38,6 @@ from megatron_grpo.config.run_schema import (
 from megatron_grpo.config.section import MISSING, PathText, Positive, Section
 
 
-@dataclass(kw_only=True)
 class GRPOConfig(LoopConfig):
     """Keys that only GRPO has; for algorithm=grpo."""
 
@@ -59,7 +58,6 @@ class GRPOConfig(LoopConfig):
     passes_name: ClassVar[str] = "num_iterations"
 
 
-@dataclass(kw_only=True)
 class Config(Section):
     """The configuration of one run."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, dataclass_transform
 
 from annotated_types import Predicate
 from pydantic import AfterValidator, ConfigDict, Field
@@ -15,8 +16,6 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-
 Steps = Annotated[int, Field(ge=-1), Predicate(lambda steps: steps != 0), "int > 0 or -1"]
 # vLLM silently raises temperatures below 0.01, and training would divide by them as they are.
 Temperature = Annotated[
@@ -37,9 +36,14 @@ EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Section:
-    """A section of keys. Unknown keys are errors."""
+    """A section of keys: every class that extends it is a dataclass. Unknown keys are errors."""
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
     )
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(kw_only=True)(cls)
