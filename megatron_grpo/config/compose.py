@@ -174,14 +174,19 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
 def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
     """Compose into `into`; return the algorithm, and settings of the job that options overrule."""
     job, environments = into.job, list_config_groups()["env"]
-    accepted = [*job.build_environment_override(environments), *parsed.accepted]
+    chosen = [f"env={job.environment}"] if job.chooses_option(environments) else []
+    accepted = [*chosen, *parsed.accepted]
     ConfigStore.instance().store("schema_defaults", build_schema_defaults())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", [*build_search_override(), *accepted])
         except (HydraException, OmegaConfBaseException) as error:
+            # Hydra's message names the override that is wrong.
+            named = next((override for override in reversed(accepted) if override in str(error)), None)
+            subject = to_text((named or " ".join(accepted) or "conf/").lstrip("+"))
             into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
-            into.problems += [*parsed.problems, *job.problems, _describe_hydra_error(accepted, error)]
+            into.problems += [*parsed.problems, *job.problems]
+            into.problems.append(Problem(subject, _select_first_line(error.__cause__ or error)))
             return "grpo", []
         # A wrong algorithm is reported when types are checked.
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
@@ -232,13 +237,6 @@ def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig
         if composed_value != value and str(composed_value) != to_text(value):
             text = f"{option_of_key[key]} says {composed_value}; leave one of them out, or give {key}=..."
             yield Problem(f"{key}={to_text(value)}", f"{text} on the command line")
-
-
-def _describe_hydra_error(accepted: Sequence[str], error: Exception) -> Problem:
-    # Hydra's message names the override that is wrong.
-    named = (override for override in reversed(accepted) if override in str(error))
-    culprit = next(named, " ".join(accepted) or "conf/")
-    return Problem(to_text(culprit.lstrip("+")), _select_first_line(error.__cause__ or error))
 
 
 def _remove_unresolved(composed: DictConfig) -> list[Problem]:

@@ -97,16 +97,16 @@ class Job:
     """Keys of the command line, which override the job."""
     problems: list[Problem] = field(default_factory=list)
 
-    def build_environment_override(self, options: Sequence[str]) -> list[str]:
-        """Build the override that chooses the job's environment from conf/env."""
-        return [f"env={self.environment}"] if self._is_option(options) else []
+    def chooses_option(self, options: Sequence[str]) -> bool:
+        """True if the environment is one of conf/env, of no other type."""
+        return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
     def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
         """Write the settings into a composed configuration; return the environment's problems.
 
         `options` are the environments in conf/env; any other one replaces those of the recipe.
         """
-        if self.environment is not None and not self._is_option(options):
+        if self.environment is not None and not self.chooses_option(options):
             if self.is_environment_name and self.environment not in composed.env:
                 names = sorted({*options, *map(str, composed.env)})
                 text = f"no such environment; there is {', '.join(names)}, or give a mapping that describes one"
@@ -122,9 +122,6 @@ class Job:
             for name in {translate_key(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
-
-    def _is_option(self, options: Sequence[str]) -> bool:
-        return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
 
 def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
