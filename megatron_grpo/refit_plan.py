@@ -10,7 +10,7 @@ from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
-from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, summarize_refit
+from megatron_grpo.planning.refit_summary import summarize_refit
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.preflight.load import compose_config
 
@@ -24,7 +24,6 @@ python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--jso
 Plans the refit of refit.mode=reshard from the layouts of policy and generation; starts no process and needs no GPU.
 """
 _OPTIONS = {"--gb-per-s": PositiveFloat, "--json": bool}
-_MOST_LINKS = 32  # more links are not listed one by one
 
 
 @as_command("refit_plan", USAGE)
@@ -49,40 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))
     else:
-        print("\n".join(_format_table(summary, nccl, speed)))
+        print("\n".join(summary.render_table(nccl, speed * 1e9)))
     return 0
-
-
-def _format_table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:
-    lines = [
-        f"{_format_bytes(summary.bytes)} in {summary.messages:,} messages of {summary.pieces:,} slices, "
-        f"planned in {summary.planned_s:.2f} s",
-        f"policy:     {_format_side(summary.sending, 'sends', 'workers')}",
-        f"generation: {_format_side(summary.receiving, 'receives', 'ranks of the policy')}",
-        f"estimated:  {summary.compute_seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
-    ]
-    if nccl["communicators"]:
-        sending, receiving = _format_bytes(nccl["sending_bytes"]), _format_bytes(nccl["receiving_bytes"])
-        text = f"{sending} of a GPU that sends, {receiving} of one that receives"
-        lines.append(f"NCCL:       one communicator of {nccl['ranks']:,} ranks, up to {text}")
-    if len(summary.links) <= _MOST_LINKS:
-        lines += [
-            f"  policy rank {rank} -> worker {worker}: {_format_bytes(size)}"
-            for (rank, worker), size in sorted(summary.links.items())
-        ]
-    return lines
-
-
-def _format_side(load: RankLoad, verb: str, peers: str) -> str:
-    sizes = f"{_format_bytes(load.bytes['smallest'])} to {_format_bytes(load.bytes['largest'])}"
-    return f"{load.ranks:,} ranks, each {verb} {sizes}, with at most {load.most_peers:,} {peers}"
-
-
-def _format_bytes(size: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} B"
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
 def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
     """Compose into `into`; return the algorithm, and settings of the job that options overrule."""
     job, environments = into.job, list_config_groups()["env"]
-    chosen = [f"env={job.environment}"] if job.chooses_option(environments) else []
+    chosen = [f"env={job.environment}"] if job.has_option(environments) else []
     accepted = [*chosen, *parsed.accepted]
     ConfigStore.instance().store("schema_defaults", build_schema_defaults())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):

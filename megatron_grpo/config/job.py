@@ -97,7 +97,7 @@ class Job:
     """Keys of the command line, which override the job."""
     problems: list[Problem] = field(default_factory=list)
 
-    def chooses_option(self, options: Sequence[str]) -> bool:
+    def has_option(self, options: Sequence[str]) -> bool:
         """True if the environment is one of conf/env, of no other type."""
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
@@ -106,7 +106,7 @@ class Job:
 
         `options` are the environments in conf/env; any other one replaces those of the recipe.
         """
-        if self.environment is not None and not self.chooses_option(options):
+        if self.environment is not None and not self.has_option(options):
             if self.is_environment_name and self.environment not in composed.env:
                 names = sorted({*options, *map(str, composed.env)})
                 text = f"no such environment; there is {', '.join(names)}, or give a mapping that describes one"

@@ -38,7 +38,7 @@ TemplateArguments = Annotated[dict[str, Any], "the chat template"]
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Section:
-    """A section of keys: every class that extends it is a dataclass. Unknown keys are errors."""
+    """A section of keys, a dataclass in every subclass; unknown keys are errors."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(

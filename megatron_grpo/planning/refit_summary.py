@@ -15,6 +15,7 @@ from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 
+MOST_LINKS = 32  # more links are not listed one by one
 MESSAGE_S = 50e-6
 """Assumed seconds for each message in addition to the time for its bytes."""
 
@@ -28,6 +29,11 @@ class RankLoad:
     """Fewest and most bytes that a rank moves, as "smallest" and "largest"."""
     most_peers: int
     """Most ranks of the other side that one rank exchanges messages with."""
+
+    def describe(self, verb: str, peers: str) -> str:
+        """Describe the load in words."""
+        sizes = f"{_format_bytes(self.bytes['smallest'])} to {_format_bytes(self.bytes['largest'])}"
+        return f"{self.ranks:,} ranks, each {verb} {sizes}, with at most {self.most_peers:,} {peers}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,30 @@ class RefitSummary:
             "assumed_bytes_per_s": bytes_per_s,
             "estimated_s": round(self.compute_seconds(bytes_per_s), 4),
         }
+
+    def render_table(self, nccl: dict[str, int], bytes_per_s: float) -> list[str]:
+        """Render the numbers as lines, with those of NCCL's communicator."""
+        lines = [
+            f"{_format_bytes(self.bytes)} in {self.messages:,} messages of {self.pieces:,} slices, "
+            f"planned in {self.planned_s:.2f} s",
+            f"policy:     {self.sending.describe('sends', 'workers')}",
+            f"generation: {self.receiving.describe('receives', 'ranks of the policy')}",
+            f"estimated:  {self.compute_seconds(bytes_per_s):.3f} s at {bytes_per_s / 1e9:g} GB/s a rank",
+        ]
+        if nccl["communicators"]:
+            sending, receiving = _format_bytes(nccl["sending_bytes"]), _format_bytes(nccl["receiving_bytes"])
+            text = f"{sending} of a GPU that sends, {receiving} of one that receives"
+            lines.append(f"NCCL:       one communicator of {nccl['ranks']:,} ranks, up to {text}")
+        links = sorted(self.links.items()) if len(self.links) <= MOST_LINKS else []
+        lines += [f"  policy rank {rank} -> worker {worker}: {_format_bytes(size)}" for (rank, worker), size in links]
+        return lines
+
+
+def _format_bytes(size: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} B"
 
 
 def summarize_refit(
