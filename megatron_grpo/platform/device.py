@@ -66,7 +66,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this address; the result keeps it open."""
+    """Open a store on a free port of this address; the result owns it."""
     listener = socket.create_server((host, 0))
     port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
     descriptor = listener.detach()  # the store closes it
@@ -75,9 +75,8 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """Connect a client to the store at this address; RuntimeError if nothing listens."""
-    # A store listens before its address is sent, so one that does not was closed. TCPStore alone would try for up to
-    # twice its timeout.
-    try:
+    # A store listens before its address is sent, so one that does not was closed.
+    try:  # TCPStore alone would try for up to twice its timeout
         socket.create_connection((host, port), timeout_s).close()
     except OSError as error:
         raise RuntimeError(f"no store listens at {host}:{port}: {error}") from None

@@ -159,10 +159,10 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_optimizer_loading() -> None:
-    # For torch's AdamW, which replaces fused implementations.
     optimizer_class = _import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
 
+    # torch's AdamW, which replaces fused implementations, keeps a step for each parameter.
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
         group, position = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][position]
