@@ -114,8 +114,9 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], str]:
             if advice is None and (find_key(key) or is_section(key)):
                 advice = f"keys have no dashes before them: {key}=..."
             problems.append(Problem(argument, f"no such option; {advice or '--help shows what there is'}"))
+            # The words behind an unknown option are its values, and no mistakes of their own.
             while not equals and remaining and "=" not in remaining[0] and not remaining[0].startswith("-"):
-                remaining.pop(0)  # the option's value
+                remaining.pop(0)
         else:
             overrides.append(argument)
     if problems:

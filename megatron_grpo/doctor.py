@@ -27,7 +27,7 @@ python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=va
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
 names the reason of a difference: tokens, record, weights, precision, layer, layout, sampling, staleness or routing.
 What the run itself measured comes first: a step with a large recorded error is never called healthy. Exit code 1
-when something is diagnosis.
+when something is found.
 
   RUN_DIR    folder of a run with rollouts and checkpoints
   step       a recorded step; by default the one whose recorded error stands out, else the newest; of those whose
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir, as_json = Path(os.path.expanduser(parsed.words[0])), parsed.options.pop("json", False)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not the folder of a run")
+    # A run that ended at its start has recorded the reason, which says more than the missing file.
     if not (run_dir / CONFIG_FILE).exists() and (reason := read_end_reason(run_dir)) is not None:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
     config = load_run_config(run_dir, parsed.overrides)

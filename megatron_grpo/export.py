@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments, _OPTIONS)
     checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
     form, hub_name = parsed.options.get("format", "hf"), parsed.options.get("push_to_hub")
+    # Mistakes come before the export, which takes minutes for a large model.
     if hub_name is not None and not is_hub_name(hub_name):
         raise ValueError(f"push_to_hub={hub_name} is not a name on the hub; give ORGANISATION/NAME")
     checkpoint = resolve_checkpoint(checkpoint)

@@ -148,6 +148,7 @@ def _fit_profile(words: Sequence[str], file: Path | None) -> int:
         if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
             raise ValueError(f"{override}: calibrate takes cluster.gpu and policy.model.path")
     config = load_run_config(run_dir, overrides)
+    # The lengths that the run recorded, so that the plan differs from it by the profile alone.
     config.plan.lengths_from = str(run_dir)
     shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:

@@ -108,6 +108,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     shape = read_model_shape(model)
     for text in find_weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
+    # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)

@@ -72,6 +72,7 @@ def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
         if isinstance(detail["input"], list) and name in ("data.train_path", "data.val_path"):
             text += f"; several sets are {name.removesuffix('path')}sets.NAME.path=..."
         return [Problem(subject, text)]
+    # pydantic names the element of a list by its index, and the type is that of the list.
     list_key = find_key(".".join(str(part) for part in detail["loc"][:-1]))
     if list_key is not None:
         return [Problem(subject, f"is an element of what must be {read_keys()[list_key].type}")]

@@ -87,6 +87,7 @@ def find_key(name: str) -> str | None:
     name = translate_key("grpo", name)
     if name in read_keys():
         return name
+    # Names that the user chooses are parts in angle brackets.
     return next((key for key in read_keys() if "<" in key and is_match(key, name)), None)
 
 

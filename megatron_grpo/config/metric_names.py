@@ -42,6 +42,7 @@ def list_step_metrics(config: Config) -> set[str]:
 
 def list_optional_metrics(config: Config) -> set[str]:
     """List the metrics that a step of this run may lack."""
+    # A step may have no prompt of a task, and no response that a function scored.
     names = _list_own_metrics(config)
     if any(environment.reward_funcs for environment in config.env.values()):
         names.add("reward_std")
