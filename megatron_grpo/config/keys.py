@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import types
 import typing
@@ -26,6 +27,7 @@ from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, Tem
 
 # Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
 FREE_TYPE = "true or false, number, text, list or mapping"
+_CONDITION = re.compile(r"(no )?([\w.]+)(?:(!?=)(.+)| (above|below) (.+))?")
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -209,13 +211,22 @@ def fill_placeholders(config: Config, text: str) -> str:
 
 
 def is_met(config: Config, condition: str) -> bool:
-    """True if KEY=VALUE, "KEY above NUMBER", or KEY (not null or empty) holds."""
-    key, _, expected = condition.partition("=")
-    key, _, bound = key.partition(" above ")
-    value = attrgetter(key)(config)
-    if expected:
-        return str(value).lower() == expected
-    return bool(value > float(bound)) if bound else value not in (None, [], {})
+    """True if the configuration meets a condition, written as config/switches.yaml says."""
+    for part in condition.split(" and "):
+        match = _CONDITION.fullmatch(part)
+        assert match is not None, f"{part} is not a condition"
+        negation, key, sign, text, relation, bound = match.groups()
+        value = attrgetter(key)(config)
+        if sign:
+            is_equal = (f"{value:g}" if isinstance(value, float) else str(value).lower()) == text
+            holds = is_equal == (sign == "=")
+        elif relation:
+            holds = value is not None and (value > float(bound) if relation == "above" else value < float(bound))
+        else:
+            holds = (value in (None, [], {})) == bool(negation)
+        if not holds:
+            return False
+    return True
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

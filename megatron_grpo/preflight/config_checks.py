@@ -8,45 +8,32 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight import engine_checks as engines
+from megatron_grpo.preflight import layout_checks as layouts
 from megatron_grpo.preflight import loop_checks as loop
-from megatron_grpo.preflight import loss_checks as loss
+from megatron_grpo.preflight import model_checks as models
 from megatron_grpo.preflight import reward_checks as rewards
 from megatron_grpo.preflight import sampling_checks as sampling
-from megatron_grpo.preflight.engine_checks import (
-    find_engine_problems,
-    find_length_problems,
-    find_placement_problems,
-    find_refit_problems,
-)
-from megatron_grpo.preflight.layout_checks import find_layout_problems
-from megatron_grpo.preflight.model_checks import (
-    find_adapter_problems,
-    find_fp8_problems,
-    find_quantization_problems,
-    find_training_problems,
-)
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
-    """Check a configuration by itself and against its model.
+    """Check a configuration by itself and against its model (None: unknown).
 
-    Args:
-        config: values are of their types and in their ranges; addresses and GPUs of the machines are settled.
-        shape: sizes of the model; None: unknown, so that only the other checks are made.
+    Values are of their types and in their ranges; addresses and GPUs of the machines are settled.
     """
     return [
-        *find_layout_problems(config, shape),
-        *find_length_problems(config, shape),
-        *find_adapter_problems(config, shape),
-        *find_fp8_problems(config, shape),
-        *find_quantization_problems(config, shape),
+        *layouts.find_layout_problems(config, shape),
+        *engines.find_length_problems(config, shape),
+        *models.find_adapter_problems(config, shape),
+        *models.find_fp8_problems(config, shape),
+        *models.find_quantization_problems(config, shape),
         *find_config_problems(config),
-        *find_training_problems(config, shape),
+        *models.find_training_problems(config, shape),
         *check_owned_fields(select_passed_fields(config)),
-        *find_engine_problems(config, shape),
-        *find_refit_problems(config, shape),
-        *find_placement_problems(config),
+        *engines.find_engine_problems(config, shape),
+        *engines.find_refit_problems(config, shape),
+        *engines.find_placement_problems(config),
     ]
 
 
@@ -54,13 +41,13 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
 def find_config_problems(config: Config) -> Iterator[Rule]:
     """Check settings against each other."""
     yield from rewards.check_prompts(config)
-    yield from sampling.check_requests(config.generation)
+    yield from sampling.check_requests(config)
     yield from sampling.check_filters(config)
     yield from sampling.check_servers(config)
     yield from loop.check_loop(config)
     yield from loop.check_async(config)
     yield from rewards.check_rewards(config)
-    yield from loss.check_loss(config)
+    yield from rewards.check_loss(config)
     yield from loop.check_ppo(config)
     yield from loop.check_debug_modes(config)
 
@@ -69,6 +56,6 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
 def find_sampling_problems(config: Config) -> Iterator[Rule]:
     """Check the settings of sampling and scoring, for an evaluation."""
     yield from rewards.check_system_prompts(config)
-    yield from sampling.check_requests(config.generation)
+    yield from sampling.check_requests(config)
     yield from sampling.check_servers(config)
     yield from rewards.check_environments(config)

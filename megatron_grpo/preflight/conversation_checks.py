@@ -112,11 +112,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     """Render a sample conversation of every task; returns problems and remarks.
 
     This finds what rows do not show: settings that the template does not read, and later turns. A problem is one with
-    which rollouts would fail, or the model would not see the environment's answers.
-
-    Args:
-        config: the tasks, their environments and how prompts are rendered.
-        tokenizer: the tokenizer of the run, from transformers.
+    which rollouts would fail, or the model would not see the environment's answers. `tokenizer`: from transformers.
     """
     problems: list[Problem] = []
     remarks: list[Problem] = []
@@ -135,9 +131,8 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
         text = _explain_refusal(renderer, answers)
         if text is not None:
             # The environment of a user may write tokens of its own instead of messages.
-            (problems if environment.type in BUILT_IN else remarks).append(
-                Problem(f"env.{task}.type={environment.type}", text)
-            )
+            findings = problems if environment.type in BUILT_IN else remarks
+            findings.append(Problem(f"env.{task}.type={environment.type}", text))
         if answers or environment.agent_func is not None:
             remarks += _find_changed_turns(f"env.{task}", renderer, prompt)
     if len({*find_task_templates(config, tokenizer).values()}) > 1:
@@ -203,7 +198,8 @@ def _find_unread_settings(
         yield Problem(key("tools"), "changes no prompt: the chat template does not show definitions of tools")
     if spec.system_prompt and spec.system_prompt.strip() not in prompt:
         yield Problem(key("system_prompt"), "is not in the prompts: the chat template leaves it out")
-    source = _read_template(renderer)
+    template = renderer.format.chat_template or renderer.tokenizer.chat_template
+    source = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
     for name, value in spec.chat_template_kwargs.items():
         without_setting = {key: value for key, value in spec.chat_template_kwargs.items() if key != name}
         if name not in source and render_with(chat_template_kwargs=without_setting) == prompt:
@@ -228,11 +224,6 @@ def _find_begun_responses(task: str, environment: EnvironmentConfig, prompt: str
         section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
     text = f"responses begin behind {tag[1]}, with which the chat template ends every prompt, so that {reader} does not"
     yield Problem(section, f"{text} find it in them; match what follows it (docs/rewards.md)")
-
-
-def _read_template(renderer: PromptRenderer) -> str:
-    template = renderer.format.chat_template or renderer.tokenizer.chat_template
-    return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
 
 def _find_changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Iterator[Problem]:

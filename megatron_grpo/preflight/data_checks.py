@@ -6,13 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_grpo.batch.rollout_files import (
-    ROLLOUTS_FOLDER,
-    RecordedFile,
-    examine_file,
-    find_recorded_folder,
-    find_recorded_steps,
-)
+from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, examine_file, find_recorded_folder, find_recorded_steps
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.paths import check_readable
@@ -20,12 +14,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, find_spec_problems
-from megatron_grpo.models.source import (
-    compute_vocabulary_digest,
-    find_local_folder,
-    find_model_shape,
-    is_made_before_run,
-)
+from megatron_grpo.models import source
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 _RECORD = "record a run with logger.rollouts=all"
@@ -37,29 +26,32 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     remarks: list[Problem] = []
     if problems:
         return problems, remarks  # the form of the rows is unknown
-    training = config.data.training_sets
-    tasks = {config.data.task_name}
-    rows = 0
+    training, tasks, rows = config.data.training_sets, {config.data.task_name}, 0
     for key, dataset in [*training.items(), *config.data.validation_sets.items()]:
         if config.data.streaming and key in training:
             continue
-        report = _examine_dataset(config, key, dataset)
+        report, subject = _examine_dataset(config, key, dataset), f"{key}={dataset.path}"
         problems += report.problems
-        for remark in report.remarks:  # a remark on one row names its line; a remark on the set gets its key
-            is_on_set = remark.subject == dataset.path
-            remarks.append(Problem(f"{key}={dataset.path}", remark.text) if is_on_set else remark)
+        remarks += [  # a remark on one row names its line; a remark on the set gets its key
+            Problem(subject, remark.text) if remark.subject == dataset.path else remark for remark in report.remarks
+        ]
         tasks |= report.tasks
         if key in training:
             visits = dataset.count_visits(report.rows)
             rows += min(report.rows, visits)  # a repeated visit would have the same seeds
             if report.rows and not visits:
-                least = f"{1 / report.rows:.2g} or more, or leave the set out"
-                text = f"visits none of its {format_count('row', report.rows)} in an epoch; give {least}"
-                problems.append(Problem(f"{key.removesuffix('path')}weight={dataset.weight:g}", text))
-        if not report.problems and key not in training and report.rows == 0:
-            problems.append(Problem(f"{key}={dataset.path}", "has no rows"))
-    if not problems and not config.data.streaming:
-        problems += _find_missing_rows(config, rows)
+                text = f"visits none of its {format_count('row', report.rows)} in an epoch; give {1 / report.rows:.2g}"
+                weight = f"{key.removesuffix('path')}weight={dataset.weight:g}"
+                problems.append(Problem(weight, f"{text} or more, or leave the set out"))
+        elif not report.problems and report.rows == 0:
+            problems.append(Problem(subject, "has no rows"))
+    prompts = config.prompts_per_generation_batch
+    if not problems and not config.data.streaming and rows < prompts:
+        key, dataset = next(iter(training.items()))
+        subject = "data.train_sets" if len(training) > 1 else f"{key}={dataset.path}"
+        is_weighted = any(dataset.weight != 1 for dataset in training.values())
+        count = format_count("row", rows) + (", by weight, for an epoch" if is_weighted else "")
+        problems.append(Problem(subject, f"has {count}, fewer than the {prompts} prompts that are sampled together"))
     for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
         problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} takes it away"))
@@ -82,21 +74,10 @@ def examine_rows(config: Config, subject: str, dataset: DatasetConfig) -> SetRep
     return examine_set(dataset, config.data, {name: environment.type for name, environment in config.env.items()})
 
 
-@evaluate_rules
-def _find_missing_rows(config: Config, rows: int) -> Iterator[Rule]:
-    prompts, sets = config.prompts_per_generation_batch, config.data.training_sets
-    (key, dataset), *further_sets = sets.items()
-    subject = "data.train_sets" if further_sets else f"{key}={dataset.path}"
-    is_weighted = any(dataset.weight != 1 for dataset in sets.values())
-    weighted = ", by weight, for an epoch" if is_weighted else ""
-    text = f"has {format_count('row', rows)}{weighted}, fewer than the {prompts} prompts that are sampled together"
-    yield rows < prompts, subject, text
-
-
 def _examine_dataset(config: Config, key: str, dataset: DatasetConfig) -> SetReport:
     """Examine the rows of a set, which may not be made yet."""
     subject = f"{key}={dataset.path}"
-    if not is_made_before_run(config, dataset.path):
+    if not source.is_made_before_run(config, dataset.path):
         return examine_rows(config, subject, dataset)
     assert config.prepare.name is not None
     prepared = PREPARED_PROMPTS[config.prepare.name]
@@ -133,13 +114,11 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
     if text is not None:
         return [Problem(subject, text)], []
     steps = find_recorded_steps(config.debug.rollouts_from)
+    last, planned = max(steps), config.training_loop.max_num_steps
     for step, file in steps.items():
-        problems = (
-            list(_find_file_problems(config, subject, file)) if step <= config.training_loop.max_num_steps else []
-        )
+        problems = list(_find_file_problems(config, subject, file)) if step <= planned else []
         if problems:  # other steps likely have the same problems
             return problems, []
-    last, planned = max(steps), config.training_loop.max_num_steps
     text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={planned}"
     return [], [Problem(subject, text)] if last < planned else []
 
@@ -180,38 +159,33 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
         yield True, subject, f"{file} {text}; {_RECORD}"
         return
     run, step = recorded.record.run, recorded.record.step
-    sizes = {
-        "num_prompts_per_step": (config.training_loop.num_prompts_per_step, run.prompts_per_step),
-        "num_generations_per_prompt": (config.training_loop.num_generations_per_prompt, run.samples_per_prompt),
-    }
-    for name, (size, recorded_size) in sizes.items():
-        text = (
-            f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {recorded_size}; use {recorded_size}"
-        )
-        yield size != recorded_size, f"LOOP.{name}=", text
-    has_equal_sizes = all(size == recorded_size for size, recorded_size in sizes.values())
+    loop, has_equal_sizes = config.training_loop, True
+    for name, recorded_size in (
+        ("num_prompts_per_step", run.prompts_per_step),
+        ("num_generations_per_prompt", run.samples_per_prompt),
+    ):
+        text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {recorded_size}; use that"
+        is_other_size = getattr(loop, name) != recorded_size
+        has_equal_sizes = has_equal_sizes and not is_other_size
+        yield is_other_size, f"LOOP.{name}=", text
     rollouts = run.prompts_per_step * run.samples_per_prompt
     text = f"{file} has {recorded.rollouts} of the {rollouts} rollouts of its step; {_RECORD}"
     yield has_equal_sizes and recorded.rollouts != rollouts, subject, text
     text = f"{file} has a sequence of {step.longest} tokens; use that or more"
     yield step.longest > config.policy.max_total_sequence_length, "policy.max_total_sequence_length=", text
     text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
-    lacks_filter = config.training_loop.use_dynamic_sampling and not step.dynamic_sampling
-    yield lacks_filter, "LOOP.use_dynamic_sampling=", text
-    yield from _check_vocabulary(config, recorded, file)
-
-
-def _check_vocabulary(config: Config, recorded: RecordedFile, file: Path) -> Iterator[Rule]:
-    shape, run, subject = find_model_shape(config), recorded.record.run, "policy.model.path="
+    yield loop.use_dynamic_sampling and not step.dynamic_sampling, "LOOP.use_dynamic_sampling=", text
+    shape = source.find_model_shape(config)
     if shape is None:
         return
+    subject = "policy.model.path="
     largest = recorded.largest_token
     if largest is not None and largest >= shape.vocab:
         text = f"has {shape.vocab} tokens, and {file} has token {largest}; name the model that was recorded"
         yield True, subject, text
         return
-    folder = find_local_folder(config.policy.model.path)
-    digest = None if folder is None else compute_vocabulary_digest(folder)
+    folder = source.find_local_folder(config.policy.model.path)
+    digest = None if folder is None else source.compute_vocabulary_digest(folder)
     if digest is not None and run.vocabulary is not None:
         text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
         yield digest != run.vocabulary, subject, f"{text} tokenizer"

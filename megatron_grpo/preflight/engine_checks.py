@@ -9,7 +9,7 @@ from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.layout_checks import find_layout_problems
-from megatron_grpo.preflight.rules import Rule, evaluate_rules
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
 # Most bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, as seen with NCCL 2.28
 # and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that.
@@ -26,10 +26,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     """Estimate the memory of a refit's communicator on a rank's GPU, in bytes.
 
-    Args:
-        config: the run's configuration; without NCCL in its refits the result is 0.
-        peers: number of ranks that the rank exchanges messages with.
-        per_peer: NCCL_SENDING or NCCL_RECEIVING.
+    `peers`: number of ranks that the rank exchanges messages with; `per_peer`: NCCL_SENDING or NCCL_RECEIVING.
     """
     if config.cluster.gpus_per_node == 0 or config.generation.is_colocated or config.refit.mode == "files":
         return 0
@@ -54,33 +51,22 @@ def find_refit_remarks(config: Config) -> Iterator[Rule]:
 @evaluate_rules
 def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
+    yield from list_conflicts(config, "engines")
     generation, engine, is_on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
-    tokens, is_speculative = engine.max_num_batched_tokens, engine.speculative.num_speculative_tokens > 0
-    if is_on_cpu:
-        text = (
-            "vLLM's batch-invariant kernels are for GPUs, and this is a run on CPU; a response repeats "
-            "to the bit there when the same requests come together, as they do in each step"
-        )
-        yield engine.batch_invariant, "generation.engine.batch_invariant=", text
-        text = "a CPU engine cannot repeat a response whose prompt is cut into pieces; leave it out"
-        yield engine.enable_chunked_prefill, "generation.engine.enable_chunked_prefill=", text
-        text = "on a CPU the installed vLLM reports other log-probabilities than tokens are then drawn with; use 0"
-        yield is_speculative, "generation.engine.speculative.num_speculative_tokens=", text
-        size = None if shape is None or shape.latent is not None else shape.head_dim
-        text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has "
-        text += ", ".join(map(str, CPU_HEAD_SIZES))
-        is_unsupported = size not in (None, *CPU_HEAD_SIZES)
+    if is_on_cpu and shape is not None and shape.latent is None:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        text = f"has heads of {shape.head_dim}, for which vLLM has no attention on a CPU; it has {sizes}"
         has_engines = config.needs_generation and not generation.server.urls
-        yield is_unsupported and has_engines, "policy.model.path=", text
-    subject, longest = "generation.engine.max_num_batched_tokens=", config.policy.max_total_sequence_length
+        yield has_engines and shape.head_dim not in CPU_HEAD_SIZES, "policy.model.path=", text
+    tokens, subject = engine.max_num_batched_tokens, "generation.engine.max_num_batched_tokens="
+    if tokens is None:
+        return
+    longest, sequences = config.policy.max_total_sequence_length, generation.sequences_per_engine
     is_chunked = not is_on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
     text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
-    yield tokens is not None and tokens < longest and not is_chunked, subject, text
-    sequences = generation.sequences_per_engine
+    yield tokens < longest and not is_chunked, subject, text
     text = f"is less than a token for each of the {sequences} responses decoded together"
-    yield tokens is not None and tokens < sequences, subject, text
-    text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
-    yield is_speculative and generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
+    yield tokens < sequences, subject, text
 
 
 @evaluate_rules
@@ -117,38 +103,17 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     """Check settings beside generation.placement=colocated."""
     if not config.generation.is_colocated:
         return
-    text = (
-        "engines that sleep while models train cannot sample ahead of them; use separate, or "
-        "LOOP.async_grpo.enabled=false"
-    )
-    yield config.training_loop.async_grpo.enabled, "generation.placement=", text
+    yield from list_conflicts(config, "colocated")
     if not config.cluster.gpus:
         return
-    nodes = config.cluster.num_nodes
-    text = (
-        f"weights reach engines in the memory of one node, and the run has cluster.num_nodes={nodes}; use separate, or "
-        "one node"
-    )
-    yield nodes > 1, "generation.placement=", text
-    text = (
-        "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two; use reshard"
-    )
-    yield config.refit.mode == "broadcast", "refit.mode=", text
-    text = (
-        "keeps weights in a form that cannot leave a GPU and come back, for generation.placement=colocated; use false"
-    )
-    yield config.policy.fp8.parameters, "policy.fp8.parameters=", text
     # Every rank of the policy shares its GPU with one rank of an engine, and with one of the value model at most.
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     ranks = engines.ranks_per_engine * engines.data
     size = f"tensor={engines.tensor} x pipeline={engines.pipeline} x data={engines.data}"
     comparison, idle = ("more", "") if ranks > policy else ("fewer", ", some of which no engine would use")
     advice = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
-    text = (
-        f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle}; "
-        f"use {advice}"
-    )
-    yield ranks != policy, "generation.parallel", text
+    text = f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle}"
+    yield ranks != policy, "generation.parallel", f"{text}; use {advice}"
     ranks = 0 if config.value_model is None else config.value_model.parallel.world_size
     text = f"has {ranks} ranks, more than the {policy} GPUs of the policy that it shares; make it smaller"
     yield ranks > policy, "value.parallel", text
@@ -159,16 +124,13 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     """Check settings beside refit.fp8_blocks; shape None: unknown."""
     if not config.refit.fp8_blocks:
         return
-    subject, engine = "refit.fp8_blocks=", "fp8_per_block"
-    text = f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard"
-    yield config.refit.mode != "reshard", subject, text
-    text = f"is for engines that keep blocks in FP8; add +generation.engine_args.quantization={engine}, or use false"
-    yield config.generation.engine_args.get("quantization") != engine, subject, text
-    text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
-    yield config.engine_dtype != "bfloat16", subject, text
+    yield from list_conflicts(config, "fp8_blocks")
+    is_set = config.generation.engine_args.get("quantization") == "fp8_per_block"
+    text = "is for engines that keep blocks in FP8; add +generation.engine_args.quantization=fp8_per_block"
+    yield not is_set, "refit.fp8_blocks=", f"{text}, or use false"
     if shape is not None and not any(find_layout_problems(config, shape)):
-        shards = split_policy(config.policy.parallel, shape), split_engine(config.generation.parallel, shape)
-        cuts = list(find_cut_blocks(shape, *shards))
+        policy_shards = split_policy(config.policy.parallel, shape)
+        cuts = list(find_cut_blocks(shape, policy_shards, split_engine(config.generation.parallel, shape)))
         first_cut = next(iter(cuts), "") + (f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else "")
         text = f"ranks would share a block of 128 x 128: {first_cut}; use fewer tensor-parallel ranks, or false"
-        yield cuts, subject, text
+        yield cuts, "refit.fp8_blocks=", text

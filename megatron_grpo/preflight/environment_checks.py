@@ -7,31 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data import specs
 from megatron_grpo.data.rows import examine_set
-from megatron_grpo.data.specs import (
-    PREPARED_PROMPTS,
-    ROW_FORMS,
-    find_processor_name,
-    find_processor_problems,
-    make_task_spec,
-)
+from megatron_grpo.environments import user_functions as functions
 from megatron_grpo.environments.interface import list_import_folders, make_importable
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
-from megatron_grpo.environments.user_functions import (
-    AGENT_RESULT,
-    RewardFunction,
-    check_parameters,
-    load_agent_function,
-    load_reward_function,
-)
 from megatron_grpo.models.source import is_made_before_run
 
 
 def check_scoring(
     config: Config,
     sets: Sequence[DatasetConfig] | None = None,
-    rewards: Mapping[str, RewardFunction] | None = None,
+    rewards: Mapping[str, functions.RewardFunction] | None = None,
 ) -> None:
     """Import all code that scores, and check its options, parameters and columns.
 
@@ -45,7 +33,7 @@ def check_scoring(
             folder is not a reward model.
     """
     make_importable(list_import_folders())
-    problems = list(find_processor_problems(config.data))
+    problems = list(specs.find_processor_problems(config.data))
     for task in config.env:
         problems += _find_class_problems(config, task)
     if not problems:  # reward functions may need the modules that these checks import
@@ -79,7 +67,7 @@ def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
 def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
     kind = config.env[task].type
     needed = () if kind == REWARD_FUNCTIONS else import_environment_class(kind).needs_columns
-    may_add_columns = find_processor_name(config.data, task) not in {None, *ROW_FORMS}
+    may_add_columns = specs.find_processor_name(config.data, task) not in {None, *specs.ROW_FORMS}
     if not needed or may_add_columns or (config.data.streaming and sets is None):
         return
     for dataset in _list_sets(config, sets):
@@ -101,12 +89,12 @@ def _map_types(config: Config) -> dict[str, str]:
 
 
 def _find_reward_problems(
-    config: Config, task: str, sets: Sequence[DatasetConfig] | None, rewards: Mapping[str, RewardFunction]
+    config: Config, task: str, sets: Sequence[DatasetConfig] | None, rewards: Mapping[str, functions.RewardFunction]
 ) -> Iterator[Problem]:
     environment = config.env[task]
     columns = _find_columns(config, sets, task) if environment.reward_funcs else None
     if columns is not None and environment.agent_func is not None:
-        columns.add(AGENT_RESULT)
+        columns.add(functions.AGENT_RESULT)
     for entry in environment.reward_funcs:
         subject = f"env.{task}.reward_funcs={entry}"
         if is_model_folder(entry):
@@ -115,12 +103,12 @@ def _find_reward_problems(
                 yield Problem(subject, reason)
             continue
         try:
-            check_parameters(entry, rewards.get(entry) or load_reward_function(entry), columns)
+            functions.check_parameters(entry, rewards.get(entry) or functions.load_reward_function(entry), columns)
         except RunError as error:
             yield Problem(subject, str(error))
     if environment.agent_func is not None:
         try:
-            load_agent_function(environment.agent_func)
+            functions.load_agent_function(environment.agent_func)
         except RunError as error:
             yield Problem(f"env.{task}.agent_func={environment.agent_func}", str(error))
 
@@ -137,13 +125,13 @@ def _find_columns(config: Config, sets: Sequence[DatasetConfig] | None, task: st
     for dataset in _list_sets(config, sets):
         if is_made_before_run(config, dataset.path):
             assert config.prepare.name is not None
-            prepared = PREPARED_PROMPTS[config.prepare.name]
+            prepared = specs.PREPARED_PROMPTS[config.prepare.name]
             columns |= set(prepared.columns) if task in prepared.tasks else set()
             continue
         report = examine_set(dataset, config.data, _map_types(config))
         if report.source is None:
             return None
         columns |= report.columns.get(task, set())
-    if columns and make_task_spec(config.data, task).answer_key is not None:
+    if columns and specs.make_task_spec(config.data, task).answer_key is not None:
         columns.add("answer")
     return columns or None

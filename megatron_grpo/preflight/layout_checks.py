@@ -9,7 +9,7 @@ from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.models.weight_map import count_group_rows
-from megatron_grpo.preflight.rules import Rule, evaluate_rules
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
 
 def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -29,20 +29,6 @@ def _check_tensor(section: str, tensor: int, shape: ModelShape) -> Rule:
     return undivided, f"{section}.tensor={tensor}", f"does not divide the model's {undivided}; use {_join(usable)}"
 
 
-def _join(numbers: list[int]) -> str:
-    """Write numbers as "1, 2 or 4"."""
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _list_divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _check_divisor(key: str, parts: int, number: int, description: str) -> Rule:
-    return number % parts, f"{key}={parts}", f"does not divide {description}; use {_join(_list_divisors(number))}"
-
-
 def _find_undivided(tensor: int, shape: ModelShape) -> str | None:
     """Describe the size that so many tensor-parallel ranks cannot split."""
     heads, groups = shape.attention_heads, shape.key_value_heads
@@ -60,41 +46,50 @@ def _find_undivided(tensor: int, shape: ModelShape) -> str | None:
     return None
 
 
+def _join(numbers: list[int]) -> str:
+    """Write numbers as "1, 2 or 4"."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _list_divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _check_divisor(key: str, parts: int, number: int, description: str) -> Rule:
+    return number % parts, f"{key}={parts}", f"does not divide {description}; use {_join(_list_divisors(number))}"
+
+
 def _check_pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
-    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    stages, chunks, layers = parallel.pipeline, parallel.virtual_pipeline, shape.layers
     if chunks > 1 and stages == 1:
         yield True, f"{section}.virtual_pipeline={chunks}", f"needs {section}.pipeline > 1"
         return
-    ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
-    set_ends = {name: layers for name, layers in ends.items() if layers is not None}
-    flags = {"count_embedding": parallel.count_embedding, "count_loss": parallel.count_loss}
-    counted = sum(flags.values())
-    uneven = {**set_ends, **{name: True for name, is_counted in flags.items() if is_counted}}
-    if uneven and (stages == 1 or (set_ends and counted)):
+    ends = {name: getattr(parallel, name) for name in ("first_stage_layers", "last_stage_layers")}
+    ends = {name: number for name, number in ends.items() if number is not None}
+    flags = {name: True for name in ("count_embedding", "count_loss") if getattr(parallel, name)}
+    uneven = {**ends, **flags}
+    if uneven and (stages == 1 or (ends and flags)):
         name, value = next(iter(uneven.items()))
         text = "and count_embedding or count_loss both shift layers between stages; use one of the two ways"
         yield True, f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else text
         return
     # Layers that are not at a set end are dealt evenly to the other stages; embedding and loss may count as layers.
-    middle, remaining = stages - len(set_ends), shape.layers + counted - sum(set_ends.values())
+    middle, remaining = stages - len(ends), layers + len(flags) - sum(ends.values())
     if remaining < 0 or (middle == 0 and remaining) or (middle and (remaining % middle or remaining < middle)):
-        yield True, f"{section}.pipeline={stages}", _explain_uneven(shape.layers, counted, set_ends, remaining, middle)
+        usable = _join(_list_divisors(layers + len(flags)))
+        if ends:
+            names = " and ".join(f"{name}={number}" for name, number in ends.items())
+            text = f"with {names} {remaining} of {layers} layers are left for {middle} ranks, which need equal parts"
+        elif flags:
+            text = f"does not divide the model's {layers} layers and {len(flags)} that are counted too; use {usable}"
+        else:
+            text = f"does not divide the model's {layers} layers; use {usable}, or first_stage_layers"
+        yield True, f"{section}.pipeline={stages}", text
         return
-    stage_layers = {*set_ends.values(), *([remaining // middle] if middle else [])}
+    stage_layers = {*ends.values(), *([remaining // middle] if middle else [])}
     layers = next((layers for layers in stage_layers if layers % chunks), chunks)
     yield _check_divisor(f"{section}.virtual_pipeline", chunks, layers, f"the {layers} layers of a pipeline rank")
-
-
-def _explain_uneven(layers: int, counted: int, set_ends: dict[str, int], remaining: int, middle: int) -> str:
-    if set_ends:
-        names = " and ".join(f"{name}={number}" for name, number in set_ends.items())
-        return (
-            f"with {names} {remaining} of the {layers} layers are left for {middle} ranks, which need equally many each"
-        )
-    if counted:
-        usable = _join(_list_divisors(layers + counted))
-        return f"does not divide the model's {layers} layers and what is counted as {counted} more; use {usable}"
-    return f"does not divide the model's {layers} layers; use {_join(_list_divisors(layers))}, or first_stage_layers"
 
 
 def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -108,30 +103,38 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
     yield _check_divisor(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
     ranks = parallel.tensor * parallel.context * parallel.data
     usable = [size for size in _list_divisors(count) if ranks % (size * tensor) == 0]
-    advice = f"{_join(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
+    advice = _join(usable) if usable else "fewer of expert_tensor"
     text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use {advice}"
-    yield ranks % (expert * tensor), f"{section}.expert={expert}", text
+    yield ranks % (expert * tensor), f"{section}.expert={expert}", f"{text}, or more replicas"
 
 
 @evaluate_rules
 def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check layouts against machines, batches and model (None: unknown)."""
-    for section, parallel in _list_trained_layouts(config):
-        text = f"needs {section}.parallel.tensor > 1"
-        yield parallel.sequence and parallel.tensor == 1, f"{section}.parallel.sequence=", text
-    yield from _check_devices(config, _count_model_gpus(config), _list_trained_layouts(config))
-    yield from _check_batches(config)
+    trained, moe = _list_trained_layouts(config), config.policy.moe
+    yield from list_conflicts(config, "sequence")
+    yield from _check_devices(config, _count_model_gpus(config), trained)
+    # Prompts go to the idlest engine, so only ranks that train need equally many samples.
+    generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
+    samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
+    for section, layout in trained:
+        multiple = layout.data // math.gcd(layout.data, generations)
+        nearest = [count for count in (prompts // multiple * multiple, -(-prompts // multiple) * multiple) if count]
+        text = f"{samples} do not share out evenly over {layout.data} data-parallel ranks"
+        advice = f"use LOOP.num_prompts_per_step={_join(nearest)}"
+        yield prompts * generations % layout.data, f"{section}.parallel.data=", f"{text}; {advice}"
     yield from _check_routing_replay(config, shape)
-    if shape is not None:
-        yield from check_split("policy.parallel", config.policy.parallel, shape)
-        for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
-            has_no_experts = getattr(config.policy.moe, name) and shape.experts is None
-            yield has_no_experts, f"policy.moe.{name}=", "the model has no experts; use 0"
-        has_no_bias = shape.experts is not None and not shape.experts.selection_bias
-        text = "the model chooses experts without a bias; use 0"
-        yield config.policy.moe.bias_update_rate and has_no_bias, "policy.moe.bias_update_rate=", text
-        yield from _check_engines(config, shape)
-        yield from _check_value_model(config, shape)
+    if shape is None:
+        return
+    yield from check_split("policy.parallel", config.policy.parallel, shape)
+    for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
+        has_no_experts = getattr(moe, name) and shape.experts is None
+        yield has_no_experts, f"policy.moe.{name}=", "the model has no experts; use 0"
+    has_no_bias = shape.experts is not None and not shape.experts.selection_bias
+    text = "the model chooses experts without a bias; use 0"
+    yield moe.bias_update_rate and has_no_bias, "policy.moe.bias_update_rate=", text
+    yield from _check_engines(config, shape)
+    yield from _check_value_model(config, shape)
 
 
 @evaluate_rules
@@ -232,12 +235,10 @@ def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, Parall
             if node is None:
                 return
             free[node] -= part
-    fitting = sum(gpus // ranks for gpus in free)
-    text = (
-        f"engines of {ranks} GPUs fit {fitting} times into what the models leave of the nodes, which is "
-        f"{' + '.join(str(gpus) for gpus in free if gpus)} GPUs; use data={fitting}, or smaller engines"
-    )
-    yield fitting < config.generation.parallel.data, "generation.parallel.data=", text
+    fitting, remaining = sum(gpus // ranks for gpus in free), " + ".join(str(gpus) for gpus in free if gpus)
+    text = f"engines of {ranks} GPUs fit {fitting} times into the {remaining} GPUs that the models leave of the nodes"
+    advice = f"use data={fitting}, or smaller engines"
+    yield fitting < config.generation.parallel.data, "generation.parallel.data=", f"{text}; {advice}"
 
 
 def count_gpus(config: Config) -> dict[str, float]:
@@ -247,12 +248,10 @@ def count_gpus(config: Config) -> dict[str, float]:
 
 def count_reward_model_gpus(config: Config) -> dict[str, float]:
     """Count the GPUs of environments with reward models, by key."""
-    gpus = {
-        f"env.{name}.reward_model.gpus": env.reward_model.gpus
-        * env.reward_model.num_workers
-        * len(env.reward_model_folders)
-        for name, env in config.env.items()
-    }
+    gpus = {}
+    for name, environment in config.env.items():
+        model = environment.reward_model
+        gpus[f"env.{name}.reward_model.gpus"] = model.gpus * model.num_workers * len(environment.reward_model_folders)
     return {key: count for key, count in gpus.items() if count}
 
 
@@ -269,16 +268,3 @@ def _count_model_gpus(config: Config) -> dict[str, int]:
 def _count_engine_gpus(config: Config) -> dict[str, int]:
     parallel = config.generation.parallel
     return {"generation.parallel": parallel.ranks_per_engine * parallel.data}
-
-
-def _check_batches(config: Config) -> Iterator[Rule]:
-    # Engines need not have equally many: prompts go to the idlest.
-    generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
-    for section, layout in _list_trained_layouts(config):
-        multiple = layout.data // math.gcd(layout.data, generations)
-        nearest = [count for count in (prompts // multiple * multiple, -(-prompts // multiple) * multiple) if count]
-        text = (
-            f"{prompts} prompts x {generations} generations = {prompts * generations} samples do not share out evenly "
-            f"over {layout.data} data-parallel ranks; use LOOP.num_prompts_per_step={_join(nearest)}"
-        )
-        yield prompts * generations % layout.data, f"{section}.parallel.data=", text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,10 +34,15 @@ def summarize_run(config: Config, start_from: Path | None) -> str:
     engines = f"{format_count('engine', generation.data)} of {format_count('rank', generation.ranks_per_engine)}"
     parts.append(engines if config.needs_generation else f"rollouts of {config.debug.rollouts_from}")
     devices = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
-    return (
-        f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)}, on "
-        f"{devices}; {_describe_start(config, start_from)}"
-    )
+    folder = Path(os.path.abspath(config.run_dir))
+    if start_from is None:
+        start = f"begins in {folder}"
+    elif folder.resolve() in start_from.resolve().parents:
+        start = f"goes on after step {start_from.name.removeprefix('step_')} in {folder}"
+    else:
+        start = f"begins in {folder} from {start_from}"
+    text = f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)}"
+    return f"{text}, on {devices}; {start}"
 
 
 def _describe_ranks(parallel: ParallelConfig) -> str:
@@ -46,28 +51,6 @@ def _describe_ranks(parallel: ParallelConfig) -> str:
     if parallel.expert > 1:
         layout += f", EP{parallel.expert}"
     return format_count("rank", parallel.world_size) + (f" ({layout})" if layout else "")
-
-
-def _describe_start(config: Config, start_from: Path | None) -> str:
-    folder = Path(os.path.abspath(config.run_dir))
-    if start_from is None:
-        return f"begins in {folder}"
-    if folder.resolve() in start_from.resolve().parents:
-        return f"goes on after step {start_from.name.removeprefix('step_')} in {folder}"
-    return f"begins in {folder} from {start_from}"
-
-
-def _settle_steps(config: Config) -> Iterator[Problem]:
-    """Replace max_num_steps=-1 by the steps of max_num_epochs, or of the recorded run."""
-    if not config.needs_generation:
-        config.training_loop.max_num_steps = read_recorded_max_num_steps(config)
-    elif config.data.streaming:
-        text = "needs rows that can be counted, and they are streamed; give a number of steps"
-        yield Problem(f"{config.algorithm}.max_num_steps=-1", text)
-    else:
-        # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
-        per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
-        config.training_loop.max_num_steps = max(per_epoch * config.training_loop.max_num_epochs, 1)
 
 
 def check_overrides(overrides: Sequence[str]) -> Composed:
@@ -117,20 +100,26 @@ def compose_for_search(overrides: Sequence[str]) -> Config:
         ConfigError: names every problem, except for those of the layouts.
     """
     composed = _check_composed(compose_typed(overrides))
-    composed.problems = [problem for problem in composed.problems if not _is_about_layouts(problem)]
+    sizes = ("policy.parallel.", "generation.parallel", "cluster.gpus_per_node=")
+    problems = (problem for problem in composed.problems if not problem.subject.startswith(sizes))
+    composed.problems = [problem for problem in problems if "policy.parallel.data=" not in problem.text]
     return composed.require()
 
 
-def _is_about_layouts(problem: Problem) -> bool:
-    sizes = ("policy.parallel.", "generation.parallel", "cluster.gpus_per_node=")
-    return problem.subject.startswith(sizes) or "policy.parallel.data=" in problem.text
-
-
 def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Find problems and remarks; settles max_num_steps=-1."""
+    """Find problems and remarks; settles max_num_steps=-1 by max_num_epochs, or by the recorded run."""
     problems, remarks = examine_machine(config)
-    if not problems and config.training_loop.max_num_steps == _UNCOUNTED_STEPS:
-        problems += _settle_steps(config)
+    loop = config.training_loop
+    if not problems and loop.max_num_steps == _UNCOUNTED_STEPS:
+        if not config.needs_generation:
+            loop.max_num_steps = read_recorded_max_num_steps(config)
+        elif config.data.streaming:
+            text = "needs rows that can be counted, and they are streamed; give a number of steps"
+            problems.append(Problem(f"{config.algorithm}.max_num_steps=-1", text))
+        else:
+            # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
+            per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
+            loop.max_num_steps = max(per_epoch * loop.max_num_epochs, 1)
     return problems, [*find_remarks(config), *find_refit_remarks(config), *remarks]
 
 

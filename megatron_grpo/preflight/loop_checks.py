@@ -6,50 +6,30 @@ import math
 from collections.abc import Iterator
 
 from megatron_grpo.config.compose import explain_foreign_key
-from megatron_grpo.config.data_schema import (
-    BUILT_IN,
-    ENVIRONMENT_FIGURE,
-    REWARD_FUNCTIONS,
-    EnvironmentConfig,
-    is_model_folder,
-)
+from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_FIGURE, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, switch_algorithm
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.rules import Rule
+from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 
 def check_loop(config: Config) -> Iterator[Rule]:
     """Check optimizer steps, reference, early stop, checkpoints and schedules."""
     yield from _check_optimizer_steps(config)
-    loop = config.training_loop
-    text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
-    yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
-    text = "keeps prompts whose samples differ; needs LOOP.num_generations_per_prompt of 2 or more"
-    yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
-    text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
-    yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
-    stop = loop.early_stop
+    yield from list_conflicts(config, "loop")
+    stop = config.training_loop.early_stop
     if stop.enabled:
-        text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
-        yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
         text = "decides after a validation; needs data.val_path and LOOP.val_period"
-        yield not config.data.validation_sets or loop.val_period == 0, "LOOP.early_stop.enabled=", text
+        has_validations = config.data.validation_sets and config.training_loop.val_period > 0
+        yield not has_validations, "LOOP.early_stop.enabled=", text
     ranked_by = config.checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         is_of_validation = ranked_by.startswith(VALIDATION_PREFIX)
         check_metric = _check_validation_metric if is_of_validation else _check_step_metric
         yield from check_metric(config, "checkpointing.metric_name=", ranked_by)
-    has_replays = config.logger.replay_every is not None
-    text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"
-    yield has_replays and not config.has_checkpoints, "logger.replay_every=", text
-    text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
-    yield has_replays and config.training_loop.has_value_model, "logger.replay_every=", text
-    text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
-    yield has_replays and config.policy.moe.replay_routing, "logger.replay_every=", text
     yield from _check_schedules(config)
 
 
@@ -96,7 +76,12 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
     step_metrics, possible_metrics = list_step_metrics(config), list_possible_metrics(config)
     if name in step_metrics:
         return
-    has_figures = any(map(_can_report_figures, config.env.values()))
+    # Functions and environments of users may report any figures, of ours only `code` does.
+    types_without = {*BUILT_IN, REWARD_FUNCTIONS} - {"code"}
+    has_figures = any(
+        environment.type not in types_without or not all(map(is_model_folder, environment.reward_funcs))
+        for environment in config.env.values()
+    )
     if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
         text = "no environment of this run reports figures: functions in reward_funcs and environments of your own can"
         yield not has_figures, subject, text
@@ -109,11 +94,6 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
         figure = f"; a figure {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
         suggestion = suggest_name(name, sorted(names)) + (figure if has_figures else "")
         yield True, subject, f"is not a metric of a step{suggestion}"
-
-
-def _can_report_figures(environment: EnvironmentConfig) -> bool:
-    has_functions = not all(map(is_model_folder, environment.reward_funcs))
-    return environment.type not in {*BUILT_IN, REWARD_FUNCTIONS} - {"code"} or has_functions
 
 
 def _explain_no_accuracy(config: Config, name: str) -> str:
@@ -138,21 +118,10 @@ def _check_schedules(config: Config) -> Iterator[Rule]:
 
 def check_async(config: Config) -> Iterator[Rule]:
     """Check training on samples of earlier weights, and oversampling."""
-    options = config.training_loop.async_grpo
-    text = (
-        "trains on samples of earlier weights without an importance correction; give "
-        "loss_fn.use_importance_sampling_correction=true, best with loss_fn.truncated_importance_sampling_type=tis "
-        "and loss_fn.truncated_importance_sampling_ratio=2"
-    )
-    is_corrected = config.loss_fn.use_importance_sampling_correction
-    yield options.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
-    text = (
-        "does not go with policy.moe.replay_routing=true: when the weights change under a response, the engine "
-        "records the experts of its earlier tokens under the new weights"
-    )
-    yield options.can_sample_ahead and config.policy.moe.replay_routing, "LOOP.async_grpo.enabled=", text
+    options, prompts = config.training_loop.async_grpo, config.prompts_per_generation_batch
+    if options.can_sample_ahead:
+        yield from list_conflicts(config, "async")
     factor, age = options.oversampling_factor, options.max_trajectory_age_steps
-    prompts = config.prompts_per_generation_batch
     if not options.enabled or factor is None:
         return
     subject = "LOOP.async_grpo.oversampling_factor="
@@ -168,19 +137,6 @@ def check_async(config: Config) -> Iterator[Rule]:
     yield int(factor * prompts) == prompts, subject, text
 
 
-def check_async_cautions(config: Config) -> Iterator[Rule]:
-    """Find settings of asynchronous training that may not be intended."""
-    samples_ahead = config.training_loop.async_grpo.can_sample_ahead
-    text = (
-        "puts no limit on the importance weights of samples from earlier versions of the policy; "
-        "loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give one"
-    )
-    yield samples_ahead and config.loss_fn.truncated_importance_sampling_type is None, "LOOP.async_grpo.enabled=", text
-    text = "also leaves out responses from earlier versions of the policy, on which the frameworks need not disagree"
-    has_threshold = config.training_loop.seq_logprob_error_threshold is not None
-    yield samples_ahead and has_threshold, "LOOP.seq_logprob_error_threshold=", text
-
-
 def check_ppo(config: Config) -> Iterator[Rule]:
     """Check settings of PPO, and find changed settings of the other algorithm."""
     for section in READ_BY[switch_algorithm(config.algorithm)]:
@@ -188,14 +144,10 @@ def check_ppo(config: Config) -> Iterator[Rule]:
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
     if config.algorithm != "ppo":
         return
-    ppo, penalty = config.ppo, config.loss_fn.reference_policy_kl_penalty
+    ppo = config.ppo
+    yield from list_conflicts(config, "ppo")
     text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
     yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
-    text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty:g} needs one; set it to 0"
-    has_no_reference = ppo.skip_reference_policy_logprobs_calculation
-    yield has_no_reference and penalty > 0, "ppo.skip_reference_policy_logprobs_calculation=", text
-    text = "this is a run on CPU: cluster.gpus_per_node is 0"
-    yield ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0, "ppo.calculate_advantages_on_gpu=", text
     estimator, prefix = ppo.adv_estimator, "ppo.adv_estimator"
     is_raw, alpha = estimator.name == "raw_reward", estimator.length_adaptive_alpha
     text = f"has no meaning with {prefix}.name=raw_reward, which takes rewards as they are"
@@ -210,18 +162,11 @@ def check_ppo(config: Config) -> Iterator[Rule]:
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:
     """Check settings that need the part of the run which is left out."""
-    debug, logger = config.debug, config.logger
-    text = "needs the rollouts to be written; set logger.rollouts to sample or all"
-    yield logger.log_completions and logger.rollouts == "off", "logger.log_completions=", text
-    text = f"leaves nothing to do beside debug.rollouts_from={debug.rollouts_from}; give one of them"
-    yield not config.needs_generation and not debug.train, "debug.train=", text
-    if not config.needs_generation and debug.train:
-        yield from _check_without_engines(config)
-    elif not debug.train and config.needs_generation:
-        yield from _check_without_policy(config)
-
-
-def _check_without_engines(config: Config) -> Iterator[Rule]:
+    yield from list_conflicts(config, "debug")
+    if config.needs_generation and not config.debug.train:
+        yield from list_conflicts(config, "without_policy")
+    if config.needs_generation or not config.debug.train:
+        return
     because = "and debug.rollouts_from starts no engine"
     loop, data = config.training_loop, config.data
     yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {because}; use false"
@@ -237,18 +182,3 @@ def _check_without_engines(config: Config) -> Iterator[Rule]:
         yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {causes}, {because}; use {off}"
     text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
     yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
-
-
-def _check_without_policy(config: Config) -> Iterator[Rule]:
-    because = "and debug.train=false starts no rank of the policy"
-    text = f"samples while steps train, {because}; use false"
-    yield config.training_loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
-    text = (
-        f"is read by ranks of the policy, {because[4:]}; export the checkpoint (python -m megatron_grpo.export), "
-        "and give its folder as policy.model.path"
-    )
-    yield config.checkpointing.resume not in ("auto", "none"), "checkpointing.resume=", text
-    text = f"serves weights that a refit sends, {because}; use engines of the run's own, generation.server.urls=[]"
-    yield config.generation.server.urls, "generation.server.urls=", text
-    text = f"rounds the weights on their way to the engines, {because}; use null"
-    yield config.policy.quantization is not None, "policy.quantization=", text

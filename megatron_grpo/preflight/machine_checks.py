@@ -22,7 +22,6 @@ from megatron_grpo.cluster.machines import (
     fill_in_gpus,
     read_environment_address,
 )
-from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.paths import check_readable, check_writable
@@ -58,24 +57,22 @@ def find_folder_problems(config: Config) -> Iterator[Problem]:
 
 
 def _find_run_dir_problems(config: Config) -> Iterator[Problem]:
-    folder = Path(os.path.abspath(config.run_dir))
+    folder, subject = Path(os.path.abspath(config.run_dir)), f"run_dir={config.run_dir}"
+    lock = folder / LOCK_FILE
     reason = check_readable(folder, "folder") if folder.exists() else None
     if reason is not None:
-        yield Problem(f"run_dir={config.run_dir}", reason)
-        return
-    lock = folder / LOCK_FILE
-    if lock.exists() and not os.access(lock, os.W_OK):
-        yield Problem(f"run_dir={config.run_dir}", f"{lock} is another user's; choose another run_dir")
-        return
-    if is_in_use(config.run_dir):
-        yield Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")
-        return
-    try:
-        compare_with_last_start(folder, config)
-    except ConfigError as error:
-        yield from error.problems
-    except OSError as error:
-        yield Problem(f"run_dir={config.run_dir}", f"{error.filename} cannot be read: {error.strerror}")
+        yield Problem(subject, reason)
+    elif lock.exists() and not os.access(lock, os.W_OK):
+        yield Problem(subject, f"{lock} is another user's; choose another run_dir")
+    elif is_in_use(config.run_dir):
+        yield Problem(subject, "is in use by another run that is still alive")
+    else:
+        try:
+            compare_with_last_start(folder, config)
+        except ConfigError as error:
+            yield from error.problems
+        except OSError as error:
+            yield Problem(subject, f"{error.filename} cannot be read: {error.strerror}")
 
 
 @evaluate_rules
@@ -98,18 +95,16 @@ def _find_resume_problems(config: Config) -> Iterator[Rule]:
 
 
 def _find_sandbox_problems(config: Config) -> Iterator[Problem]:
-    if config.cluster.ray_address is not None or not any(map(_needs_sandbox, config.env.values())):
+    kinds = [(environment.type, environment.options.get("tools")) for environment in config.env.values()]
+    has_python = any(kind == "tools" and isinstance(tools, list) and "python" in tools for kind, tools in kinds)
+    runs_code = has_python or any(kind == "code" for kind, _ in kinds)
+    if not runs_code or config.cluster.ray_address is not None:
         return
     try:
         open_sandbox(config.sandbox)
     except SandboxUnavailableError as error:
         subject = f"sandbox.required={config.sandbox.required}"
         yield Problem(subject, str(error).removeprefix(subject).strip())
-
-
-def _needs_sandbox(environment: EnvironmentConfig) -> bool:
-    tools = environment.options.get("tools")
-    return environment.type == "code" or (environment.type == "tools" and isinstance(tools, list) and "python" in tools)
 
 
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -146,11 +141,8 @@ def _find_launcher_problems() -> Iterator[Problem]:
     """Check that neither torchrun nor accelerate has started several such processes."""
     rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is not None and "RANK" in os.environ and count != "1":
-        text = (
-            "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
-            "run starts its own processes"
-        )
-        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", text)
+        text = "torchrun and accelerate launch start a whole run in each process; start it once, with python"
+        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}, since the run starts its own processes")
 
 
 @evaluate_rules
@@ -192,17 +184,16 @@ def _find_package_problems(config: Config) -> Iterator[Rule]:
         text = f"needs the {name} package: pip install {name}, or set it to false"
         yield is_enabled and not _is_installed(name), f"logger.{name}.enabled=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
-    lacks_triton = is_local and not _is_installed("triton")
-    needs_triton = policy.logprob_kernel == "fused"
-    text = "needs the triton package: pip install triton, or use chunked or auto"
-    yield needs_triton and lacks_triton, "policy.logprob_kernel=", text
-    text = (
-        "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 "
-        "in the environment to have it interpreted, slowly, as tests do"
-    )
-    cannot_compile = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
-    yield needs_triton and not lacks_triton and cannot_compile, "policy.logprob_kernel=", text
+    needs_gpu = config.ppo.calculate_advantages_on_gpu and not count_visible_gpus()
+    yield needs_gpu, "ppo.calculate_advantages_on_gpu=", text
+    if policy.logprob_kernel == "fused":
+        lacks_triton = is_local and not _is_installed("triton")
+        text = "needs the triton package: pip install triton, or use chunked or auto"
+        yield lacks_triton, "policy.logprob_kernel=", text
+        cannot_compile = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
+        text = "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1"
+        text += " in the environment to have it interpreted, slowly, as tests do"
+        yield cannot_compile and not lacks_triton, "policy.logprob_kernel=", text
 
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.rules import Rule, evaluate_rules
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
 
 @evaluate_rules
@@ -20,17 +20,11 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     targets = f"policy.lora.target_modules=[{','.join(lora.target_modules)}]"
     yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
     yield len(set(lora.target_modules)) < len(lora.target_modules), targets, "names a layer twice; name each once"
-    text = (
-        f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use "
-        "false, or train all weights with policy.lora.rank=0"
-    )
-    yield config.training_loop.sync_ref_model, "LOOP.sync_ref_model=", text
-    text = "adapters leave the base model as it is; use 0"
-    yield config.policy.moe.bias_update_rate, "policy.moe.bias_update_rate=", text
+    yield from list_conflicts(config, "adapters")
     if shape is None:
         return
-    others = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
-    text = f"latent attention has no linear_qkv; use [{others}]"
+    usable = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
+    text = f"latent attention has no linear_qkv; use [{usable}]"
     yield shape.latent is not None and "linear_qkv" in lora.target_modules, targets, text
     targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
     text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
@@ -46,14 +40,7 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
-    if fp8.recipe == "delayed":
-        text = "has scales of earlier steps, which are not simulated; use tensorwise, blockwise or mxfp8"
-        yield fp8.simulate, "policy.fp8.recipe=", text
-        text = "has no place in Megatron-Core's delayed recipe; use 0, or policy.fp8.recipe=tensorwise"
-        yield fp8.first_layers_bf16, "policy.fp8.first_layers_bf16=", text
-        yield fp8.last_layers_bf16, "policy.fp8.last_layers_bf16=", text
-    if fp8.is_on_device:
-        yield from _check_fp8_devices(config)
+    yield from list_conflicts(config, "fp8")
     if shape is None:
         return
     if fp8.is_on_device and not shape.fits_transformer_engine:
@@ -97,20 +84,6 @@ def read_gpu_capability() -> tuple[int, int] | None:
         return None
 
 
-def _check_fp8_devices(config: Config) -> Iterator[Rule]:
-    policy, fp8 = config.policy, config.policy.fp8
-    text = "needs GPUs, and this is a run on CPU; use off, or policy.fp8.simulate=true for its numerics"
-    yield config.cluster.gpus == 0, "policy.fp8.format=", text
-    text = f"needs policy.precision=bfloat16, not {policy.precision}"
-    yield policy.precision != "bfloat16", "policy.fp8.format=", text
-    text = "needs Transformer Engine's layers, and layers with adapters are torch's; use off, or policy.lora.rank=0"
-    yield policy.lora.rank, "policy.fp8.format=", text
-    text = "needs policy.optimizer.distributed=true, which keeps the float32 weights beside them"
-    yield fp8.parameters and not policy.optimizer.distributed, "policy.fp8.parameters=", text
-    text = "is not supported with recipe=mxfp8, which needs two copies of each weight; use false"
-    yield fp8.parameters and fp8.recipe == "mxfp8", "policy.fp8.parameters=", text
-
-
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
     """Check that a rank's matrices are multiples of the recipe's block."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
@@ -135,13 +108,9 @@ def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
 @evaluate_rules
 def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings beside quantization-aware training; shape None: unknown."""
-    policy = config.policy
-    if policy.quantization is None:
+    if config.policy.quantization is None:
         return
-    text = "rounds the same products as policy.fp8; use null, or policy.fp8.format=off"
-    yield policy.fp8.format != "off", "policy.quantization=", text
-    text = "rounds weights that are trained, and adapters leave them as they are; use null, or policy.lora.rank=0"
-    yield policy.lora.rank, "policy.quantization=", text
+    yield from list_conflicts(config, "quantization")
     if shape is not None and (shape.experts is not None or shape.latent is not None):
         model = "for a mixture of experts" if shape.experts is not None else "with latent attention"
         yield True, "policy.quantization=", f"is not supported {model}; use null"
@@ -163,41 +132,20 @@ _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 @evaluate_rules
 def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of speed and memory; shape None: unknown."""
-    policy, is_on_cpu = config.policy, config.cluster.gpus == 0
-    optimizers = {"policy": policy.optimizer} | (
-        {"value": config.value.optimizer} if config.training_loop.has_value_model else {}
-    )
     yield from _check_recomputation(config, shape)
-    overlaps_reduction = not is_on_cpu if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
-    subject = "policy.overlap_param_gather="
-    yield policy.overlap_param_gather and not overlaps_reduction, subject, "needs policy.overlap_grad_reduce=true"
+    yield from list_conflicts(config, "training")
+    is_on_cpu, optimizers = config.cluster.gpus == 0, {"policy": config.policy.optimizer}
+    if config.training_loop.has_value_model:
+        optimizers["value"] = config.value.optimizer
+    cpu_texts = {
+        "cpu_offload": "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node",
+        "precision_aware": "needs GPUs; leave it out, or give cluster.gpus_per_node",
+    }
     for section, optimizer in optimizers.items():
-        lacks_distribution = policy.overlap_param_gather and not optimizer.distributed
-        yield lacks_distribution, subject, f"needs {section}.optimizer.distributed=true"
-    yield from _check_fused_gradients(config)
-    text = "excludes loss_fn.kl_score_function_gradient: torch has no deterministic running sums on GPUs"
-    has_running_sums = config.loss_fn.kl_score_function_gradient and not is_on_cpu
-    yield policy.deterministic and has_running_sums, "policy.deterministic=", text
-    for section, optimizer in optimizers.items():
-        cpu_texts = {
-            "cpu_offload": "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node",
-            "precision_aware": "needs GPUs; leave it out, or give cluster.gpus_per_node",
-        }
-        for name, text in cpu_texts.items():
-            is_set, key = getattr(optimizer, name), f"{section}.optimizer.{name}="
-            yield is_set and is_on_cpu, key, text
-            text = f"needs {section}.optimizer.distributed=true"
-            yield is_set and not is_on_cpu and not optimizer.distributed, key, text
-
-
-def _check_fused_gradients(config: Config) -> Iterator[Rule]:
-    policy, subject = config.policy, "policy.gradient_accumulation_fusion="
-    if not policy.gradient_accumulation_fusion:
-        return
-    text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
-    yield policy.quantization is not None, subject, f"with policy.quantization={policy.quantization}: {text}"
-    yield policy.fp8.is_simulated, subject, f"with policy.fp8.simulate=True: {text}"
-    yield config.cluster.gpus == 0, subject, "needs GPUs; use null, which is true where it can be"
+        for name, cpu_text in cpu_texts.items():
+            text = cpu_text if is_on_cpu else f"needs {section}.optimizer.distributed=true"
+            is_unsupported = is_on_cpu or not optimizer.distributed
+            yield getattr(optimizer, name) and is_unsupported, f"{section}.optimizer.{name}=", text
 
 
 def _check_recomputation(config: Config, shape: ModelShape | None) -> Iterator[Rule]:

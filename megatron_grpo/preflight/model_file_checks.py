@@ -1,26 +1,23 @@
-"""Checks of the files of models: their config.json and their weights."""
+"""Checks of the files of models: config.json, weights and tokenizer."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.paths import check_readable
+from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models import source
 from megatron_grpo.models.families import as_value_model, build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import (
-    PREPARED_FOLDER,
-    download_config,
-    find_local_folder,
-    is_hub_name,
-    is_made_before_run,
-)
-from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, list_stored_tensors
+from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_end_tokens, read_settings, read_token_ids
 from megatron_grpo.models.weight_map import iter_entries, list_experts
-from megatron_grpo.preflight.tokenizer_checks import find_tokenizer_problems
 
 # Most tensors that a message names.
 _MAX_NAMED = 3
@@ -37,8 +34,8 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     required_shapes = {name: expected for name, expected, is_required in _list_tensors(shape) if is_required}
     missing = [name for name in required_shapes if name not in shapes]
     if missing:
-        others = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
-        yield f"the folder has no tensor {missing[0]}{others}"
+        further = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
+        yield f"the folder has no tensor {missing[0]}{further}"
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
         text = "quantized weights cannot be trained; convert the model to bfloat16 first, as docs/layouts.md shows"
@@ -48,13 +45,17 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
         if name in shapes and shapes[name] != expected:
             yield f"{name} has shape {list(shapes[name])}, but config.json implies {list(expected)}"
             return
-    unread = _list_unread_tensors(tensors, shape)
+    # Tensors that the model derives: a tied head equals the embedding, and the value head replaces it.
+    derived = ["rotary_emb.inv_freq", "rotary.inv_freq"]
+    if shape.tied_embeddings or shape.value_head is not None:
+        derived.append(HEAD)
+    unknown = tensors.keys() - {name for name, _, _ in _list_tensors(shape)}
+    unread = [name for name in sorted(unknown) if not name.endswith(tuple(derived))]
+    unread = [name for name in unread if not _is_extra_prediction(name, shape)]
     if unread:
-        yield (
-            f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be "
-            f"lost: {', '.join(unread[:_MAX_NAMED])}; correct architectures in config.json, or remove them from the "
-            "files"
-        )
+        text = f"the folder holds {len(unread)} tensor(s) that its config.json does not imply, which would be lost"
+        advice = "correct architectures in config.json, or remove them from the files"
+        yield f"{text}: {', '.join(unread[:_MAX_NAMED])}; {advice}"
 
 
 def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -62,11 +63,8 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
     for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
         for expert in list_experts(entry, shape):
             for tensor in entry.hf:
-                yield (
-                    tensor.name.format(layer=layer, expert=expert),
-                    tensor.compute_shape(shape),
-                    not entry.zero_if_absent,
-                )
+                name = tensor.name.format(layer=layer, expert=expert)
+                yield name, tensor.compute_shape(shape), not entry.zero_if_absent
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
@@ -75,21 +73,10 @@ def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
     return shape.family == "deepseek_v3" and layer is not None and int(layer[1]) >= shape.layers
 
 
-def _list_unread_tensors(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]:
-    """List tensors that the model neither reads nor derives."""
-    derived = ["rotary_emb.inv_freq", "rotary.inv_freq"]
-    if shape.tied_embeddings or shape.value_head is not None:  # equal to the embedding, or replaced by the value head
-        derived.append(HEAD)
-    unknown = tensors.keys() - {name for name, _, _ in _list_tensors(shape)}
-    return sorted(
-        name for name in unknown if not name.endswith(tuple(derived)) and not _is_extra_prediction(name, shape)
-    )
-
-
 def list_unused_tensors(config: Config) -> Iterator[Problem]:
     """Remark on layers in the policy's folder that are not trained."""
     path = config.policy.model.path
-    if is_hub_name(path) or is_made_before_run(config, path):
+    if source.is_hub_name(path) or source.is_made_before_run(config, path):
         return
     shape = read_model_shape(path)
     extra = [name for name in list_stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
@@ -103,23 +90,31 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
     for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
         if path is None:
             continue
-        subject, is_value_model = f"{key}={path}", key.startswith("value.")
-        if is_made_before_run(config, path):
-            if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
-                yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
+        subject, is_value_model, folder = f"{key}={path}", key.startswith("value."), Path(path)
+        if source.is_made_before_run(config, path):
+            if folder != Path(config.prepare.folder, source.PREPARED_FOLDER):
+                text = f"prepare.name={config.prepare.name} makes one model: {source.PREPARED_FOLDER}"
+                yield Problem(subject, text)
             continue
         unusable = list(explain_unusable_model(subject, path, is_value_model=is_value_model))
         yield from unusable
-        if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
-            yield from _find_missing_files(subject, Path(path), is_value_model=is_value_model)
-            if not is_value_model:
-                yield from find_tokenizer_problems(subject, Path(path), config, read_model_shape(path).vocab)
+        if unusable or source.is_hub_name(path):  # weights of a hub model are downloaded at the start
+            continue
+        shape = read_model_shape(folder, reward_models=is_value_model)
+        if any(folder.glob("*.safetensors")):
+            expected = as_value_model(shape) if is_value_model else shape
+            yield from (Problem(subject, text) for text in find_weight_problems(folder, expected))
+        else:
+            text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
+            yield Problem(subject, text)
+        if not is_value_model:
+            yield from find_tokenizer_problems(subject, folder, config, shape.vocab)
 
 
 def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = False) -> Iterator[Problem]:
     """Say why a folder or hub name has no trainable model."""
-    if is_hub_name(path):
-        reason = None if find_local_folder(path) else download_config(path)
+    if source.is_hub_name(path):
+        reason = None if source.find_local_folder(path) else source.download_config(path)
         text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
     else:
         reason = check_readable(path, "folder")
@@ -128,7 +123,7 @@ def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = Fa
     if reason is not None:
         yield Problem(subject, text)
         return
-    folder = find_local_folder(path)
+    folder = source.find_local_folder(path)
     assert folder is not None
     try:
         read_model_shape(folder, reward_models=is_value_model)
@@ -136,11 +131,79 @@ def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = Fa
         yield Problem(subject, str(error))
 
 
-def _find_missing_files(subject: str, folder: Path, *, is_value_model: bool) -> Iterator[Problem]:
-    if not any(folder.glob("*.safetensors")):
-        text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
-        yield Problem(subject, text)
-        return
-    shape = read_model_shape(folder, reward_models=is_value_model)
-    for text in find_weight_problems(folder, as_value_model(shape) if is_value_model else shape):
-        yield Problem(subject, text)
+_SETTINGS_FILE = "tokenizer_config.json"
+_FILES = (TOKENIZER_FILE, "tokenizer.model", _SETTINGS_FILE)
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """True for tokenizer files; the hub's cache may lack them as yet."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: int) -> Iterator[Problem]:
+    """Check the tokenizer's files, chat template and tokens, without transformers.
+
+    `subject`: key and value that name the folder; `vocab`: number of the model's tokens.
+    """
+    files = [folder / name for name in _FILES if os.path.lexists(folder / name)]
+    if not files:
+        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_FILES)})")
+    for file in files:
+        reason = LFS_POINTER if is_lfs_pointer(file) else check_readable(file)
+        if reason is not None:
+            yield Problem(subject, f"{file}: {reason}")
+            return
+    if folder / _SETTINGS_FILE in files and not _has_chat_template(folder):
+        data = config.data
+        for task in dict.fromkeys([data.task_name, *config.env]):
+            settings = data.tasks.get(task, TaskConfig())
+            is_own = settings.apply_chat_template is not None
+            section = f"data.tasks.{task}" if is_own else "data"
+            is_chat = settings.apply_chat_template if is_own else data.apply_chat_template
+            if is_chat and not (settings.chat_template or data.chat_template):
+                text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are"
+                advice = f"or give a file with one in {section}.chat_template"
+                yield Problem(f"{section}.apply_chat_template=True", f"{text}, {advice}")
+                break  # other tasks have the same fault
+    yield from _find_vocabulary_problems(subject, folder, config.data, vocab)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """True for a chat template, and for an unreadable file."""
+    if any((folder / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        content = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(content, dict) or bool(content.get("chat_template"))
+
+
+def _find_vocabulary_problems(subject: str, folder: Path, data: DataConfig, vocab: int) -> Iterator[Problem]:
+    """Check that the model has embeddings for common tokens."""
+    limit = f"the model's tokens are numbered from 0 to {vocab - 1} (vocab_size in config.json)"
+    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+    beyond = [number for number in read_end_tokens(folder) if not 0 <= number < vocab]
+    if beyond:
+        yield Problem(subject, f"eos_token_id of {name} has {beyond[0]}, and {limit}; give the model's own end token")
+    tokens = read_token_ids(folder) or {}
+    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / _SETTINGS_FILE)
+    advice = "give the model's own tokens, or a model whose embedding has a row for each token"
+    for role in ("eos_token", "bos_token"):
+        token = settings.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        # A token without a number would get the one after the last.
+        number = tokens.get(token, max(tokens.values()) + 1) if isinstance(token, str) and tokens else 0
+        if number >= vocab:
+            yield Problem(subject, f"the tokenizer's {role} {token} is token {number}, and {limit}; {advice}")
+            return
+    files = [data.chat_template, *(task.chat_template for task in data.tasks.values())]
+    paths = [Path(file) for file in files if file] or [folder / "chat_template.jinja"]
+    templates = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
+    if not any(files):
+        templates.append(str(settings.get("chat_template") or ""))
+    for token, number in tokens.items():
+        if number >= vocab and any(token in template for template in templates):
+            yield Problem(subject, f"the chat template writes {token}, which is token {number}, and {limit}; {advice}")
+            return

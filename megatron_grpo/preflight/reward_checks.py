@@ -1,4 +1,4 @@
-"""Checks of environments, rewards, advantages and tasks."""
+"""Checks of the loss, advantages, rewards, environments and tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megatron_grpo.config.data_schema import (
     SUSPICIONS,
     UNUSUALLY_SHORT,
     WITH_ANSWER,
-    DataConfig,
     EnvironmentConfig,
     PromptConfig,
     is_model_folder,
@@ -19,10 +18,37 @@ from megatron_grpo.config.data_schema import (
 )
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
-from megatron_grpo.preflight.rules import Rule
+from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 # Keys that environments of every type have; the others are for type reward_functions.
 _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspects")
+
+
+def check_loss(config: Config) -> Iterator[Rule]:
+    """Check keys of the loss against each other."""
+    loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
+    surrogates = [f"loss_fn.{name}" for name in ("use_cispo", "use_sapo", "disable_ppo_ratio") if getattr(loss, name)]
+    first, *excluded = surrogates or [""]
+    yield excluded, f"{first}=", f"excludes {' and '.join(excluded)}: each is a surrogate of its own"
+    text = f"bounds the clipped surrogate, which {first} replaces; use null"
+    yield first and loss.ratio_clip_c is not None, "loss_fn.ratio_clip_c=", text
+    reason = "has no ratio" if loss.disable_ppo_ratio else "weighs every token by its own ratio"
+    is_excluded = first and loss.sequence_level_importance_ratios
+    yield is_excluded, "loss_fn.sequence_level_importance_ratios=", f"excludes {first}, which {reason}"
+    yield from list_conflicts(config, "loss")
+    text = "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation"
+    is_corrected = loss.use_on_policy_kl_approximation or loss.kl_score_function_gradient
+    has_no_gradient = loss.reference_policy_kl_type == "k1" and loss.kl_in_loss > 0 and not is_corrected
+    yield has_no_gradient, "loss_fn.reference_policy_kl_type=", f"{text}, or loss_fn.use_kl_in_reward"
+    # A token that both frameworks agree about has the weight 1, which no limit may change.
+    kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
+    low, is_two_sided = loss.truncated_importance_sampling_ratio_min, kind in ("icepop", "seq-mask-tis")
+    yield is_two_sided and low is None, f"{prefix}_type=", f"needs {prefix}_ratio_min, the lower limit"
+    text = "1, the weight of a token that both frameworks agree about, which is to stay"
+    yield is_two_sided and low is not None and low >= 1, f"{prefix}_ratio_min=", f"must be below {text} in the loss"
+    is_too_low = high is not None and (high < 1 or (is_two_sided and high == 1))
+    text = f"must be {'above' if is_two_sided else 'at least'} {text} as it is"
+    yield kind is not None and is_too_low, f"{prefix}_ratio=", text
 
 
 def check_rewards(config: Config) -> Iterator[Rule]:
@@ -38,8 +64,8 @@ def check_rewards(config: Config) -> Iterator[Rule]:
         yield from _check_shaping(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
-        is_unknown = environment.reward_funcs and environment.correctness_function is None
-        needs_correctness = config.loss_fn.positive_example_nll_weight and environment.type == REWARD_FUNCTIONS
+        is_unknown = environment.type == REWARD_FUNCTIONS and environment.correctness_function is None
+        needs_correctness = config.loss_fn.positive_example_nll_weight and environment.reward_funcs
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
         yield needs_correctness and is_unknown, "loss_fn.positive_example_nll_weight=", text
     low, high = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
@@ -49,71 +75,49 @@ def check_rewards(config: Config) -> Iterator[Rule]:
 
 def check_environments(config: Config) -> Iterator[Rule]:
     """Check keys of the environments."""
+    types, samples = (*BUILT_IN, REWARD_FUNCTIONS), config.training_loop.num_generations_per_prompt
     for name, environment in config.env.items():
-        types = (*BUILT_IN, REWARD_FUNCTIONS)
+        section, kind = f"env.{name}", environment.type
         text = f"must be one of {', '.join(types)}, or package.module:Class"
-        yield environment.type not in types and ":" not in environment.type, f"env.{name}.type={environment.type}", text
-        if environment.type == REWARD_FUNCTIONS:
-            yield from _check_functions(f"env.{name}", environment)
+        yield kind not in types and ":" not in kind, f"{section}.type={kind}", text
+        if kind == REWARD_FUNCTIONS:
+            yield from _check_functions(section, environment)
         else:
             values, defaults = vars(environment), vars(EnvironmentConfig())
             unfit = [key for key in values if key not in _COMMON_KEYS and values[key] != defaults[key]]
-            yield unfit, f"env.{name}.{next(iter(unfit), '')}", f"needs env.{name}.type={REWARD_FUNCTIONS}"
-        yield from _check_suspicions(config, name, environment)
+            yield unfit, f"{section}.{next(iter(unfit), '')}", f"needs {section}.type={REWARD_FUNCTIONS}"
+        signs = (*SUSPICIONS.get(kind, ()), UNUSUALLY_SHORT)
+        for sign in environment.leave_out_suspects:
+            text = f"is not a figure of type {kind}, which has {', '.join(signs)}"
+            yield kind in BUILT_IN and sign not in signs, f"{section}.leave_out_suspects={sign}", text
+            text = f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt"
+            is_too_few = sign == UNUSUALLY_SHORT and samples < LEAST_COMPARED
+            yield is_too_few, f"{section}.leave_out_suspects={sign}", f"{text} that high"
         task = config.data.tasks.get(name)
         has_no_answer = config.data.answer_key is None and (task is None or task.answer_key is None)
-        text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
-        yield has_no_answer and environment.type in WITH_ANSWER, "data.answer_key=None", text
-
-
-def _check_suspicions(config: Config, name: str, environment: EnvironmentConfig) -> Iterator[Rule]:
-    key = f"env.{name}.leave_out_suspects"
-    signs = (*SUSPICIONS.get(environment.type, ()), UNUSUALLY_SHORT)
-    for sign in environment.leave_out_suspects:
-        text = f"is not a figure of type {environment.type}, which has {', '.join(signs)}"
-        yield environment.type in BUILT_IN and sign not in signs, f"{key}={sign}", text
-        text = (
-            f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"
-        )
-        is_too_few = config.training_loop.num_generations_per_prompt < LEAST_COMPARED
-        yield sign == UNUSUALLY_SHORT and is_too_few, f"{key}={sign}", text
+        text = f"{section} of type {kind} compares with an answer; give the column that has it"
+        yield has_no_answer and kind in WITH_ANSWER, "data.answer_key=None", text
 
 
 def _check_estimator(config: Config) -> Iterator[Rule]:
-    grpo, name, has_kl_in_reward = config.grpo, config.grpo.adv_estimator.name, config.loss_fn.use_kl_in_reward
-    minus_baseline, is_plain = grpo.adv_estimator.minus_baseline, name == "reinforce_plus_plus"
-    text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {name} has a baseline anyway"
-    yield minus_baseline and not is_plain, "grpo.adv_estimator.minus_baseline=", text
+    grpo, name = config.grpo, config.grpo.adv_estimator.name
+    yield from list_conflicts(config, "grpo")
     text = (
         "would divide a group of equal rewards by the spread of its KL penalties alone; use "
         "grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
     )
-    is_by_group = grpo.normalize_rewards and grpo.normalize_rewards_over == "group"
-    yield name == "grpo" and has_kl_in_reward and is_by_group, "loss_fn.use_kl_in_reward=", text
-    if name != "grpo":
-        text = f"is not possible with grpo.adv_estimator.name={name}, which is a normalisation"
-        yield not grpo.normalize_rewards, "grpo.normalize_rewards=", text
-        text = f"is for grpo.adv_estimator.name=grpo; {name} has a normalisation of its own"
-        yield grpo.normalize_rewards_over != "group", "grpo.normalize_rewards_over=", text
-    if name == "gdpo":
-        yield from _check_gdpo(config)
+    divides_groups = name == "grpo" and grpo.normalize_rewards and grpo.normalize_rewards_over == "group"
+    yield divides_groups and config.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward=", text
     text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
-    has_baseline = minus_baseline or not is_plain
+    has_baseline = grpo.adv_estimator.minus_baseline or name != "reinforce_plus_plus"
     yield has_baseline and grpo.num_generations_per_prompt < 2, "grpo.num_generations_per_prompt=", text
-
-
-def _check_gdpo(config: Config) -> Iterator[Rule]:
-    classes = [task for task, environment in config.env.items() if environment.type != REWARD_FUNCTIONS]
-    environment_key = f"env.{next(iter(classes), '')}"
-    text = f"needs the parts of the reward, which {environment_key} does not give; use type {REWARD_FUNCTIONS}"
-    yield classes, "grpo.adv_estimator.name=", text
-    for section in ("reward_scaling", "reward_shaping"):
-        text = "changes the sum of the rewards, and gdpo takes each by itself; use false"
-        yield getattr(config.grpo, section).enabled, f"grpo.{section}.enabled=", text
-    text = "there is no single reward with gdpo to subtract the penalty from; use false"
-    yield config.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward=", text
+    if name != "gdpo":
+        return
+    yield from list_conflicts(config, "gdpo")
     weights: dict[str, float] = {}
     for task, environment in config.env.items():
+        text = f"needs the parts of the reward, which env.{task} does not give; use type {REWARD_FUNCTIONS}"
+        yield environment.type != REWARD_FUNCTIONS, "grpo.adv_estimator.name=", text
         for function, weight in environment.function_weights.items():
             first = weights.setdefault(function, weight)
             text = f"gives {function} the weight {weight:g}, another environment {first:g}; gdpo needs one"
@@ -164,9 +168,23 @@ def _check_functions(section: str, environment: EnvironmentConfig) -> Iterator[R
 
 def check_prompts(config: Config) -> Iterator[Rule]:
     """Check that environments score all prompts, and templates render them."""
-    if config.env:
-        yield from _check_tasks(config)
-    yield from _check_sets(config.data)
+    data, environments = config.data, ", ".join(config.env)
+    task_names = {"data.task_name": data.task_name}
+    for section in ("train_sets", "val_sets"):
+        for name, dataset in getattr(data, section).items():
+            task_names[f"data.{section}.{name}.task_name"] = dataset.task_name
+            text = "is required: a file, a folder or a hub name"
+            yield dataset.path == MISSING, f"data.{section}.{name}.path", text
+    for key, task in task_names.items():
+        is_unknown = config.env and task is not None and task not in config.env
+        yield is_unknown, f"{key}={task}", f"no such environment under env; there is {environments}"
+    for task in data.tasks:
+        text = f"sets the prompts of a task that has no environment; env has {environments}"
+        yield config.env and task not in config.env, f"data.tasks.{task}", text
+    is_double = data.train_sets and data.train_path not in (MISSING, None)
+    yield is_double, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
+    text = "is for a data.train_path that is a hub name; files are not loaded anyway"
+    yield data.streaming and (data.train_sets or not is_hub_name(data.train_path)), "data.streaming=", text
     yield from check_system_prompts(config)
 
 
@@ -175,39 +193,13 @@ def check_system_prompts(config: Config) -> Iterator[Rule]:
     text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
     yield not config.env, "env", text
     data = config.data
-    chats = {
-        task: data.apply_chat_template if prompts.apply_chat_template is None else prompts.apply_chat_template
-        for task, prompts in data.tasks.items()
-    }
+    sections: dict[str, tuple[PromptConfig, bool]] = {}
+    for task, prompts in data.tasks.items():
+        is_chat = data.apply_chat_template if prompts.apply_chat_template is None else prompts.apply_chat_template
+        sections[f"data.tasks.{task}"] = prompts, is_chat
     # A prompt takes the system message of its task, else the one of data.
-    sections: list[tuple[str, PromptConfig, bool]] = [("data", data, data.apply_chat_template or any(chats.values()))]
-    sections += [(f"data.tasks.{task}", prompts, chats[task]) for task, prompts in data.tasks.items()]
-    for section, prompts, is_chat in sections:
+    sections["data"] = data, data.apply_chat_template or any(is_chat for _, is_chat in sections.values())
+    for section, (prompts, is_chat) in sections.items():
         for name in ("system_prompt", "system_prompt_file"):
             text = f"has a place only in a chat; needs {section}.apply_chat_template=true"
             yield getattr(prompts, name) is not None and not is_chat, f"{section}.{name}", text
-
-
-def _check_tasks(config: Config) -> Iterator[Rule]:
-    data, environments = config.data, ", ".join(config.env)
-    task_names = {"data.task_name": data.task_name}
-    for section in ("train_sets", "val_sets"):
-        for name, dataset in getattr(data, section).items():
-            task_names[f"data.{section}.{name}.task_name"] = dataset.task_name
-    for key, task in task_names.items():
-        is_unknown = task is not None and task not in config.env
-        yield is_unknown, f"{key}={task}", f"no such environment under env; there is {environments}"
-    for task in data.tasks:
-        text = f"sets the prompts of a task that has no environment; env has {environments}"
-        yield task not in config.env, f"data.tasks.{task}", text
-
-
-def _check_sets(data: DataConfig) -> Iterator[Rule]:
-    is_double = data.train_sets and data.train_path not in (MISSING, None)
-    yield is_double, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
-    for section in ("train_sets", "val_sets"):
-        for name, dataset in getattr(data, section).items():
-            text = "is required: a file, a folder or a hub name"
-            yield dataset.path == MISSING, f"data.{section}.{name}.path", text
-    text = "is for a data.train_path that is a hub name; files are not loaded anyway"
-    yield data.streaming and (data.train_sets or not is_hub_name(data.train_path)), "data.streaming=", text

@@ -4,6 +4,8 @@ A check is a function that yields rules. A rule is a tuple (is it broken?, subje
 
     yield loop.val_period == 0 and stop.enabled, "LOOP.early_stop.enabled=", "decides after a validation; ..."
 
+Rules whose conditions are single settings are rows of config/conflicts.yaml instead.
+
 Nothing is raised: the broken rules of all checks become one message, with a line "SUBJECT  TEXT" for each. A subject
 that ends in = is a key, and gets its value (`grpo.early_stop.enabled=True`). In subjects and texts LOOP stands for the
 section of the algorithm that runs (grpo or ppo), and PASSES for its key of the passes over a step's samples.
@@ -12,16 +14,29 @@ section of the algorithm that runs (grpo or ppo), and PASSES for its key of the 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec
 
 from megatron_grpo.config.errors import Problem, to_text
-from megatron_grpo.config.keys import fill_placeholders
+from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
 from megatron_grpo.config.schema import Config
 
 # (whether it is broken: any value that is true, subject, text)
 Rule = tuple[object, str, str]
-_Arguments = ParamSpec("_Arguments")
+P = ParamSpec("P")
+# Settings that do not go together: by table, the conditions that are a mistake and the text of the message.
+CONFLICTS = load_tables("conflicts.yaml")
+
+
+def list_conflicts(config: Config, table: str) -> Iterator[Rule]:
+    """Yield the broken rules of a table of config/conflicts.yaml."""
+    for row, text in CONFLICTS[table].items():
+        conditions = fill_placeholders(config, row)
+        if is_met(config, conditions):
+            key = re.split("[!= ]", conditions, maxsplit=1)[0]
+            filled_text = fill_placeholders(config, text)
+            yield True, f"{key}=", re.sub(r"{([\w.]+)}", lambda match: _format_value(config, match[1]), filled_text)
 
 
 def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
@@ -29,18 +44,17 @@ def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem
     for is_broken, subject, text in rules:
         if is_broken:
             key = fill_placeholders(config, subject)
-            if key.endswith("="):
-                key += _format_value(config, key[:-1])
-            yield Problem(key, fill_placeholders(config, text))
+            value = _format_value(config, key[:-1]) if key.endswith("=") else ""
+            yield Problem(key + value, fill_placeholders(config, text))
 
 
 def evaluate_rules(
-    check: Callable[Concatenate[Config, _Arguments], Iterator[Rule]],
-) -> Callable[Concatenate[Config, _Arguments], Iterator[Problem]]:
+    check: Callable[Concatenate[Config, P], Iterator[Rule]],
+) -> Callable[Concatenate[Config, P], Iterator[Problem]]:
     """Make a check yield the problems of its broken rules (decorator)."""
 
     @functools.wraps(check)
-    def find_problems(config: Config, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[Problem]:
+    def find_problems(config: Config, *args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:
         return find_broken_rules(config, check(config, *args, **kwargs))
 
     return find_problems
@@ -50,4 +64,5 @@ def _format_value(config: Config, key: str) -> str:
     value: Any = config
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
+    # Floats are written short (0.001) where that loses no digit.
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else to_text(value)

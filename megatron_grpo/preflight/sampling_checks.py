@@ -7,20 +7,15 @@ import re
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.config.generation_schema import (
-    FILTERS,
-    PENALTIES,
-    EngineConfig,
-    GenerationConfig,
-    StructuredConfig,
-)
+from megatron_grpo.config.generation_schema import FILTERS, PENALTIES, EngineConfig, GenerationConfig, StructuredConfig
 from megatron_grpo.config.paths import TOKEN_VARIABLE, check_url, is_loopback, read_token
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.rules import Rule
+from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 
-def check_requests(generation: GenerationConfig) -> Iterator[Rule]:
+def check_requests(config: Config) -> Iterator[Rule]:
     """Check keys of sampling against each other and against vLLM."""
+    generation = config.generation
     yield from _check_structure(generation.structured)
     subject = "generation.generation_batch_size="
     size, engines = generation.generation_batch_size, generation.parallel.data
@@ -34,46 +29,39 @@ def check_requests(generation: GenerationConfig) -> Iterator[Rule]:
     text = f"must not be above {prefix}.prompt_lookup_max={speculative.prompt_lookup_max}"
     is_reversed = speculative.prompt_lookup_min > speculative.prompt_lookup_max
     yield is_speculative and is_reversed, f"{prefix}.prompt_lookup_min=", text
-    text = "vLLM has no min_p with speculative decoding; use 0 for one of them"
-    yield is_speculative and generation.min_p > 0, "generation.min_p=", text
+    yield from list_conflicts(config, "requests")
 
 
 def check_filter_cautions(config: Config) -> Iterator[Rule]:
     """Find penalties beside filters or options that drop tokens."""
-    dropping_option, generation = _find_dropping_option(config), config.generation
-    hiding_key = _find_hiding_key(generation)
-    text = (
-        f"is a filter that training does not repeat, because {hiding_key} changes the logits before it: training looks "
-        "at the whole distribution, and token_mult_prob_error is above 1"
-    )
-    for subject in _format_changed(generation, FILTERS).values():
-        yield hiding_key, subject, text
-    text = (
-        "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
-        f"{dropping_option} leaves tokens out for that difference, too"
-    )
-    for subject in _format_changed(generation, PENALTIES).values():
-        yield dropping_option, subject, text
+    generation = config.generation
+    dropping_option, hiding_key = _find_dropping_option(config), _find_hiding_key(generation)
+    text = f"is a filter that training does not repeat, because {hiding_key} changes the logits before it: training"
+    text += " looks at the whole distribution, and token_mult_prob_error is above 1"
+    for name in generation.select_changed(FILTERS):
+        yield hiding_key, f"generation.{name}=", text
+    text = "changes the probabilities that tokens are sampled with, and training looks at the whole distribution:"
+    text += f" {dropping_option} leaves tokens out for that difference, too"
+    for name in generation.select_changed(PENALTIES):
+        yield dropping_option, f"generation.{name}=", text
 
 
 def check_filters(config: Config) -> Iterator[Rule]:
     """Check structured output and filters beside options that compare engine and trainer."""
-    dropping_option, generation = _find_dropping_option(config), config.generation
-    text = (
-        "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens "
-        "a probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
-    )
+    generation = config.generation
+    dropping_option, hiding_key = _find_dropping_option(config), _find_hiding_key(generation)
+    # The required form leaves one possible token at many positions.
+    text = "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens a"
+    text += " probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
     yield dropping_option and generation.structured != StructuredConfig(), dropping_option or "", text
     is_corrected = config.loss_fn.use_importance_sampling_correction
     comparing_option = "loss_fn.use_importance_sampling_correction=True" if is_corrected else dropping_option
-    hiding_key = _find_hiding_key(generation)
-    for name, subject in _format_changed(generation, FILTERS).items():
-        text = (
-            f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and "
-            f"{comparing_option} would take that for a difference between the two frameworks; use "
-            f"{to_text(getattr(GenerationConfig(), name))}, or leave that option out"
-        )
-        yield comparing_option and hiding_key, subject, text
+    for name in generation.select_changed(FILTERS):
+        default = to_text(getattr(GenerationConfig(), name))
+        text = f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and"
+        text += f" {comparing_option} would take that for a difference between the two frameworks"
+        is_unmatched = comparing_option and hiding_key
+        yield is_unmatched, f"generation.{name}=", f"{text}; use {default}, or leave that option out"
 
 
 def _find_hiding_key(generation: GenerationConfig) -> str:
@@ -82,13 +70,6 @@ def _find_hiding_key(generation: GenerationConfig) -> str:
     if generation.temperature == 0 or not (penalties or generation.structured != StructuredConfig()):
         return ""
     return f"generation.{penalties[0]}" if penalties else "generation.structured"
-
-
-def _format_changed(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
-    """Map the names of changed settings to KEY=VALUE."""
-    return {
-        name: f"generation.{name}={to_text(getattr(generation, name))}" for name in generation.select_changed(names)
-    }
 
 
 def _find_dropping_option(config: Config) -> str | None:
@@ -141,7 +122,4 @@ def check_servers(config: Config) -> Iterator[Rule]:
     yield len(set(urls)) < len(urls), "generation.server.urls=", "names a server twice"
     text = f"is the number of engines, and there are {len(urls)} servers; give {len(urls)}"
     yield urls and engines != len(urls), "generation.parallel.data=", text
-    text = "shares GPUs with the run's own engines, and servers (generation.server.urls) have theirs; use separate"
-    yield urls and config.generation.is_colocated, "generation.placement=", text
-    text = "a server returns no routed experts; use false"
-    yield urls and config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
+    yield from list_conflicts(config, "servers")

@@ -44,20 +44,18 @@ _ADVICE = {
 def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
     """Check the arguments of `train`, but for overrides and datasets.
 
-    Args:
-        arguments: config, rewards, environments, tokenizer and callbacks, by name.
-        unknown: arguments that `train` does not have, by name.
+    `arguments`: config, rewards, environments, tokenizer and callbacks; `unknown`: arguments that `train` lacks.
     """
-    config, rewards, callbacks = (arguments[name] for name in ("config", "rewards", "callbacks"))
+    config = arguments["config"]
     problems = [Problem(name, f"no such argument; {_advise(name, value)}") for name, value in unknown.items()]
     if config is None and "args" not in unknown:
         problems.append(Problem("config", f"is missing; {_CONFIG}"))
     for name, value in (("config", config), ("args", unknown.get("args"))):
         problems += _find_foreign_settings(name, value)
-    problems += _find_list_problems("rewards", rewards, _find_reward_problem, _REWARDS)
+    problems += _find_list_problems("rewards", arguments["rewards"], _find_reward_problem, _REWARDS)
     problems += _find_environment_problems(arguments["environments"])
     problems += _find_tokenizer_problems(arguments["tokenizer"])
-    problems += _find_list_problems("callbacks", callbacks, _find_callback_problem, _CALLBACKS)
+    problems += _find_list_problems("callbacks", arguments["callbacks"], _find_callback_problem, _CALLBACKS)
     return problems
 
 
@@ -101,9 +99,8 @@ def _is_pretrained(value: Any) -> bool:
 
 def _find_reward_problem(reward: Any) -> str | None:
     if _is_pretrained(reward):
-        return (
-            f"is {_describe_kind(reward)}, and reward models are given by their folder; {_SAVED}: rewards=['./FOLDER']"
-        )
+        text = f"is {_describe_kind(reward)}, and reward models are given by their folder"
+        return f"{text}; {_SAVED}: rewards=['./FOLDER']"
     return None if isinstance(reward, str) or callable(reward) else f"is {_describe_kind(reward)}; give {_REWARDS}"
 
 
@@ -134,7 +131,8 @@ def _find_environment_problems(environments: Any) -> Iterator[Problem]:
         return
     for task, kind in environments.items():
         subject = f"environments[{task!r}]"
-        if _is_ray_actor(kind):
+        # Ray's actor classes and handles are known by their module, since Ray is not imported here.
+        if any(base.__module__.partition(".")[0] == "ray" for base in type(kind).__mro__):
             text = f"is a Ray actor, and the run starts the processes of environments itself (env.{task}.num_workers)"
             yield Problem(subject, f"{text}; give a class of {_INTERFACE} without ray.remote (docs/migrating.md)")
         elif not isinstance(kind, str | type):
@@ -143,11 +141,6 @@ def _find_environment_problems(environments: Any) -> Iterator[Problem]:
         elif isinstance(kind, type) and (kind.__module__ == "__main__" or not kind.__qualname__.isidentifier()):
             text = f"{kind.__qualname__} cannot be imported by the processes of the run; write it into a module"
             yield Problem(subject, text)
-
-
-def _is_ray_actor(value: Any) -> bool:
-    """True for Ray's actor classes and handles; does not import Ray."""
-    return any(base.__module__.partition(".")[0] == "ray" for base in type(value).__mro__)
 
 
 def _find_tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:

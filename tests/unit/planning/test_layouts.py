@@ -160,4 +160,4 @@ def test_engines_that_would_cross_nodes_are_refused() -> None:
     config.generation.parallel.tensor, config.generation.parallel.data = 6, 2
     (problem,) = find_problems(config, shape)
     assert problem.subject == "generation.parallel.data=2"
-    assert "engines of 6 GPUs fit 1 times into what the models leave of the nodes, which is 4 + 8 GPUs" in problem.text
+    assert "engines of 6 GPUs fit 1 times into the 4 + 8 GPUs that the models leave of the nodes" in problem.text

@@ -117,7 +117,7 @@ def test_validation_that_is_off_may_stay_in_the_recipe(reading: list[str]) -> No
         (
             ["checkpointing.resume=/run/checkpoints/step_3"],
             "checkpointing.resume=/run/checkpoints/step_3",
-            "is read by ranks of the policy, debug.train=false starts no rank of the policy; export the checkpoint",
+            "is read by ranks of the policy, and debug.train=false starts none; export the checkpoint",
         ),
         (
             ["generation.server.urls=[http://a:1]"],

@@ -67,17 +67,12 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
         (replace(DENSE, ffn_hidden=90), {"tensor": 4}, "tensor=4", "90 feed-forward width; use 1 or 2"),
         (replace(DENSE, key_value_heads=1, head_dim=1), {"tensor": 8}, "tensor=8", "1 key/value heads, nor is it"),
         (DENSE, {"pipeline": 5}, "pipeline=5", "12 layers; use 1, 2, 3, 4, 6 or 12, or first_stage_layers"),
-        (
-            DENSE,
-            {"pipeline": 2, "count_loss": True},
-            "pipeline=2",
-            "what is counted as 1 more; use 1 or 13",
-        ),
+        (DENSE, {"pipeline": 2, "count_loss": True}, "pipeline=2", "and 1 that are counted too; use 1 or 13"),
         (
             DENSE,
             {"pipeline": 3, "first_stage_layers": 3},
             "pipeline=3",
-            "9 of the 12 layers are left",
+            "9 of 12 layers are left",
         ),
         (DENSE, {"first_stage_layers": 3}, "first_stage_layers=3", "needs policy.parallel.pipeline > 1"),
         (

@@ -1,0 +1,59 @@
+"""The tables of conflicting and unused settings name settings that exist."""
+
+from __future__ import annotations
+
+import re
+from operator import attrgetter
+
+import pytest
+
+from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.rules import CONFLICTS, find_broken_rules, list_conflicts
+
+SWITCHES = load_tables("switches.yaml")
+CONDITIONS = [*(row for table in CONFLICTS.values() for row in table), *SWITCHES["needs"], *SWITCHES["unused"]]
+
+
+@pytest.fixture(scope="module", params=["quickstart", "quickstart_ppo"])
+def config(request: pytest.FixtureRequest) -> Config:
+    return compose_config([f"+exp={request.param}"])
+
+
+def test_every_condition_can_be_evaluated(config: Config) -> None:
+    for row in CONDITIONS:
+        for condition in fill_placeholders(config, row).split(" and "):
+            is_met(config, condition)
+
+
+def test_every_value_in_a_text_exists(config: Config) -> None:
+    for table in CONFLICTS.values():
+        for text in table.values():
+            for key in re.findall(r"{([^}]*)}", fill_placeholders(config, text)):
+                attrgetter(key)(config)
+
+
+def test_a_conflict_names_the_first_key_with_its_value_and_fills_its_text(config: Config) -> None:
+    config.generation.placement, config.cluster.gpus_per_node, config.cluster.num_nodes = "colocated", 8, 2
+    (problem,) = find_broken_rules(config, list_conflicts(config, "colocated"))
+    assert problem.subject == "generation.placement=colocated"
+    assert "the run has cluster.num_nodes=2; use separate" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("loss_fn.use_sapo=false", True),
+        ("loss_fn.use_sapo!=false", False),
+        ("loss_fn.reference_policy_kl_penalty=0", True),
+        ("policy.lora.rank above 0", False),
+        ("policy.lora.rank below 1", True),
+        ("no debug.rollouts_from", True),
+        ("debug.rollouts_from", False),
+        ("no generation.server.urls and loss_fn.use_sapo=true", False),
+        ("debug.rollouts_from above 1", False),
+    ],
+)
+def test_the_forms_of_a_condition(condition: str, holds: bool) -> None:
+    assert is_met(Config(), condition) == holds
