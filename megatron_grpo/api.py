@@ -22,8 +22,7 @@ from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.preflight.load import check_config, check_overrides
 from megatron_grpo.preflight.script_checks import find_argument_problems
-from megatron_grpo.run.script_data import ScriptData
-from megatron_grpo.run.user_objects import Callback, UserObjects
+from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
 
 # Name that replaces the module in the path of a reward function that cannot be imported.
 SCRIPT_MODULE = "given"

@@ -20,8 +20,7 @@ from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.models.source import find_local_folder, is_prepared
 from megatron_grpo.preflight.load import check_overrides, summarize_run
 from megatron_grpo.preflight.model_file_checks import has_tokenizer
-from megatron_grpo.run.checkpoint_choice import find_start_checkpoint
-from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
 from megatron_grpo.run.directory import compare_data
 
 

@@ -15,8 +15,7 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.summary import read_end_reason
-from megatron_grpo.run.directory import CONFIG_FILE
-from megatron_grpo.run.recorded_config import load_run_config
+from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.doctor.examination import Diagnosis

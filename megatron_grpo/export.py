@@ -17,8 +17,8 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import fetch_model_folder
-from megatron_grpo.run.checkpoint_choice import resolve_checkpoint
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
+from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
 from megatron_grpo.run.model_card import push_to_hub
 

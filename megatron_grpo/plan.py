@@ -25,7 +25,7 @@ from megatron_grpo.planning.trace import start_trace_pool
 from megatron_grpo.planning.whole import Plan, find_fp8_problems, find_profile, submit_plan
 from megatron_grpo.preflight.load import compose_config, compose_for_search
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
-from megatron_grpo.run.recorded_config import load_run_config
+from megatron_grpo.run.directory import load_run_config
 
 USAGE = """\
 python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--search]

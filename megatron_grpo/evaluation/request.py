@@ -17,9 +17,8 @@ from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_checks import examine_rows
 from megatron_grpo.preflight.machine_checks import find_evaluation_problems
-from megatron_grpo.run.checkpoint_choice import resolve_checkpoint
-from megatron_grpo.run.directory import POLICY_FOLDER
-from megatron_grpo.run.recorded_config import is_composition, load_run_config
+from megatron_grpo.run.checkpoints import resolve_checkpoint
+from megatron_grpo.run.directory import POLICY_FOLDER, is_composition, load_run_config
 
 DATA_KEY = "data.val_path"
 

@@ -36,10 +36,10 @@ LOADER_FILE = "dataloader.pt"
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
 
 T = TypeVar("T")
+# Size and digest of a file: "bytes" and CHECKSUM_KEY.
 FileRecord = dict[str, int | str]
-"""Size and digest of a file: "bytes" and CHECKSUM_KEY."""
+# True: stop reading, because the result is no longer needed.
 IsCancelled = Callable[[], bool]
-"""True: stop reading, because the result is no longer needed."""
 
 
 class CheckpointError(RunError):
@@ -86,7 +86,6 @@ def _describe_damage(path: Path) -> str:
 
 
 def _make_record(path: Path, is_cancelled: IsCancelled) -> FileRecord:
-    """Size and digest of a file, read in pieces."""
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
     with missing_file_errors(path), path.open("rb", buffering=0) as file:
@@ -114,11 +113,8 @@ def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[
 def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
     """Add the driver's files to those of the models, and sync all.
 
-    Args:
-        folder: the checkpoint, perhaps under a temporary name.
-        step: training steps before the checkpoint.
-        state: progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
-        loader_state: state of the training data loader.
+    `folder`: the checkpoint, perhaps under a temporary name; `step`: training steps before it; `state`: progress
+    ("save_state"), metrics and the rest that the driver needs to continue (JSON).
     """
     import torch  # imported here: a command that only verifies a checkpoint starts at once
 
@@ -151,8 +147,7 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
 def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     """Read all files of a checkpoint and compare them with its manifest.
 
-    Another thread sets `stop` to end the reading early, with CancelledError. Returns a remark for the user about an
-    intact checkpoint, or None.
+    Returns a remark for the user about an intact checkpoint, or None. Setting `stop` raises CancelledError early.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
@@ -163,8 +158,8 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
         return _verify_without_manifest(folder)
     manifest = read_with_checksum(folder / MANIFEST_FILE)
     if manifest["format"] != _FORMAT:
-        text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
-        raise LaterFormatError(f"{folder} {text}")
+        formats = f"format {manifest['format']}; this version reads {_FORMAT}"
+        raise LaterFormatError(f"{folder} was written by a later version ({formats})")
     expected: dict[Path, FileRecord] = {folder / name: record for name, record in manifest["files"].items()}
     # Sizes first: reading them costs nothing, and finds most interrupted copies.
     for path, record in expected.items():
@@ -176,8 +171,8 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
     step = read_state(folder)["save_state"]["total_steps"]
     if step != manifest["step"]:
-        text = f"of step {step}, not {manifest['step']}"
-        raise CheckpointError(f"{folder / STATE_FILE} is that of another checkpoint: {text}")
+        text = f"is that of another checkpoint: of step {step}, not {manifest['step']}"
+        raise CheckpointError(f"{folder / STATE_FILE} {text}")
 
     def compare(path: Path, is_cancelled: IsCancelled) -> None:
         if _make_record(path, is_cancelled) != expected[path]:

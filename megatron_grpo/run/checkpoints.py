@@ -1,4 +1,4 @@
-"""Checkpoints of a run: found, written atomically, and deleted beyond keep_top_k."""
+"""Checkpoints of a run: found, verified, written atomically, and deleted beyond keep_top_k."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
-from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
+from megatron_grpo.data.identity import find_training_difference, identify, read_identity
 from megatron_grpo.observability.run_files import sync
 from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
@@ -28,6 +30,7 @@ from megatron_grpo.run.checkpoint_files import (
     replace_state,
     verify_checkpoint,
 )
+from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model_ranks import ModelRanks
@@ -60,7 +63,7 @@ class Checkpointer:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
-        self.config, self._look_only = config, look_only
+        self.config, self._look_only, self.folder = config, look_only, run_dir / "checkpoints"
         self.keep_forever: Callable[[int], bool] = lambda step: False
         """keep_forever(step): True for checkpoints that pruning must not delete."""
         self.on_complete: Callable[[int, Path], None] = lambda step, folder: None
@@ -68,14 +71,11 @@ class Checkpointer:
         self.note: Callable[[str], None] = lambda text: None
         """Takes messages for the user about saved checkpoints."""
         self.pending: PendingSave | None = None
-        """The checkpoint that is being written while the run goes on."""
-        self.folder = run_dir / "checkpoints"
 
     def find_start(self, stop: Event | None = None) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
 
-        Damaged checkpoints are renamed (set aside), and standard error says which and why. `stop`: as in
-        `verify_checkpoint`.
+        Damaged checkpoints are renamed (set aside), and standard error says which and why.
 
         Raises:
             ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
@@ -94,12 +94,12 @@ class Checkpointer:
             self._require_intact(path, stop)
             begin = 0 if is_foreign else read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > begin:
-            text = (
-                f"would go on after step {begin}, and {self.folder} has later checkpoints, up to step {steps[-1]}; "
-                "choose another run_dir, or delete them"
-            )
-            raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
+            text = f"would go on after step {begin}, and {self.folder} has later checkpoints, up to step {steps[-1]}"
+            raise self._refuse(f"{text}; choose another run_dir, or delete them")
         return path
+
+    def _refuse(self, text: str) -> ConfigError:
+        return ConfigError([Problem(f"checkpointing.resume={self.config.resume}", text)])
 
     def list_steps(self) -> list[int]:
         """List the steps of the run's checkpoints, ascending and not verified."""
@@ -138,9 +138,8 @@ class Checkpointer:
             for name, model in models.items():
                 (folder / name).mkdir()
                 model.save_checkpoint(str(folder / name), background=background)
-        self.pending = PendingSave(
-            step, folder, state, loader_state, list(models.values()) if background else [], began
-        )
+        writers = list(models.values()) if background else []
+        self.pending = PendingSave(step, folder, state, loader_state, writers, began)
 
     def advance(self) -> None:
         """Advance the pending checkpoint as far as possible without waiting."""
@@ -162,8 +161,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the pending checkpoint is complete, then prune.
 
-        Raises:
-            RunError: the checkpoint could not be written and is abandoned. Earlier checkpoints are unchanged.
+        Raises RunError if it could not be written and is abandoned; earlier checkpoints are unchanged.
         """
         pending = self.pending
         if pending is None:
@@ -195,9 +193,8 @@ class Checkpointer:
             is_full = self.folder.is_dir() and shutil.disk_usage(self.folder).free < _LEAST_FREE
             shutil.rmtree(folder, ignore_errors=True)  # which leaves room for the summary on a full disk
             is_explained = isinstance(error, ModelLostError) or (isinstance(error, RunError) and not is_full)
-            if is_explained or not isinstance(
-                error, OSError | RuntimeError
-            ):  # torch raises RuntimeError when the disk is full
+            # torch raises RuntimeError when the disk is full.
+            if is_explained or not isinstance(error, OSError | RuntimeError):
                 raise
             reason, steps = "the disk is full" if is_full else error, self.list_steps()
             advice = f"{self.locate(steps[-1])} is the last checkpoint" if steps else "there is no earlier checkpoint"
@@ -215,11 +212,7 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _find_newest_intact(self, stop: Event | None) -> Path | None:
-        """Find the newest intact checkpoint, and set later ones aside; None: there are none.
-
-        Raises:
-            ConfigError: all checkpoints are damaged.
-        """
+        """Find the newest intact checkpoint, and set later ones aside; None: there are none."""
         damaged: dict[int, CheckpointError] = {}
         for step in reversed(self.list_steps()):
             try:
@@ -241,26 +234,21 @@ class Checkpointer:
         if not (damaged or self._list_set_aside()):
             return None
         # Nothing is renamed now: a second try must not find an empty folder and begin anew over the run's files.
-        faults = [str(error) for error in damaged.values()] or [
-            f"{path} was set aside" for path in self._list_set_aside()
-        ]
-        text = (
-            f"finds no intact checkpoint in {self.folder}, and will not begin anew over what this run has written: "
-            f"{'; '.join(faults)}. Put intact files back, or begin in another run_dir"
-        )
-        raise ConfigError([Problem(f"checkpointing.resume={self.config.resume}", text)])
+        faults = [str(error) for error in damaged.values()]
+        faults = faults or [f"{path} was set aside" for path in self._list_set_aside()]
+        text = f"finds no intact checkpoint in {self.folder}, and will not begin anew over what this run has written"
+        raise self._refuse(f"{text}: {'; '.join(faults)}. Put intact files back, or begin in another run_dir")
 
     def _require_intact(self, path: Path, stop: Event | None) -> None:
         """Check the checkpoint that checkpointing.resume names."""
-        subject = f"checkpointing.resume={self.config.resume}"
         try:
             if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
-                raise ConfigError([Problem(subject, f"is not a checkpoint: it has no {STATE_FILE}")])
+                raise self._refuse(f"is not a checkpoint: it has no {STATE_FILE}")
             remark = verify_checkpoint(path, stop)
         except CheckpointError as error:
-            raise ConfigError([Problem(subject, f"cannot be started from: {error}; name another checkpoint")]) from None
+            raise self._refuse(f"cannot be started from: {error}; name another checkpoint") from None
         except OSError as error:
-            raise ConfigError([Problem(subject, f"cannot be read: {error}")]) from None
+            raise self._refuse(f"cannot be read: {error}") from None
         if remark:
             _print_warning(remark)
 
@@ -293,7 +281,15 @@ class Checkpointer:
 
     def rank(self, steps: Sequence[int]) -> list[int]:
         """Sort the steps of readable checkpoints, the best first."""
-        scores = {step: score for step in steps if (score := self._compute_score(step)) is not None}
+        metric, sign = self.config.metric_name, 1 if self.config.higher_is_better else -1
+        scores: dict[int, float] = {}
+        for step in steps:
+            try:
+                value = step if metric is None else read_state(self.locate(step))["metrics"].get(metric)
+            except (CheckpointError, OSError):
+                continue
+            is_number = isinstance(value, int | float) and math.isfinite(value)  # NaN cannot be sorted
+            scores[step] = float(value) * (1 if metric is None else sign) if is_number else -math.inf
         return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
     def _remove(self, step: int) -> None:
@@ -304,18 +300,68 @@ class Checkpointer:
             self.locate(step).rename(temporary)
             shutil.rmtree(temporary)
 
-    def _compute_score(self, step: int) -> float | None:
-        """Compute the score of a checkpoint; None: it is unreadable."""
-        if self.config.metric_name is None:
-            return float(step)
-        try:
-            value = read_state(self.locate(step))["metrics"].get(self.config.metric_name)
-        except (CheckpointError, OSError):
-            return None
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return -math.inf  # NaN cannot be sorted
-        return float(value) if self.config.higher_is_better else -float(value)
-
 
 def _print_warning(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # flushed, so that a start that fails later does not rename in silence
+
+
+def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
+    """Find the checkpoint to start from, and check it against the run.
+
+    Raises ConfigError if checkpointing.resume selects no usable checkpoint, one without the value model of PPO, or one
+    of a run with other adapters or data, and RunError if a file cannot be read.
+    """
+    path, subject = checkpointer.find_start(stop), f"checkpointing.resume={config.checkpointing.resume}"
+    if path is None:
+        return None
+    if config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
+        raise ConfigError([Problem(subject, f"{path} is not a checkpoint of PPO: it has no value model")])
+    try:
+        before = LoraConfig(**read_config_file(path.parent.parent / CONFIG_FILE)["policy"]["lora"]).description
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        before = None  # ranks compare their own adapters with those in the checkpoint
+    now = config.policy.lora.description
+    if before not in (None, now):
+        text = f"{path} was written with {before}, and this run has {now}; choose another run_dir, or the same adapters"
+        raise ConfigError([Problem(subject, text)])
+    try:
+        earlier_data = read_identity(path.parent.parent / DATA_FILE)
+    except ValueError as error:
+        reason = str(error)
+    else:
+        reason = None if earlier_data is None else find_training_difference(earlier_data, identify(config))
+    if reason is not None:
+        text = f"{path} has a position in other data: {reason}; to train its weights on this data, export it"
+        raise ConfigError([Problem(subject, f"{text} (python -m megatron_grpo.export) and give policy.model.path")])
+    return path
+
+
+# Names that stand for a checkpoint of a run: the first by checkpointing.metric_name, and the last.
+BEST, NEWEST = "best", "newest"
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """Find the checkpoint of a path, perhaps checkpoints/best or newest.
+
+    Raises ValueError if the run of such a path has no checkpoint, or its configuration cannot be read.
+    """
+    if path.name not in (BEST, NEWEST) or path.exists():
+        return path
+    run_dir = path.parent.parent
+    try:
+        values = read_config_file(run_dir / CONFIG_FILE)
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint={path}: {run_dir} is not the folder of a run: it has no {CONFIG_FILE}") from None
+    config, problems = convert_values(values, str(values.get("algorithm", "grpo")))
+    if config is None:
+        raise ConfigError(problems)
+    checkpointer = Checkpointer(run_dir, config.ranked_checkpointing, look_only=True)
+    steps = checkpointer.list_steps()
+    if not steps:
+        raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
+    if path.name == NEWEST:
+        return checkpointer.locate(steps[-1])
+    ranked = checkpointer.rank(steps)
+    if not ranked:
+        raise ValueError(f"checkpoint={path}: no checkpoint of {path.parent} has a state that can be read; name one")
+    return checkpointer.locate(ranked[0])

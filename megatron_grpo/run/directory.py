@@ -1,4 +1,4 @@
-"""The folder of a run: names of its files, its lock, and the configuration of its last start."""
+"""The folder of a run: names of its files, its lock, and the configuration of its last start, perhaps changed."""
 
 from __future__ import annotations
 
@@ -7,52 +7,49 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.conversion import convert_values
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.keys import flatten
+from megatron_grpo.config.loop_schema import translate_key
+from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
 from megatron_grpo.data.specs import find_task_templates
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import write_json, write_text
 
 CONFIG_FILE = "config.yaml"
+# Digests of the run's data (`DataIdentity`).
 DATA_FILE = "data.json"
-"""File with the digests of the run's data (`DataIdentity`)."""
+# The chat template of the run's prompts, if it is not the model folder's; exports have it.
 TEMPLATE_FILE = "chat_template.jinja"
-"""File with the chat template of the run's prompts, if it is not the model folder's; exports have it."""
+# Settings that each engine reported when it started.
 ENGINES_FILE = "engines.json"
-"""File with the settings that each engine reported when it started."""
 LOCK_FILE = ".lock"
+# A file that the user puts into a run's folder to end and save training after the current step.
 STOP_FILE = "stop"
-"""A file that the user puts into a run's folder to end and save training after the current step."""
-POLICY_FOLDER = "megatron"
-"""Folder of the policy's distributed checkpoint inside a checkpoint."""
-VALUE_FOLDER = "megatron_value"
-"""Folder of the value model's distributed checkpoint inside a checkpoint of PPO."""
+# Path and digest of the model that the run began with.
 MODEL_FILE = "model.json"
-"""File with the path and the digest of the model that the run began with."""
+# Folders of the models' distributed checkpoints inside a checkpoint, the value model's with PPO.
+POLICY_FOLDER, VALUE_FOLDER = "megatron", "megatron_value"
+# Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
 IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
-"""Keys that identify a run, beside the content of its model and its training data.
-
-All other keys may change between start and resume."""
 
 
 @contextmanager
 def lock_run_directory(path: str) -> Iterator[Path]:
-    """Create or reopen a run's folder and lock it.
+    """Create or reopen a run's folder and lock it; a new folder is removed if it stays empty.
 
-    A new folder is removed if it stays empty.
-
-    Raises:
-        RunError: another driver holds the lock, or the folder cannot be written.
+    Raises RunError if another driver holds the lock, or the folder cannot be written.
     """
     folder = Path(os.path.abspath(path))
     try:
@@ -79,7 +76,12 @@ def lock_run_directory(path: str) -> Iterator[Path]:
             unused_files.add(LOGS_FOLDER)  # the message has the reason, too
             raise
         finally:
-            _remove_if_unused(folder, new_folders, unused_files)
+            if folder in new_folders and folder.is_dir() and unused_files >= set(os.listdir(folder)):
+                shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
+                (folder / LOCK_FILE).unlink(missing_ok=True)
+                with suppress(OSError):  # another process uses one of them by now
+                    for path in new_folders:
+                        path.rmdir()
 
 
 def is_in_use(path: str) -> bool:
@@ -94,26 +96,10 @@ def is_in_use(path: str) -> bool:
     return False
 
 
-def _remove_if_unused(folder: Path, new_folders: Sequence[Path], unused_files: Set[str]) -> None:
-    """Remove new folders that have at most the unused files."""
-    if folder not in new_folders or not folder.is_dir() or not unused_files >= set(os.listdir(folder)):
-        return
-    shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
-    (folder / LOCK_FILE).unlink(missing_ok=True)
-    for path in new_folders:
-        try:
-            path.rmdir()
-        except OSError:  # another process uses it by now
-            return
-
-
 def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
-    """Write configuration, chat template and data digests into a run's folder.
+    """Write configuration, chat template and digests into a run's folder, and link `latest` to it.
 
-    The link `latest` beside the folder then points at it.
-
-    Raises:
-        ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
+    Raises ConfigError if the training data is not that of the run in the folder: it changed during the start-up.
     """
     identity = identify(config)
     compare_data(folder, config)  # once more: the data may have changed since the check
@@ -121,10 +107,9 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
         write_json(folder / DATA_FILE, identity.as_json())
     if not (folder / MODEL_FILE).exists() and (digest := _compute_digest(config)) is not None:
         write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
-    templates = {*find_task_templates(config, tokenizer).values()}
-    template = templates.pop() if len(templates) == 1 else None
     (folder / TEMPLATE_FILE).unlink(missing_ok=True)
-    if template is not None:
+    templates = {*find_task_templates(config, tokenizer).values()}
+    if len(templates) == 1 and (template := templates.pop()) is not None:
         write_text(folder / TEMPLATE_FILE, template)
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
@@ -169,10 +154,9 @@ def read_config_file(file: Path) -> dict[str, Any]:
 def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     """List the changes since the run's last start, one a key.
 
-    Raises:
-        ConfigError: the folder belongs to another run, or its configuration cannot be read.
+    Raises ConfigError if the folder belongs to another run, or its configuration cannot be read.
     """
-    file = folder / CONFIG_FILE
+    file, subject = folder / CONFIG_FILE, f"run_dir={folder}"
     try:
         before = dict(flatten(read_config_file(file)))
         if "algorithm" not in before:
@@ -180,35 +164,31 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     except FileNotFoundError:
         return []
     except ValueError as error:
-        advice = (
-            "it tells whose folder this is. Put it back, choose another run_dir, or delete it if this is the same run"
-        )
-        raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
+        advice = "Put it back, choose another run_dir, or delete it if this is the same run"
+        raise ConfigError([Problem(subject, f"{error}; it tells whose folder this is. {advice}")]) from None
     now = dict(flatten(dataclasses.asdict(config)))
-    differences = (
-        f"its {key} is {before.get(key)}, this one's is {now[key]}" for key in IDENTITY if before.get(key) != now[key]
-    )
-    reason = next(differences, None) or _describe_model_difference(folder, str(before.get("policy.model.path")), config)
-    if reason is not None:
-        raise ConfigError([Problem(f"run_dir={folder}", f"holds another run: {reason}; choose another run_dir")])
-    remarks = compare_data(folder, config)
     changed_keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    key = next((key for key in IDENTITY if key in changed_keys), None)
+    reason = None if key is None else f"its {key} is {before.get(key)}, this one's is {now[key]}"
+    reason = reason or _describe_model_difference(folder, before, config)
+    if reason is not None:
+        raise ConfigError([Problem(subject, f"holds another run: {reason}; choose another run_dir")])
+    remarks = compare_data(folder, config)
     return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed_keys), *remarks]
 
 
-def _describe_model_difference(folder: Path, path: str, config: Config) -> str | None:
-    """Say how the model is another than that of the run."""
-    now, subject = config.policy.model.path, f"policy.model.path={config.policy.model.path}"
+def _describe_model_difference(folder: Path, before: Mapping[str, Any], config: Config) -> str | None:
     try:
         digest = json.loads((folder / MODEL_FILE).read_bytes())["digest"]
     except (OSError, ValueError, LookupError, TypeError):
         digest = None
-    current = _compute_digest(config)
+    current, key = _compute_digest(config), "policy.model.path"
+    path, now = before.get(key), config.policy.model.path
     # Paths count only where one of the contents is not known.
-    if None not in (digest, current):
-        reason = f"{subject} is another model than the run began with, or its files have changed since"
-        return None if digest == current else reason
-    return None if path == now else f"its policy.model.path is {path}, this one's is {now}"
+    if None in (digest, current):
+        return None if path == now else f"its {key} is {path}, this one's is {now}"
+    text = f"{key}={now} is another model than the run began with, or its files have changed since"
+    return None if digest == current else text
 
 
 def _compute_digest(config: Config) -> str | None:
@@ -222,8 +202,7 @@ def _compute_digest(config: Config) -> str | None:
 def compare_data(folder: Path, config: Config) -> list[str]:
     """List the changes of the data since the last start.
 
-    Raises:
-        ConfigError: the training data is another, so the position to continue from would mean other rows.
+    Raises ConfigError if the training data is another, so that the position to continue from would mean other rows.
     """
     subject, advice = f"run_dir={folder}", "choose another run_dir"
     try:
@@ -236,18 +215,63 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         if reason is not None:
             raise ConfigError([Problem(subject, f"holds another run: {reason}; put it back as it was, or {advice}")])
         return find_validation_differences(before, now)
-    remarks = _compare_data_paths(folder, config)
-    return remarks if now.is_comparable else []
-
-
-def _compare_data_paths(folder: Path, config: Config) -> list[str]:
-    """Compare the paths of the data, for folders without digests."""
+    # Without digests the paths are compared.
     try:
         path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:
         return []
-    now = config.data.train_path
-    if path != now and not (os.path.exists(now) and os.path.realpath(str(path)) == os.path.realpath(now)):
-        text = f"holds another run: its data.train_path is {path}, this one's is {now}; choose another run_dir"
-        raise ConfigError([Problem(f"run_dir={folder}", text)])
-    return [f"{folder / DATA_FILE} is missing: whether the data is that of the earlier start is not known"]
+    current = config.data.train_path
+    is_same = os.path.exists(current) and os.path.realpath(str(path)) == os.path.realpath(current)
+    if path != current and not is_same:
+        text = f"holds another run: its data.train_path is {path}, this one's is {current}; {advice}"
+        raise ConfigError([Problem(subject, text)])
+    text = f"{folder / DATA_FILE} is missing: whether the data is that of the earlier start is not known"
+    return [text] if now.is_comparable else []
+
+
+def is_composition(name: str) -> bool:
+    """Tell whether an argument composes the configuration from files."""
+    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
+
+
+def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """Load the configuration of a run's last start, with changes.
+
+    Raises ConfigError if an override (section.key=VALUE in YAML) is not understood or makes the configuration wrong, and
+    ValueError if the folder has no configuration, or one that cannot be read.
+    """
+    file = run_dir / CONFIG_FILE
+    try:
+        values = read_config_file(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
+    return override_values(values, overrides, str(file))
+
+
+def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    """Build the configuration of recorded values, which `overrides` change.
+
+    `source`: origin of the values, for messages. Raises ConfigError for a change that is not understood, or that makes
+    the configuration wrong.
+    """
+    algorithm = str(values.get("algorithm", "grpo"))
+    for override in overrides:
+        name, _, text = override.partition("=")
+        if override.startswith("+") or is_composition(name):
+            advice = "cannot be composed with the recorded configuration of a run; change single keys, KEY=VALUE"
+            raise ConfigError([Problem(override, advice)])
+        *sections, last = translate_key(algorithm, name).split(".")  # the algorithm's section has the shared keys
+        node: Any = values
+        for section in sections:
+            node = node.setdefault(section, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise ConfigError([describe_unknown_key(name, algorithm)])
+        try:
+            node[last] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
+            advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
+            raise ConfigError([Problem(f"{name}={to_text(text)}", advice)]) from None
+    config, problems = convert_values(values, algorithm)
+    if problems or config is None:
+        raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
+    return config

@@ -31,7 +31,6 @@ class Models:
 
     policy: MegatronPolicy
     value: MegatronValue | None
-    """The value model of PPO; None for other algorithms."""
     generation: VllmGeneration | None
     """None: the rollouts are read from a recording."""
 
@@ -45,9 +44,9 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         value_ranks = value_model.parallel.world_size if value_model else 0
         cluster.reserve_shared(config.policy.parallel.world_size, engines.data + value_ranks)
     else:
-        own_engines = config.needs_generation and not config.generation.server.urls
+        has_own_engines = config.needs_generation and not config.generation.server.urls
         value_parallel = value_model.parallel if value_model else None
-        cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
+        cluster.reserve(config.policy.parallel, engines if has_own_engines else None, value_parallel)
         if config.needs_generation:
             generation = _start_generation(config, folder, cluster, stack)
     settings, timeout_s = make_policy_settings(config, folder), config.cluster.startup_timeout_s
@@ -138,14 +137,8 @@ def start_rollouts(
 ) -> RolloutPool:
     """Begin to start rollout workers and environments; the stack ends them.
 
-    Args:
-        config: the configuration of a run, or of an evaluation.
-        folder: the model's folder in Hugging Face format.
-        generation: the engines, which are being started; None: workers only read a recording.
-        stack: ends the processes.
-        rewards: a script's reward functions, by their names in reward_funcs.
-        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
-        restore: replaces engines that are lost.
+    `folder` has the model; `generation`: the engines, which are being started, or None: workers only read a recording.
+    A script gives `rewards`, by their names in reward_funcs, and `tokenizer`, which replaces that of the folder.
     """
     environments: dict[str, EnvironmentPool] = {}
     tokenizer = str(folder) if tokenizer is None else tokenizer

@@ -27,19 +27,15 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 from megatron_grpo.observability.summary import RunEnd, make_killed_run_command, write_summary
-from megatron_grpo.run.checkpoint_choice import find_start_checkpoint
-from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, compare_with_last_start, lock_run_directory
 from megatron_grpo.run.user_objects import UserObjects
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read about 10 GB.
 AT_ONCE_S = 10.0
-"""Seconds that the start-up waits for the checkpoint search before it starts Ray.
-
-That is enough to read about 10 GB and to find most mistakes."""
-
 # Lines that announce the parts of a start-up, by name of the part.
 _ANNOUNCEMENTS = {
     "imports": "importing torch",
@@ -84,7 +80,7 @@ class Startup:
     write_summary: Callable[..., Any]
     """Writes summary.json if the run fails; replaced by the logger's, which also knows the timings."""
     began: float
-    """Time in seconds since the epoch at which the start-up began."""
+    """Seconds since the epoch at the beginning of the start-up."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start-up, by name. Parts overlap, so their sum exceeds the whole."""
     engine_settings: list[dict[str, Any]] = field(default_factory=list)
@@ -109,9 +105,8 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
     `began`: time since the epoch at which a script called for the run; None: the run is the command of this process,
     whose imports count too.
 
-    Raises:
-        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
-        RunError: Ray did not start, or the folder is in use; the message says which.
+    Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
+    RunError if Ray did not start, or the folder is in use.
     """
     user_objects = user_objects or UserObjects()
     fill_in_address(config.cluster)
@@ -135,9 +130,8 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         stack.enter_context(record_end(startup, report=report))
         remove_if_killed: FolderRemover | None = None
         if is_one_machine:
-            remove_if_killed = stack.enter_context(
-                cleanup_after_kill(if_killed=make_killed_run_command(run_dir, samples, report=report))
-            )
+            command = make_killed_run_command(run_dir, samples, report=report)
+            remove_if_killed = stack.enter_context(cleanup_after_kill(if_killed=command))
         stack.callback(cluster.shutdown)
         with startup.part("ray"):
             cluster.start(remove_if_killed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
@@ -15,18 +14,16 @@ CARD = "README.md"
 
 
 def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: bool) -> None:
-    """Write a model's card: its origin, its training and its metrics.
+    """Write the card of an exported model: its origin, its training and its metrics.
 
-    Args:
-        output: folder of the exported model.
-        base: path or hub name of the model that training started from.
-        checkpoint: the checkpoint, in its run's folder.
-        adapters: True: the folder has adapters for the base model instead of a model.
+    `base`: path or hub name of the model that training started from; `checkpoint`: in its run's folder; `adapters`: the
+    folder has adapters for the base model instead of a model.
     """
     from huggingface_hub import ModelCard, ModelCardData  # here: its import takes longer than all others together
 
     config, state = read_config_file(checkpoint.resolve().parent.parent / CONFIG_FILE), read_state(checkpoint)
-    algorithm = str(config["algorithm"])
+    algorithm, data_config = str(config["algorithm"]), config["data"]
+    paths = [dataset["path"] for dataset in data_config["train_sets"].values()] or [str(data_config["train_path"])]
     data = ModelCardData(
         base_model=base if is_hub_name(base) else None,
         library_name="peft" if adapters else "transformers",
@@ -45,7 +42,7 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
 # {output.name}
 
 {"Adapters for" if adapters else "Trained from"} `{base}` with {algorithm.upper()} by megatron_grpo,
-{state["save_state"]["total_steps"]} steps on `{_list_data(config)}`.
+{state["save_state"]["total_steps"]} steps on `{", ".join(paths)}`.
 
 | Metric | Value |
 |---|---|
@@ -55,19 +52,11 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
     (output / CARD).chmod(output.stat().st_mode & 0o666)  # as the other files of an export
 
 
-def _list_data(config: dict[str, Any]) -> str:
-    data = config["data"]
-    return ", ".join(dataset["path"] for dataset in data["train_sets"].values()) or str(data["train_path"])
-
-
 def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
     """Send a folder with its card to the hub; returns its address.
 
-    The repository `name`, ORGANISATION/NAME, is made (private) if it does not exist. The other arguments are those of
-    `write_model_card`.
-
-    Raises:
-        RunError: the hub refuses the upload or cannot be reached.
+    The repository `name`, ORGANISATION/NAME, is made (private) if it does not exist; other arguments as for the card.
+    Raises RunError if the hub refuses the upload or cannot be reached.
     """
     from huggingface_hub import HfApi
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.run.recorded_config import load_run_config
+from megatron_grpo.run.directory import load_run_config
 from megatron_grpo.verification.doctor import recorded_figures
 from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
 from megatron_grpo.verification.replay.compare import Comparison, Difference

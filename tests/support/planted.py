@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_grpo import doctor
 from megatron_grpo.batch.rollout_files import TrainedValues
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.run.recorded_config import override_values
+from megatron_grpo.run.directory import override_values
 from tests.support.recorded_runs import (
     RecordedRun,
     alone,

@@ -26,7 +26,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import fetch_model_folder, require_folder
 from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
-from megatron_grpo.run.recorded_config import load_run_config, override_values
+from megatron_grpo.run.directory import load_run_config, override_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

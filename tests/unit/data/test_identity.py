@@ -18,8 +18,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.identity import identify
 from megatron_grpo.data.loader import StreamLoader
 from megatron_grpo.data.rows import digest_file
-from megatron_grpo.run.checkpoint_choice import find_start_checkpoint
-from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
 from megatron_grpo.run.directory import DATA_FILE, compare_with_last_start, record_start
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]

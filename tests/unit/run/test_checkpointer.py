@@ -14,9 +14,8 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, DataConfig, LoggerConfig
-from megatron_grpo.run.checkpoint_choice import resolve_checkpoint
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
 from megatron_grpo.run.directory import record_start
 from tests.support.checkpoints import fake_models
 

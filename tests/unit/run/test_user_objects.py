@@ -78,7 +78,7 @@ def test_a_run_that_begins_while_the_rows_are_checked_keeps_its_own(
     started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    for module in ("megatron_grpo.run.script_data", "megatron_grpo.preflight.machine_checks"):
+    for module in ("megatron_grpo.run.user_objects", "megatron_grpo.preflight.machine_checks"):
         monkeypatch.setattr(f"{module}.is_in_use", lambda _: False)
     with lock_run_directory(str(folder)):
         (folder / "data").mkdir()
