@@ -51,8 +51,7 @@ _READ_BY_VALUE = frozenset(BUILT_IN) - {"format"}
 def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
     """Load the prompts of a run (`load_prompt_data`), and check its conversations.
 
-    Raises:
-        ConfigError: a file, a row, or the chat template cannot be used.
+    Raises ConfigError if a file, a row, or the chat template cannot be used.
     """
     data = load_prompt_data(config, model, tokenizer)
     problems, remarks = examine_conversations(config, data.tokenizer)
@@ -166,6 +165,7 @@ def _explain_refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) 
     if not all(_can_write(renderer.tokenizer, str(message["content"])) for message in messages):
         return None  # the vocabulary of a model that was made for one task
     advice = "give a template that shows them in data.chat_template"
+    # One answer first, then several: templates that show one result of a tool may drop or refuse a second.
     for count in range(1, len(messages) + 1):
         answers = messages[:count]
         described = f"messages of the role {answers[0]['role']}, by which this environment answers"

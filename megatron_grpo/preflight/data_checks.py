@@ -189,6 +189,6 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
     if digest is not None and run.vocabulary is not None:
         text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
         yield digest != run.vocabulary, subject, f"{text} tokenizer"
-    else:
+    else:  # without both digests only the sizes can be compared
         text = f"has {shape.vocab} tokens, and the model that {file} was recorded with has {run.vocab}; name that"
         yield shape.vocab != run.vocab, subject, text

@@ -40,12 +40,10 @@ def find_refit_remarks(config: Config) -> Iterator[Rule]:
     """Check that a refit's communicator fits beside vLLM's share of a GPU."""
     share = config.generation.engine.gpu_memory_utilization
     needed = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
-    free = (1 - share) * GPU_BYTES
-    text = (
-        f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f} "
-        f"GB of that when engines are linked to the policy; use at most {int((1 - needed / GPU_BYTES) * 100) / 100:g}"
-    )
-    yield config.needs_generation and free < needed, "generation.engine.gpu_memory_utilization=", text
+    free, usable = (1 - share) * GPU_BYTES, int((1 - needed / GPU_BYTES) * 100) / 100
+    text = f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f}"
+    is_full, subject = config.needs_generation and free < needed, "generation.engine.gpu_memory_utilization="
+    yield is_full, subject, f"{text} GB of that when engines are linked to the policy; use at most {usable:g}"
 
 
 @evaluate_rules
@@ -128,6 +126,7 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     is_set = config.generation.engine_args.get("quantization") == "fp8_per_block"
     text = "is for engines that keep blocks in FP8; add +generation.engine_args.quantization=fp8_per_block"
     yield not is_set, "refit.fp8_blocks=", f"{text}, or use false"
+    # A layout that does not fit the model has no cuts to look at; its own check reports it.
     if shape is not None and not any(find_layout_problems(config, shape)):
         policy_shards = split_policy(config.policy.parallel, shape)
         cuts = list(find_cut_blocks(shape, policy_shards, split_engine(config.generation.parallel, shape)))

@@ -23,14 +23,12 @@ def check_scoring(
 ) -> None:
     """Import all code that scores, and check its options, parameters and columns.
 
+    Raises ConfigError if a class or function cannot be imported or called, its options or parameters do not fit, or a
+    folder is not a reward model.
+
     Args:
-        config: environments, processors and data.
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
         rewards: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
-
-    Raises:
-        ConfigError: a class or function cannot be imported or called, or its options or parameters do not fit; or a
-            folder is not a reward model.
     """
     make_importable(list_import_folders())
     problems = list(specs.find_processor_problems(config.data))

@@ -87,6 +87,7 @@ def _check_pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -
             text = f"does not divide the model's {layers} layers; use {usable}, or first_stage_layers"
         yield True, f"{section}.pipeline={stages}", text
         return
+    # With virtual stages each stage cuts its layers into equal chunks.
     stage_layers = {*ends.values(), *([remaining // middle] if middle else [])}
     layers = next((layers for layers in stage_layers if layers % chunks), chunks)
     yield _check_divisor(f"{section}.virtual_pipeline", chunks, layers, f"the {layers} layers of a pipeline rank")
@@ -101,6 +102,7 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
     count, width = shape.experts.count, shape.experts.ffn_hidden
     yield _check_divisor(f"{section}.expert", expert, count, f"the model's {count} experts")
     yield _check_divisor(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
+    # Experts are spread over the ranks that hold one pipeline stage, so their own layout has to divide these.
     ranks = parallel.tensor * parallel.context * parallel.data
     usable = [size for size in _list_divisors(count) if ranks % (size * tensor) == 0]
     advice = _join(usable) if usable else "fewer of expert_tensor"
@@ -217,6 +219,7 @@ def _check_devices(
     yield not is_enough, "cluster.gpus_per_node=", text
     if is_enough and config.needs_generation and not config.generation.server.urls:
         yield from _check_scattered_engines(config, trained)
+    # Tensor parallelism reduces activations in every layer, for which only links within a node are fast enough.
     text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
     for section, tensor in [*((name, layout.tensor) for name, layout in trained), ("generation", parallel.tensor)]:
         yield tensor > cluster.gpus, f"{section}.parallel.tensor=", text

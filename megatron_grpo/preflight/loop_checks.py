@@ -47,10 +47,10 @@ def _check_optimizer_steps(config: Config) -> Iterator[Rule]:
         advice = _suggest_batch_size(samples, size, data)
         text = f"does not share out evenly over {section}.parallel.data={data} ranks; {advice}"
         yield not samples % size and size % data, subject, text
-        text = (
-            f"does not share out evenly over policy.parallel.data={config.policy.parallel.data} and "
-            f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {slices}"
+        both = (
+            f"policy.parallel.data={config.policy.parallel.data} and value.parallel.data={config.value.parallel.data}"
         )
+        text = f"does not share out evenly over {both} ranks together; use a multiple of {slices}"
         yield not samples % size and not size % data and size % slices, subject, text
 
 
@@ -127,12 +127,11 @@ def check_async(config: Config) -> Iterator[Rule]:
     subject = "LOOP.async_grpo.oversampling_factor="
     text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
     yield config.data.streaming, subject, text
+    # At most age + 1 steps' prompts may be in flight, or the oldest would be too old to train on.
     advice = f"Use a factor below {age + 1}, or" if age else "Use"
-    text = (
-        f"is too large: with LOOP.async_grpo.max_trajectory_age_steps={age} every step must take the oldest prompts, "
-        f"so oversampling gains nothing. {advice} LOOP.async_grpo.max_trajectory_age_steps={int(factor)} or more"
-    )
-    yield factor >= age + 1, subject, text
+    key = "LOOP.async_grpo.max_trajectory_age_steps"
+    text = f"is too large: with {key}={age} every step must take the oldest prompts, so oversampling gains nothing"
+    yield factor >= age + 1, subject, f"{text}. {advice} {key}={int(factor)} or more"
     text = f"adds no whole prompt to the {prompts} of a step; give at least {1 + 1 / prompts:g}"
     yield int(factor * prompts) == prompts, subject, text
 

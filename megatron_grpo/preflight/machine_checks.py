@@ -113,6 +113,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems = list(_find_launcher_problems()) or list(_find_gpu_problems(config))
     if problems:
         return problems, []
+    # The checks below are independent of each other, so that one message has all their problems.
     files, remarks = check_prompt_files(config) if config.needs_generation else check_recording(config)
     problems = [
         *_find_cluster_problems(config),
@@ -125,7 +126,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
         *files,
         *find_folder_problems(config),
     ]
-    if not problems:
+    if not problems:  # the weights can be read
         remarks += list_unused_tensors(config)
     address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:

@@ -96,6 +96,7 @@ def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
     }
     if shape.experts is not None:
         sides["experts' width"] = (shape.experts.ffn_hidden, parallel.expert_tensor)
+    # Kernels of Transformer Engine refuse other sizes at the first forward pass, minutes after the start.
     for side, (size, ranks) in sides.items():
         if size % (ranks * fp8.block):
             split = f" over {ranks} ranks" if ranks > 1 else ""

@@ -36,6 +36,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     if missing:
         further = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
         yield f"the folder has no tensor {missing[0]}{further}"
+    # Packed weights have other shapes than config.json implies, so they are reported before shapes are compared.
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
         text = "quantized weights cannot be trained; convert the model to bfloat16 first, as docs/layouts.md shows"

@@ -61,12 +61,12 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
     if config.training_loop.has_value_model:
         models.insert(0, ("value", config.value.optimizer, steps * config.value_optimizer_steps_per_step))
     for section, optimizer, optimizer_steps in models:
-        text = (
-            f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps, and none has "
-            f"{section}.optimizer.lr={optimizer.lr:g}"
-        )
+        # A warm-up given as a ratio follows the length of the run, so it always ends.
         is_long = optimizer.warmup_ratio is None and optimizer.warmup_steps >= optimizer_steps
-        yield is_long, f"{section}.optimizer.warmup_steps=", text
+        text = (
+            f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps, and none has"
+        )
+        yield is_long, f"{section}.optimizer.warmup_steps=", f"{text} {section}.optimizer.lr={optimizer.lr:g}"
 
 
 def _check_threshold(config: Config) -> Iterator[Rule]:

@@ -114,6 +114,7 @@ def _check_estimator(config: Config) -> Iterator[Rule]:
     if name != "gdpo":
         return
     yield from list_conflicts(config, "gdpo")
+    # Each reward is normalised by itself before it is weighted, so a function needs one weight in all tasks.
     weights: dict[str, float] = {}
     for task, environment in config.env.items():
         text = f"needs the parts of the reward, which env.{task} does not give; use type {REWARD_FUNCTIONS}"

@@ -54,6 +54,7 @@ def check_filters(config: Config) -> Iterator[Rule]:
     text = "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens a"
     text += " probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
     yield dropping_option and generation.structured != StructuredConfig(), dropping_option or "", text
+    # Training renormalises over the tokens that a filter keeps only if it can repeat the filter on the same logits.
     is_corrected = config.loss_fn.use_importance_sampling_correction
     comparing_option = "loss_fn.use_importance_sampling_correction=True" if is_corrected else dropping_option
     for name in generation.select_changed(FILTERS):
@@ -106,11 +107,9 @@ def check_servers(config: Config) -> Iterator[Rule]:
     is_local = is_loopback(endpoint.host)
     text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
     yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
-    text = (
-        "lets every client that reaches it write what the run is trained on; put a token into the environment variable "
-        f"{TOKEN_VARIABLE}, or use 127.0.0.1"
-    )
-    yield endpoint.enabled and not is_local and read_token() is None, "generation.endpoint.host=", text
+    text = "lets every client that reaches it write what the run is trained on; put a token into the environment"
+    is_open = endpoint.enabled and not is_local and read_token() is None
+    yield is_open, "generation.endpoint.host=", f"{text} variable {TOKEN_VARIABLE}, or use 127.0.0.1"
     for name, environment in config.env.items():
         text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
         is_unanswered = environment.agent_func is not None and not endpoint.enabled

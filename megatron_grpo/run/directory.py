@@ -47,9 +47,10 @@ IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
 
 @contextmanager
 def lock_run_directory(path: str) -> Iterator[Path]:
-    """Create or reopen a run's folder and lock it; a new folder is removed if it stays empty.
+    """Create or reopen a run's folder and lock it.
 
-    Raises RunError if another driver holds the lock, or the folder cannot be written.
+    A new folder is removed if it stays empty. Raises RunError if another driver holds the lock, or the folder cannot be
+    written.
     """
     folder = Path(os.path.abspath(path))
     try:
@@ -97,9 +98,10 @@ def is_in_use(path: str) -> bool:
 
 
 def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
-    """Write configuration, chat template and digests into a run's folder, and link `latest` to it.
+    """Write configuration, chat template and digests into a run's folder.
 
-    Raises ConfigError if the training data is not that of the run in the folder: it changed during the start-up.
+    The link `latest` beside the folder then points at it. Raises ConfigError if the training data is not that of the
+    run in the folder: it changed during the start-up.
     """
     identity = identify(config)
     compare_data(folder, config)  # once more: the data may have changed since the check
@@ -237,8 +239,8 @@ def is_composition(name: str) -> bool:
 def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """Load the configuration of a run's last start, with changes.
 
-    Raises ConfigError if an override (section.key=VALUE in YAML) is not understood or makes the configuration wrong, and
-    ValueError if the folder has no configuration, or one that cannot be read.
+    Raises ConfigError if an override (section.key=VALUE in YAML) is not understood or makes the configuration wrong,
+    and ValueError if the folder has no configuration, or one that cannot be read.
     """
     file = run_dir / CONFIG_FILE
     try:

@@ -180,10 +180,10 @@ class ScriptData:
 
     @contextmanager
     def move_in(self) -> Iterator[None]:
-        """Move the files into the run's folder; a start that is refused in the body removes them.
+        """Move the files into the run's folder.
 
-        Raises ConfigError if run_dir has a run that began with other rows, and RunError if the folder is in use by a
-        live run, or cannot be written.
+        A start that is refused in the body removes them. Raises ConfigError if run_dir has a run that began with other
+        rows, and RunError if the folder is in use by a live run, or cannot be written.
         """
         folder = self._run_dir
         new_folders: list[Path] = []
