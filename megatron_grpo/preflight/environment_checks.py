@@ -65,6 +65,7 @@ def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
 def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
     kind = config.env[task].type
     needed = () if kind == REWARD_FUNCTIONS else import_environment_class(kind).needs_columns
+    # A processor of the user may add columns to the rows, and what an unread stream holds is not known.
     may_add_columns = specs.find_processor_name(config.data, task) not in {None, *specs.ROW_FORMS}
     if not needed or may_add_columns or (config.data.streaming and sets is None):
         return

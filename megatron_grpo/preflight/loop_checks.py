@@ -47,10 +47,9 @@ def _check_optimizer_steps(config: Config) -> Iterator[Rule]:
         advice = _suggest_batch_size(samples, size, data)
         text = f"does not share out evenly over {section}.parallel.data={data} ranks; {advice}"
         yield not samples % size and size % data, subject, text
-        both = (
-            f"policy.parallel.data={config.policy.parallel.data} and value.parallel.data={config.value.parallel.data}"
-        )
-        text = f"does not share out evenly over {both} ranks together; use a multiple of {slices}"
+        value_data = config.value.parallel.data
+        ranks = f"policy.parallel.data={config.policy.parallel.data} and value.parallel.data={value_data} ranks"
+        text = f"does not share out evenly over {ranks} together; use a multiple of {slices}"
         yield not samples % size and not size % data and size % slices, subject, text
 
 
@@ -174,6 +173,7 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         "LOOP.val_at_start=True": loop.val_at_start,
         "LOOP.val_at_end=True": loop.val_at_end,
     }
+    # A set without a validation is harmless: nothing reads it.
     if data.validation_sets and any(causes_of_validation.values()):
         causes = " and ".join(setting for setting, is_on in causes_of_validation.items() if is_on)
         off = "data.val_path=null" if data.val_path is not None else "data.val_sets={}"

@@ -86,6 +86,7 @@ def _find_resume_problems(config: Config) -> Iterator[Rule]:
         return
     reason = check_readable(resume, "folder")
     yield reason, subject, f"{reason}; give auto, none or the path of a checkpoint"
+    # Files inside are verified at the start, since that may take minutes; only the folder's form is checked here.
     lacks_policy = not os.path.isdir(Path(resume) / POLICY_FOLDER)
     text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
     yield reason is None and lacks_policy, subject, text

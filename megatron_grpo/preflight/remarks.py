@@ -63,16 +63,19 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
     for section, optimizer, optimizer_steps in models:
         # A warm-up given as a ratio follows the length of the run, so it always ends.
         is_long = optimizer.warmup_ratio is None and optimizer.warmup_steps >= optimizer_steps
-        text = (
-            f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps, and none has"
+        text = f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps"
+        yield (
+            is_long,
+            f"{section}.optimizer.warmup_steps=",
+            f"{text}, and none has {section}.optimizer.lr={optimizer.lr:g}",
         )
-        yield is_long, f"{section}.optimizer.warmup_steps=", f"{text} {section}.optimizer.lr={optimizer.lr:g}"
 
 
 def _check_threshold(config: Config) -> Iterator[Rule]:
     stop = config.training_loop.early_stop
     if not stop.enabled or stop.threshold is None:
         return
+    # A threshold outside the metric's range would run to max_num_steps, or stop after the first validation.
     low, high = _find_bounds(config)
     best, worst = (high, low) if stop.higher_is_better else (low, high)
     sign, extreme, side = (1, "most", "below") if stop.higher_is_better else (-1, "least", "above")

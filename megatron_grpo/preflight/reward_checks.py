@@ -132,6 +132,7 @@ def _check_shaping(config: Config) -> Iterator[Rule]:
     text = text if buffer is None else f"{text}, not both: they punish the same"
     yield (buffer is None) == (shaping.stop_properly_penalty_coef is None), f"{prefix}.enabled=", text
     if buffer is not None:
+        # The penalty grows over the last `buffer` tokens before the full length.
         full, subject = shaping.max_response_length or longest, f"{prefix}.overlong_buffer_length="
         text = f"is more than the response may have before the full penalty, {full} tokens"
         yield buffer > full, subject, text

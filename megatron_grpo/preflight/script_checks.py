@@ -50,6 +50,7 @@ def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, A
     problems = [Problem(name, f"no such argument; {_advise(name, value)}") for name, value in unknown.items()]
     if config is None and "args" not in unknown:
         problems.append(Problem("config", f"is missing; {_CONFIG}"))
+    # A TRL configuration may be passed under either name; its changed fields have counterparts among our keys.
     for name, value in (("config", config), ("args", unknown.get("args"))):
         problems += _find_foreign_settings(name, value)
     problems += _find_list_problems("rewards", arguments["rewards"], _find_reward_problem, _REWARDS)
