@@ -64,11 +64,8 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
         # A warm-up given as a ratio follows the length of the run, so it always ends.
         is_long = optimizer.warmup_ratio is None and optimizer.warmup_steps >= optimizer_steps
         text = f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps"
-        yield (
-            is_long,
-            f"{section}.optimizer.warmup_steps=",
-            f"{text}, and none has {section}.optimizer.lr={optimizer.lr:g}",
-        )
+        reason = f"{text}, and none has {section}.optimizer.lr={optimizer.lr:g}"
+        yield is_long, f"{section}.optimizer.warmup_steps=", reason
 
 
 def _check_threshold(config: Config) -> Iterator[Rule]:
