@@ -9,13 +9,13 @@ import filecmp
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, Self
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.data_schema import DatasetConfig
@@ -89,30 +89,20 @@ class UserObjects:
     callbacks: Sequence[Callback] = ()
 
 
-class ScriptData:
+class ScriptData(ExitStack):
     """Rows of a script, kept aside until the run may start.
 
     A start that is refused leaves the folder, and the rows of a live run in it, as they are.
     """
 
     def __init__(self) -> None:
+        super().__init__()  # closes the folder aside
         self._run_dir = Path()
         # Folder beside or in run_dir, on the same file system; None: nothing was written.
         self._aside: Path | None = None
         # Files in it, their paths in the run's folder, and the script's argument of each for messages.
         self._moves: dict[Path, Path] = {}
         self._arguments: dict[Path, str] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        if self._aside is not None:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            self._aside = None
 
     def reserve_path(self, run_dir: str, name: str) -> Path:
         """Reserve the path, without a suffix, of a dataset.
@@ -126,9 +116,10 @@ class ScriptData:
             # On the same file system as run_dir, so that the files can be moved into it.
             existing = next(folder for folder in (self._run_dir, *self._run_dir.parents) if folder.is_dir())
             try:
-                self._aside = Path(tempfile.mkdtemp(prefix=".megatron_grpo_", dir=existing))
+                aside = TemporaryDirectory(prefix=".megatron_grpo_", dir=existing, ignore_cleanup_errors=True)
             except OSError as error:
                 raise ConfigError([Problem(f"run_dir={run_dir}", f"cannot be made: {error.strerror}")]) from None
+            self._aside = Path(self.enter_context(aside))
         return self._aside / name
 
     def select_file(self, file: Path, argument: str) -> Path:
@@ -195,7 +186,7 @@ class ScriptData:
                         self._refuse_other_rows([path])
                     path.parent.mkdir(exist_ok=True)
                     file.replace(path)
-        self._clear()
+        self.close()
         try:
             yield
         except ConfigError:
