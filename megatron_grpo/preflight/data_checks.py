@@ -164,10 +164,10 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
         ("num_prompts_per_step", run.prompts_per_step),
         ("num_generations_per_prompt", run.samples_per_prompt),
     ):
-        text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {recorded_size}; use that"
+        text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {recorded_size}"
         is_other_size = getattr(loop, name) != recorded_size
         has_equal_sizes = has_equal_sizes and not is_other_size
-        yield is_other_size, f"LOOP.{name}=", text
+        yield is_other_size, f"LOOP.{name}=", f"{text}; use {recorded_size}"
     rollouts = run.prompts_per_step * run.samples_per_prompt
     text = f"{file} has {recorded.rollouts} of the {rollouts} rollouts of its step; {_RECORD}"
     yield has_equal_sizes and recorded.rollouts != rollouts, subject, text

@@ -54,9 +54,9 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     unread = [name for name in sorted(unknown) if not name.endswith(tuple(derived))]
     unread = [name for name in unread if not _is_extra_prediction(name, shape)]
     if unread:
-        text = f"the folder holds {len(unread)} tensor(s) that its config.json does not imply, which would be lost"
+        text = f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be"
         advice = "correct architectures in config.json, or remove them from the files"
-        yield f"{text}: {', '.join(unread[:_MAX_NAMED])}; {advice}"
+        yield f"{text} lost: {', '.join(unread[:_MAX_NAMED])}; {advice}"
 
 
 def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:

@@ -24,7 +24,8 @@ def config(request: pytest.FixtureRequest) -> Config:
 def test_every_condition_can_be_evaluated(config: Config) -> None:
     for row in CONDITIONS:
         for condition in fill_placeholders(config, row).split(" and "):
-            is_met(config, condition)
+            if config.algorithm == "ppo" or not condition.startswith("value_optimizer_steps"):  # only PPO has these
+                is_met(config, condition)
 
 
 def test_every_value_in_a_text_exists(config: Config) -> None:
@@ -46,7 +47,7 @@ def test_a_conflict_names_the_first_key_with_its_value_and_fills_its_text(config
     [
         ("loss_fn.use_sapo=false", True),
         ("loss_fn.use_sapo!=false", False),
-        ("loss_fn.reference_policy_kl_penalty=0", True),
+        ("value_loss_fn.scale=1", True),
         ("policy.lora.rank above 0", False),
         ("policy.lora.rank below 1", True),
         ("no debug.rollouts_from", True),
