@@ -196,9 +196,9 @@ def check_system_prompts(config: Config) -> Iterator[Rule]:
     yield not config.env, "env", text
     data = config.data
     sections: dict[str, tuple[PromptConfig, bool]] = {}
-    for task, prompts in data.tasks.items():
-        is_chat = data.apply_chat_template if prompts.apply_chat_template is None else prompts.apply_chat_template
-        sections[f"data.tasks.{task}"] = prompts, is_chat
+    for task, settings in data.tasks.items():
+        is_chat = data.apply_chat_template if settings.apply_chat_template is None else settings.apply_chat_template
+        sections[f"data.tasks.{task}"] = settings, is_chat
     # A prompt takes the system message of its task, else the one of data.
     sections["data"] = data, data.apply_chat_template or any(is_chat for _, is_chat in sections.values())
     for section, (prompts, is_chat) in sections.items():

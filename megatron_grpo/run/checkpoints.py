@@ -324,12 +324,14 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
     if before not in (None, now):
         text = f"{path} was written with {before}, and this run has {now}; choose another run_dir, or the same adapters"
         raise ConfigError([Problem(subject, text)])
+    reason: str | None = None
     try:
         earlier_data = read_identity(path.parent.parent / DATA_FILE)
     except ValueError as error:
         reason = str(error)
     else:
-        reason = None if earlier_data is None else find_training_difference(earlier_data, identify(config))
+        if earlier_data is not None:
+            reason = find_training_difference(earlier_data, identify(config))
     if reason is not None:
         text = f"{path} has a position in other data: {reason}; to train its weights on this data, export it"
         raise ConfigError([Problem(subject, f"{text} (python -m megatron_grpo.export) and give policy.model.path")])

@@ -81,8 +81,8 @@ def lock_run_directory(path: str) -> Iterator[Path]:
                 shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
                 (folder / LOCK_FILE).unlink(missing_ok=True)
                 with suppress(OSError):  # another process uses one of them by now
-                    for path in new_folders:
-                        path.rmdir()
+                    for new_folder in new_folders:
+                        new_folder.rmdir()
 
 
 def is_in_use(path: str) -> bool:
