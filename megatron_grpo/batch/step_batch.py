@@ -28,11 +28,8 @@ class StepBatch:
 
     Example: three sequences on two replicas
         StepBatch(
-            lengths=np.array([5, 9, 4]),
-            response_tokens=np.array([2, 6, 1]),
-            in_loss=np.array([True, True, False]),
-            advantages=np.array([1.0, -1.0, 0.0]),
-            partitions=[np.array([0, 2]), np.array([1])],
+            lengths=np.array([5, 9, 4]), response_tokens=np.array([2, 6, 1]), in_loss=np.array([True, True, False]),
+            advantages=np.array([1.0, -1.0, 0.0]), partitions=[np.array([0, 2]), np.array([1])],
             fields={"token_ids": [ref_of_9_tokens, ref_of_9_tokens]},
         )
     """

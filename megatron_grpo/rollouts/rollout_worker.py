@@ -29,10 +29,11 @@ from megatron_grpo.rollouts.partitions import (
     TokenFunction,
     build_partitions,
     compute_over_tokens,
+    dump_rollouts,
+    load_rollouts,
     store_groups,
 )
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
-from megatron_grpo.rollouts.rollout_dump import dump_rollouts, load_rollouts
 
 
 class RolloutWorker:

@@ -27,12 +27,12 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.partitions import (
     TokenFunction,
+    choose_evenly,
     list_rollout_fields,
     locate_sequences,
     pack_groups,
     store_groups,
 )
-from megatron_grpo.rollouts.rollout_dump import choose_evenly
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 
 ENGINES_PER_WORKER = 8

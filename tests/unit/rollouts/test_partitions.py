@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.partitions import (
+    choose_evenly,
     concatenate_trajectories,
     gather_partitions,
     list_rollout_fields,
     locate_sequences,
     split_by_partition,
 )
-from megatron_grpo.rollouts.rollout_dump import choose_evenly
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 

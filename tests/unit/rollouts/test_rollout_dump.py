@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import OwnerDiedError
 
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.rollouts import rollout_dump as dump
-from megatron_grpo.rollouts.rollout_dump import fetch_trained_values, select_trained_values
+from megatron_grpo.rollouts import partitions as dump
+from megatron_grpo.rollouts.partitions import fetch_trained_values, select_trained_values
 from tests.support.trajectories import make_trajectory
 
 LENGTHS = np.array([3, 2])
