@@ -160,10 +160,7 @@ class SequencePadder:
         return [[index for microbatch in microbatches for index in microbatch] for microbatches in assigned]
 
     def assign_microbatches(self, lengths: Lengths, replicas: int) -> list[list[list[int]]]:
-        """Make each replica's microbatches, equally many for all.
-
-        Raises ValueError if the replicas cannot have equally many. With any multiple of `replicas` sequences they can.
-        """
+        """Make each replica's microbatches, equally many for all; ValueError if impossible."""
         if len(lengths) < max(replicas, 1):
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
         fewest = self.count_microbatches(lengths)
@@ -234,10 +231,7 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
 
 
 def deal_to_replicas(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Deal equally many microbatches to each replica, balancing their costs.
-
-    The number of costs is a multiple of `replicas`. Returns the indices of each replica's microbatches.
-    """
+    """Deal microbatches, a multiple of `replicas`, equally many to each, balancing costs."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
     heap = [(0.0, replica) for replica in range(replicas)]
     for number, cost in enumerate(costs):

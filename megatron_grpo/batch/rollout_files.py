@@ -163,10 +163,7 @@ DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of th
 
 
 def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
-    """Read the rollouts of one file lazily, as `read_rollouts` does.
-
-    Raises ValueError with the file's name if it is damaged or of another version, OSError if it cannot be read.
-    """
+    """Read one file's rollouts lazily, as `read_rollouts`; ValueError if it is damaged."""
     with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
         yield from _decode_rows(step, file)
 

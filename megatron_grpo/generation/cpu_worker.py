@@ -1,7 +1,4 @@
-"""vLLM's CPU worker in a forked process, with pipeline stages and expert parallelism.
-
-It also records the experts of each token: vLLM's own record needs its second model runner, which needs Triton.
-"""
+"""vLLM's CPU worker in a forked process, with pipeline stages, expert parallelism and a record of experts."""
 
 from __future__ import annotations
 
@@ -125,6 +122,7 @@ class PipelineCPUWorker(CPUWorker):
             patch_expert_layers()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
+        # vLLM's own record needs its second model runner, which needs Triton.
         if self.vllm_config.additional_config.get(RECORD_ROUTING):
             self._recorder = RoutingRecorder(runner.model)
         # The buffer for the previous stage's activations, which vLLM allocates in a warm-up that eager mode skips.

@@ -21,6 +21,7 @@ from megatron_grpo.cluster.process_log import begin_process_log, choose_library_
 from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
+from megatron_grpo.generation import vllm_requests
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker
@@ -33,14 +34,6 @@ from megatron_grpo.generation.engine_processes import (
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.gate import Gate
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, load_engine_tokenizer, require_same_tokenizer
-from megatron_grpo.generation.vllm_requests import (
-    describe_settings,
-    iterate_finished,
-    make_responses,
-    make_sampling_params,
-    read_chosen_experts,
-    require_answers,
-)
 from megatron_grpo.models.source import require_folder
 from megatron_grpo.platform.device import detect_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
@@ -125,7 +118,7 @@ class VllmEngine(Engine):
         times.append(time.monotonic())
         parts = ("imports", "processes", "warm_up")  # vLLM in this process; starting the others and loading; the batch
         seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
-        return EngineStart(seconds, list_own_processes(), describe_settings(self._llm.vllm_config))
+        return EngineStart(seconds, list_own_processes(), vllm_requests.describe_settings(self._llm.vllm_config))
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
@@ -136,12 +129,12 @@ class VllmEngine(Engine):
         with phase("generate"), death_as_engine_loss():
             try:
                 pending = await self._add(call, requests, settings)
-                async for tasks in iterate_finished(pending):
+                async for tasks in vllm_requests.iterate_finished(pending):
                     self._gate.leave(len(tasks))
                     finals = {index: task.result() for index, task in tasks.items()}
                     self._statistics.count_tokens(sum(len(final.outputs[0].token_ids) for final in finals.values()))
                     yield wrap_for_pickling(
-                        await make_responses(self._llm, finals, self._settings.routed, self._tokenizer)
+                        await vllm_requests.make_responses(self._llm, finals, self._settings.routed, self._tokenizer)
                     )
             finally:
                 # If the caller is gone, vLLM must forget the requests before the gate may pause it.
@@ -212,7 +205,7 @@ class VllmEngine(Engine):
             async with self._gate.running_scheduler():
                 finals = await asyncio.gather(*(queue.get() for queue in queues))
                 if self._settings.routed is not None:  # recorded for every request, and kept until it is read
-                    await await_alive(llm, read_chosen_experts(llm, finals, self._settings.routed))
+                    await await_alive(llm, vllm_requests.read_chosen_experts(llm, finals, self._settings.routed))
                 logprobs = [
                     [
                         candidates[token].logprob
@@ -258,7 +251,7 @@ class VllmEngine(Engine):
 
     async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
         llm = await self._gate.wait_paused()
-        return require_answers(await await_alive(llm, llm.collective_rpc(method.__name__, args=args)))
+        return vllm_requests.require_answers(await await_alive(llm, llm.collective_rpc(method.__name__, args=args)))
 
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
@@ -268,7 +261,8 @@ class VllmEngine(Engine):
         assert self._llm is not None
         max_length = self._settings.max_total_sequence_length
         prepared = [
-            (request.prompt_ids.tolist(), make_sampling_params(request, settings, max_length)) for request in requests
+            (request.prompt_ids.tolist(), vllm_requests.make_sampling_params(request, settings, max_length))
+            for request in requests
         ]
         # An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
         # seed, and the scheduler sees all of them, in order, before it takes the first.

@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmGeneration:
-    """The run's engines or external servers, an actor each.
-
-    `start()` returns at once, so that the policy can start meanwhile; then call `wait_ready()`.
-    """
+    """The run's engines or external servers, an actor each."""
 
     def __init__(
         self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
@@ -51,6 +48,7 @@ class VllmGeneration:
         self.restarts = [0] * self.config.parallel.data
 
     def start(self) -> None:
+        """Begin to start the engines, so that the policy can start meanwhile."""
         self._started_at = time.monotonic()
         self.engines = [self._make_actor(settings) for settings in self._settings]
         self._starting = self.submit(Engine.start)

@@ -329,10 +329,7 @@ class ServerEngine(Engine):
         return await self._request("POST", path, json={} if body is None else body, params=query)
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request; returns the answer, parsed from JSON.
-
-        Raises ServerGoneError if the connection failed or ended before the answer, RuntimeError with a server's error.
-        """
+        """Send a request; returns parsed JSON. Raises ServerGoneError, or a server's RuntimeError."""
         try:
             async with self._session.request(method, self._url + path, **options) as answer:
                 if answer.status == 401:

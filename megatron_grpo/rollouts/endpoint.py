@@ -1,7 +1,4 @@
-"""The OpenAI-compatible endpoint of a rollout worker, at which agents call the run's engines.
-
-Each rollout has a URL of its own.
-"""
+"""The OpenAI-compatible endpoint of a rollout worker, at which agents call engines; each rollout has its own URL."""
 
 from __future__ import annotations
 

@@ -44,10 +44,7 @@ class EngineLoss:
 
 
 class EngineClient:
-    """Client of one engine; sends simultaneous requests together.
-
-    While an engine is lost, callers that ask it or wait for it get an error, until it is replaced.
-    """
+    """Client of one engine; sends simultaneous requests together."""
 
     def __init__(self, actor: Any, index: int, user: str) -> None:
         # `user`, the name of the calling process, makes the names of its calls unique.

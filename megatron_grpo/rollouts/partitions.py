@@ -1,4 +1,4 @@
-"""A step's rollouts in Ray's object store, by group and by partition, and their way into files and back."""
+"""A step's rollouts in Ray's object store, by group and by partition, and their way into files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.batch.rollout_files import (
-    StepFacts,
-    StepRecord,
-    TrainedValues,
-    read_recorded_rollouts,
-    write_rollouts,
-)
+from megatron_grpo.batch.rollout_files import StepRecord, TrainedValues, write_rollouts
 from megatron_grpo.batch.step_batch import StepBatch, TokenArrays
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import fetch_stored, wrap_for_pickling
-from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.routed_experts import RoutedForm
 
 TokenFunction = Callable[..., tuple[TokenArrays, Any]]
@@ -161,10 +154,7 @@ def build_partitions(
 def gather_partitions(
     parts: Sequence[NDArray[Any]], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Concatenate a field's `parts`, [tokens of the partition] each, in the step's order.
-
-    `partitions` and `lengths` are those of the `StepBatch`.
-    """
+    """Concatenate a field's parts, [tokens of the partition], in the step's order."""
     # One slice per sequence, because one index of all tokens would take twice the memory of the data.
     gathered = np.empty(int(lengths.sum()), dtype=parts[0].dtype)
     slots = np.split(gathered, np.cumsum(lengths)[:-1])
@@ -192,15 +182,6 @@ def compute_over_tokens(
     new_arrays, summary = fn(batch.lengths, arrays, *arguments)
     split = {name: split_by_partition(array, batch.partitions, batch.lengths) for name, array in new_arrays.items()}
     return {name: [ray.put(part) for part in new_parts] for name, new_parts in split.items()}, summary
-
-
-def load_rollouts(file: Path) -> tuple[StepFacts, PackedGroups]:
-    """Read a step's file of rollouts; RunError if unreadable."""
-    try:
-        facts, groups = read_recorded_rollouts(file)
-    except (OSError, ValueError) as error:
-        raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
-    return facts, store_groups(groups)
 
 
 def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[int]]:

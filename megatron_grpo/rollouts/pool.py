@@ -275,10 +275,7 @@ class RolloutPool(RolloutWorkers):
         return groups
 
     def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
-        """Wait until `list_complete` may return a prompt of all pending batches.
-
-        Raises SamplingError after the deadlines of generation and scoring, which count from `since` (time.monotonic()).
-        """
+        """Wait until `list_complete` may return a prompt; deadlines count from `since`."""
         streams = {stream: worker for batch in batches for stream, worker in batch.streams.items()}
         self._wait_for_call(streams, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 

@@ -51,11 +51,9 @@ class RolloutSettings:
 
 
 def compute_sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
-    """Compute the seed of one response, in [0, 2^62).
-
-    It depends only on the response's identity, so that a resume or another layout draws equal tokens.
-    """
-    # The first turn is not part of the identity: its seed is that of a rollout with a single turn.
+    """Compute the seed of one response, in [0, 2^62)."""
+    # It depends only on the response's identity, so that a resume or another layout draws equal tokens. The first turn
+    # is not part of the identity: its seed is that of a rollout with a single turn.
     identity = struct.pack("<4q", run_seed, step, prompt_idx, sample) + (struct.pack("<q", turn) if turn else b"")
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2
 

@@ -11,28 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.rollout_files import StepFacts, StepRecord
+from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.process_names import WORKER_NAME
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
 from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.rollouts import partitions
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.partitions import (
-    PackedGroups,
-    TokenFunction,
-    build_partitions,
-    compute_over_tokens,
-    dump_rollouts,
-    load_rollouts,
-    store_groups,
-)
+from megatron_grpo.rollouts.partitions import PackedGroups, TokenFunction
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
 
 
@@ -111,7 +105,7 @@ class RolloutWorker:
         remarks = [text for client in self._environments.values() for text in client.remarks]
         for client in self._environments.values():
             client.remarks.clear()
-        return store_groups([self._complete.pop(key) for key in complete]).to_message(), remarks
+        return partitions.store_groups([self._complete.pop(key) for key in complete]).to_message(), remarks
 
     async def wait_sampled(self, batch: int) -> None:
         await self._sampled[batch].wait()
@@ -133,21 +127,24 @@ class RolloutWorker:
     async def build_partitions(
         self, groups: PackedGroups, located: Sequence[NDArray[np.int32]], routed: RoutedForm | None
     ) -> tuple[NDArray[Any], ...]:
-        return await asyncio.to_thread(build_partitions, groups, located, routed)
+        return await asyncio.to_thread(partitions.build_partitions, groups, located, routed)
 
     @phase("compute")
     async def compute(
         self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], arguments: Sequence[Any]
     ) -> tuple[dict[str, list[Any]], Any]:
-        return await asyncio.to_thread(compute_over_tokens, fn, batch, fields, arguments)
+        return await asyncio.to_thread(partitions.compute_over_tokens, fn, batch, fields, arguments)
 
     @phase("read rollouts")
     async def load(self, file: Path) -> tuple[StepFacts, PackedGroups]:
-        facts, groups = await asyncio.to_thread(load_rollouts, file)
-        return facts, groups.to_message()
+        try:
+            facts, groups = await asyncio.to_thread(read_recorded_rollouts, file)
+        except (OSError, ValueError) as error:
+            raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
+        return facts, (await asyncio.to_thread(partitions.store_groups, groups)).to_message()
 
     @phase("write rollouts")
     async def dump(
         self, groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
     ) -> None:
-        await asyncio.to_thread(dump_rollouts, groups, chosen, batch, file, record)
+        await asyncio.to_thread(partitions.dump_rollouts, groups, chosen, batch, file, record)
