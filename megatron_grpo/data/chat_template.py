@@ -66,6 +66,7 @@ class _DeadlineThread:
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Raise an exception in another thread; None: withdraw it."""
+    # Python itself offers this only to C code.
     argument = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
 

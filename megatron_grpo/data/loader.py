@@ -278,6 +278,7 @@ class StreamLoader(Batches):
             index = draw.randrange(len(buffer))
             yield buffer[index]
             buffer[index] = numbered_row
+        # The stream has ended, and no rows come in for those that are drawn.
         draw.shuffle(buffer)
         yield from buffer
 

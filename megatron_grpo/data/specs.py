@@ -157,6 +157,7 @@ def find_last_box(text: str) -> str | None:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
                 return text[begin + 1 : end]
+        # A box that is not closed is passed over: the text may be cut off within it.
         start = text.rfind("\\boxed{", 0, start)
     return None
 
