@@ -110,7 +110,8 @@ class ModelRank(ABC):
         routed = ("routed_experts",) if replayed else ()
         if not parallel_state.is_pipeline_last_stage():
             return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
-        return ("token_ids", *(("sampled",) if loss_fn is None else loss_fn.field_names), *routed)
+        of_loss = ("sampled",) if loss_fn is None else loss_fn.field_names
+        return ("token_ids", *of_loss, *routed)
 
     def train(
         self,
