@@ -104,7 +104,8 @@ def _find_routes(
 ) -> Iterator[tuple[int, int, Box, int]]:
     """Find the boxes of a row, in every layer, that an engine rank receives.
 
-    Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, bytes).
+    Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, its bytes, at
+    most `limit` unless a row is longer).
     """
     # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.list_slices` for Megatron-Core's ranks,
     # and `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so the data that travel

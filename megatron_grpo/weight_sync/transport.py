@@ -85,6 +85,7 @@ class WeightTransport:
 
     def describe_differences(self) -> str:
         """Describe the tensors in which engines differ from the policy, for messages."""
+        # Both sides have their weights on the devices when this is called.
         try:
             deadline = time.monotonic() + self._config.timeout_s
             differences = self._checks.find_differences(self._engines, deadline)
