@@ -7,18 +7,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
 from megatron_grpo.data.specs import make_task_spec
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.sandbox.sandbox import Sandbox, open_sandbox
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.schema import Config
-
 
 STARTUP_S = 900.0  # deadline in seconds for the start of an environment process, and of all rollout workers
 
