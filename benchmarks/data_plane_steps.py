@@ -130,8 +130,8 @@ class IdleTransport(WeightTransport):
         """The report of a transfer of 0 bytes, in the place of `WeightTransport.publish`."""
         return TransferReport(version, bytes_sent=0, tensors=0, buckets=0, seconds=0.0)
 
-    def start_serving(self, report: TransferReport) -> TransferReport:
-        """The report as it is, in the place of `WeightTransport.start_serving`: no engine has to be checked."""
+    def admit(self, report: TransferReport) -> TransferReport:
+        """The report as it is, in the place of `WeightTransport.admit`: no engine has to be checked."""
         return report
 
     def require_checks(self) -> None:

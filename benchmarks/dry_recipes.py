@@ -70,8 +70,11 @@ def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: flo
         except RunError as error:
             yield {**found, "error": str(error)}
             continue
-        tables = {name: getattr(report, name) for name in ("phases", "held", "holders")}
-        in_gib = {name: {key: round(value / 2**30, 2) for key, value in one.items()} for name, one in tables.items()}
+        tables = {name: getattr(report, name) for name in ("phases", "end_bytes", "holders")}
+        in_gib = {
+            name.replace("end_bytes", "held"): {key: round(value / 2**30, 2) for key, value in one.items()}
+            for name, one in tables.items()
+        }
         yield {**found, "dry_depths": pending.depths, "peak_gib": round(report.peak_bytes / 2**30, 2), **in_gib}
 
 

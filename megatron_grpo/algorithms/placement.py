@@ -95,7 +95,7 @@ def publish(transport: WeightTransport, placement: Placement, version: int, time
             report = transport.publish(version)
         # The canary needs memory to compute, which engines on shared devices get only after the refit.
         with timer.phase("refit"):
-            return transport.start_serving(report)
+            return transport.admit(report)
     except CanaryFailedError as error:
         raise RefitError(f"{error}; {_describe_differing_weights(transport, placement, timer)}") from error
     except (RefitError, ModelLostError):

@@ -13,7 +13,7 @@ TOKENIZER_FILE = "tokenizer.json"
 def read_settings(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file; empty where there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_bytes())  # bytes: it then knows byte-order marks and UTF-16
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -58,7 +58,7 @@ class WeightTransport:
             raise RefitError(str(error)) from None
 
     def publish(self, version: int) -> TransferReport:
-        """Send the policy's weights to every engine and commit them as `version`; `start_serving` follows.
+        """Send the policy's weights to every engine and commit them as `version`; `admit` follows.
 
         Raises:
             RefitError: every attempt failed, or engines hold other weights than the policy.
@@ -69,7 +69,7 @@ class WeightTransport:
         self._version = version
         return self._complete_report(report, began)
 
-    def start_serving(self, report: TransferReport) -> TransferReport:
+    def admit(self, report: TransferReport) -> TransferReport:
         """Let engines serve their committed version, if the canary allows it.
 
         Engines that share the policy's devices have memory to compute only once the policy has left the devices, so
@@ -80,7 +80,7 @@ class WeightTransport:
             RefitError: an engine failed, or does not compute what the policy does; it does not serve.
         """
         began = time.monotonic()
-        report = self._complete_report(self._start_serving(report), began)
+        report = self._complete_report(self._admit(report), began)
         return replace(report, checks=self._checks.take_figures())
 
     def describe_differences(self) -> str:
@@ -112,7 +112,7 @@ class WeightTransport:
         """
         try:
             self._replace(lost_engines)
-            self._start_serving(self._publish_to(tuple(sorted(lost_engines)), self._version))
+            self._admit(self._publish_to(tuple(sorted(lost_engines)), self._version))
         except PolicyLostError:
             raise
         except RunError as error:
@@ -154,7 +154,7 @@ class WeightTransport:
         self._calls.wait([], commits, deadline, f"commit of version {version}")
         self._state = RefitState.COMMITTED if awaits_canary else RefitState.SERVING
 
-    def _start_serving(self, report: TransferReport) -> TransferReport:
+    def _admit(self, report: TransferReport) -> TransferReport:
         while self._state is RefitState.COMMITTED:
             try:
                 self._checks.run_canary(report.version, self._linked, self._config.timeout_s)

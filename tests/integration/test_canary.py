@@ -90,7 +90,7 @@ def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> W
 def test_a_healthy_engine_serves(pair: tuple[MegatronPolicy, VllmGeneration]) -> None:
     transport = _transport(pair)
     for version in (1, 2):
-        report = transport.start_serving(transport.publish(version))
+        report = transport.admit(transport.publish(version))
         assert 0 < report.checks["canary_logprob_error"] < 1e-4
         assert report.checks["weight_check_s"] > 0
         _answer(pair[1])

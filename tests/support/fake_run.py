@@ -82,7 +82,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
         **vars(make_sampling_run(config, folder, rollouts, log)),
         "policy": FakePolicy(shape, log),
         "transport": SimpleNamespace(
-            publish=publish, start_serving=lambda report: report, require_checks=lambda: log.append("checks are due")
+            publish=publish, admit=lambda report: report, require_checks=lambda: log.append("checks are due")
         ),
         "checkpointer": SimpleNamespace(list_steps=list),
         "loss_fn": ClippedPGLossFn(config.loss_fn),

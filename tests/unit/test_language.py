@@ -44,7 +44,9 @@ NOUN_DECORATORS = frozenset(
     {"property", "cached_property", "setter", "contextmanager", "asynccontextmanager", "staticproperty", "override"}
 )
 """What is used like a value or like a phrase after `with`; and methods that a library names."""
-OF_LIBRARIES = frozenset({"backward", "fileno", "isatty", "postprocess", "routing", "sharded_state_dict", "unshare"})
+OF_LIBRARIES = frozenset(
+    {"backward", "backward_step", "fileno", "isatty", "postprocess", "routing", "sharded_state_dict", "unshare"}
+)
 """Methods that torch, Megatron-Core and Python call by these names, where `override` does not say so."""
 WRITTEN_BY_USERS = frozenset(
     {

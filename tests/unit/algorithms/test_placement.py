@@ -43,7 +43,7 @@ class Events:
         self.happens("refit")
         return version
 
-    def start_serving(self, report: Any) -> Any:
+    def admit(self, report: Any) -> Any:
         if self.fails == "canary":
             raise CanaryFailedError("engine 0 must not serve")
         return report

@@ -111,7 +111,7 @@ class Scripted(WeightTransport):
         super().__init__(self.answered, Idle(self.answered, config), config, canary)
 
     def refit(self, version: int) -> TransferReport:
-        return self.start_serving(self.publish(version))
+        return self.admit(self.publish(version))
 
 
 def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_again() -> None:
@@ -171,9 +171,9 @@ def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() ->
     transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
     report = transport.publish(1)
     assert "check_canary" not in one.calls
-    transport.start_serving(report)
+    transport.admit(report)
     assert one.calls[-1] == "check_canary"
-    transport.start_serving(report)
+    transport.admit(report)
     assert one.calls.count("check_canary") == 1
 
 
