@@ -68,7 +68,7 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
     from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
     from megatron_grpo.environments.environment_processes import build_environments
     from megatron_grpo.generation.engine_arguments import VllmSettings
-    from megatron_grpo.generation.engine_group import VllmGeneration
+    from megatron_grpo.generation.vllm_generation import VllmGeneration
     from megatron_grpo.rollouts.pool import RolloutPool
 
     longest = PROMPT_WORDS + asked.tokens

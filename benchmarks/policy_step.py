@@ -28,7 +28,7 @@ from torch.distributed import HashStore
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_grpo.batch.packing import OF_TOKENS, make_packer
+from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
@@ -71,7 +71,7 @@ def ours(folder: Path, batch: TokenBatch, tokens: int, packing: bool) -> Step:
         optimizer=OptimizerConfig(lr=1e-9),
     )
     rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=str(folder), decay_steps=100))
-    (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([torch.tensor(batch.lengths).numpy()])
+    (microbatches,) = make_packer(config, TOKEN_COST).make_microbatches([torch.tensor(batch.lengths).numpy()])
     loss_fn, counts = make_loss(), count_tokens(batch)
     return lambda: rank.train(batch, microbatches, loss_fn, counts).grad_norm
 

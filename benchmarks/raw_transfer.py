@@ -18,7 +18,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import find_destinations, split_engine
 from megatron_grpo.planning.refit_summary import RefitSummary
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.groups import Rendezvous, make_gloo_group
+from megatron_grpo.weight_sync.refit_group import Rendezvous, make_gloo_group
 
 HOST = "127.0.0.1"
 

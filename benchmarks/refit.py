@@ -29,7 +29,7 @@ from raw_transfer import HOST, packing, raw_broadcasts, raw_links
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.refit_summary import RefitSummary, summarize_refit
 from megatron_grpo.trainer.messages import RankSettings

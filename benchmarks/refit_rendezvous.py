@@ -22,7 +22,7 @@ from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.groups import FAILURE, FAILURE_CHECK_S, Rendezvous
+from megatron_grpo.weight_sync.refit_group import FAILURE, FAILURE_CHECK_S, Rendezvous
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
 
 HOST = "127.0.0.1"
@@ -53,10 +53,10 @@ def main() -> None:
     counting: Any = CountingStore(store)
     _, writing_s = _timed(lambda: write_plan(counting, planned, len(shards), workers, dtypes, False))
     rendezvous = Rendezvous(host=HOST, port=store.port, receivers=workers, timeout_s=600.0)
-    reader = rendezvous.reach()
+    reader = rendezvous.connect()
     keys = [f"source/{rank}" for rank in range(len(shards))] + [f"target/{rank}" for rank in range(workers)]
     _, reading_s = _timed(lambda: [reader.get(key) for key in keys])
-    clients = [rendezvous.reach() for _ in range(CLIENTS)]
+    clients = [rendezvous.connect() for _ in range(CLIENTS)]
     _, looking_s = _timed(lambda: [client.check([FAILURE]) for client in clients * LOOKS])
     _, before_s = _timed(lambda: [pickle.dumps(shards) for _ in shards])
     result = {

@@ -22,7 +22,7 @@ from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import EngineStart
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
-from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 
 TICK_S = 0.02
 """Seconds of the clock within which responses that end are answered together."""

@@ -20,9 +20,9 @@ from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingS
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
-from megatron_grpo.weight_sync.groups import FAILURE, FAILURE_CHECK_S, Rendezvous
 from megatron_grpo.weight_sync.links import Side
 from megatron_grpo.weight_sync.pieces import PIECE
+from megatron_grpo.weight_sync.refit_group import FAILURE, FAILURE_CHECK_S, Rendezvous
 
 RIGHT, WRONG = "right", "wrong"
 """Texts of responses."""

@@ -47,10 +47,10 @@ from megatron_grpo.data.loader import PromptLoader, Prompts, PromptSampler
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments import environment_processes as environment_pool
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.generation import engine_group
+from megatron_grpo.generation import vllm_generation
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.observability.run_logger import RunLogger
@@ -147,7 +147,7 @@ def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
     }
     cluster: Any = LogicalRay(hosts, kinds, callers=[RolloutWorker])
     with ExitStack() as stack:
-        modules = (model_ranks, engine_group, workers, environment_pool)
+        modules = (model_ranks, vllm_generation, workers, environment_pool)
         stack.enter_context(cluster.in_place_of_ray(modules))
         began = time.perf_counter(), time.process_time()
         run = _bring_up(config, case, stack)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron_grpo.cluster.futures import is_lost
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.model_ranks import ModelRanks
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitError

@@ -22,7 +22,7 @@ from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import Batches
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.source import fetch_model_folder, is_prepared

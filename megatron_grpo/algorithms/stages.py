@@ -13,7 +13,7 @@ from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError
 from megatron_grpo.algorithms.token_functions import flag_inconsistent_sequences
-from megatron_grpo.batch.packing import OF_TOKENS, Cost
+from megatron_grpo.batch.packing import TOKEN_COST, Cost
 from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, write_figures
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
@@ -34,7 +34,9 @@ from megatron_grpo.trainer.model_ranks import (
 from megatron_grpo.weight_sync.refit_calls import RefitError
 
 
-def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:
+def build_batch(
+    config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = TOKEN_COST
+) -> StepBatch:
     """Lay the rollouts of a step out in partitions of equal cost."""
     batch = StepBatch.from_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
     batch.partitions = partition_sequences(config, batch, cost)
@@ -76,8 +78,8 @@ def add_logprobs(
         check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
     if needs_all and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
-            is_finite = policy.add_whole_logprobs(batch)
-        check.require_finite("whole_logprobs", is_finite, batch)
+            is_finite = policy.add_unfiltered_logprobs(batch)
+        check.require_finite("unfiltered_logprobs", is_finite, batch)
     if config.uses_reference:
         with timer.phase("logprobs"):
             is_finite = policy.add_reference_logprobs(batch)

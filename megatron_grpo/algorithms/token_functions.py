@@ -81,7 +81,7 @@ def compute_ppo_token_advantages(
 
 def choose_policy_logprobs(config: Config) -> str:
     """Name the policy's log-probabilities over the whole vocabulary, which a KL penalty needs."""
-    return "whole_logprobs" if config.generation.has_training_filter else "prev_logprobs"
+    return "unfiltered_logprobs" if config.generation.has_training_filter else "prev_logprobs"
 
 
 def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:

@@ -35,7 +35,7 @@ class Cost:
         return cost + self.per_windowed_pair * (within * (within + 1) / 2 + self.window * (lengths - within))
 
 
-OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)  # cost by length alone, as if attention were free
+TOKEN_COST = Cost(per_token=1.0, per_pair=0.0)  # cost by length alone, as if attention were free
 
 # Why packing is done as it is. Two aims pull apart. Every microbatch has a fixed overhead (kernel launches, and with
 # pipelines and expert parallelism a collective per layer), so there should be as few as the memory of one allows. And
@@ -52,7 +52,7 @@ class SequencePacker:
     """Packs sequences end to end into microbatches of equal cost.
 
     Example: two bins of 8 tokens, one for each replica
-        SequencePacker(microbatch_tokens=8, multiple=1, cost=OF_TOKENS).assign_to_replicas(np.array([6, 2, 3, 5]), 2)
+        SequencePacker(microbatch_tokens=8, multiple=1, cost=TOKEN_COST).assign_to_replicas(np.array([6, 2, 3, 5]), 2)
         # [[0, 1], [3, 2]]
     """
 

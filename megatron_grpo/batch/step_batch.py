@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.packing import OF_TOKENS, Cost, make_packer
+from megatron_grpo.batch.packing import TOKEN_COST, Cost, make_packer
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 
@@ -104,7 +104,7 @@ class StepBatch:
         )
 
 
-def partition_sequences(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
+def partition_sequences(config: Config, batch: StepBatch, cost: Cost = TOKEN_COST) -> list[NDArray[np.int64]]:
     """Divide a step's sequences into partitions of equal work (`StepBatch.partitions`)."""
     policy, value = config.policy, config.value_model
     trained = [policy] if value is None else [policy, value]

@@ -43,7 +43,7 @@ class TokenFields:
     """Log-probability in training, under the policy at the start of the step: [...], float32."""
     reference_logprobs: Tensor | None = None
     """Log-probability in training, under the reference policy: [...], float32."""
-    whole_logprobs: Tensor | None = None
+    unfiltered_logprobs: Tensor | None = None
     """Log-probability under the policy over the whole vocabulary, while a filter removes tokens: [...], float32, in
     training with gradient. The other log-probabilities of the policy are then over the tokens that the filter keeps,
     and -inf for a token that it removes."""
@@ -74,7 +74,7 @@ def require_field(field: Tensor | None) -> Tensor:
     return field
 
 
-_LOGPROBS = ("generation_logprobs", "prev_logprobs", "reference_logprobs", "whole_logprobs")
+_LOGPROBS = ("generation_logprobs", "prev_logprobs", "reference_logprobs", "unfiltered_logprobs")
 STORED_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "sampled": np.bool_,

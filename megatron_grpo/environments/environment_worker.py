@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from megatron_grpo.batch.figures import name_reported_metrics
+from megatron_grpo.batch.environment_metrics import name_reported_metrics
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log

@@ -47,7 +47,7 @@ class ClippedPGLossFn:
       gradient is then that of the divergence between whole responses.
     - average: see `loss.loss_share`.
 
-    When sampling filters tokens (tokens.whole_logprobs is there), curr, prev and the entropy are of the distribution
+    When sampling filters tokens (tokens.unfiltered_logprobs is set), curr, prev and the entropy are of the distribution
     over the kept tokens, and the KL compares the whole distributions of policy and reference. A sampled token that the
     filter removes in training (-inf in curr or prev) has probability 0 there, and so an importance weight of 0: all
     terms but the entropy leave it out. It still counts in what they are divided by, and as a log ratio of 0 in sums and
@@ -74,7 +74,7 @@ class ClippedPGLossFn:
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
         filtered_mask = mask
-        if tokens.whole_logprobs is not None:
+        if tokens.unfiltered_logprobs is not None:
             filtered_mask = mask & ~curr_logprobs.isneginf()
             if tokens.prev_logprobs is not None:
                 filtered_mask = filtered_mask & ~tokens.prev_logprobs.isneginf()
@@ -101,7 +101,7 @@ class ClippedPGLossFn:
         bonus, bonus_metrics = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
         total, metrics = total + bonus, metrics | bonus_metrics
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
-        if tokens.whole_logprobs is not None:
+        if tokens.unfiltered_logprobs is not None:
             metrics["outside_filter_fraction"] = token_mean(~filtered_mask, mask, counts)
         metrics["loss"] = total
         return total, metrics
@@ -129,7 +129,7 @@ class ClippedPGLossFn:
         """KL penalty of each token, without coefficient; `log_ratio`: current / old policy."""
         config = self.config
         kl = kl_estimate(
-            curr if tokens.whole_logprobs is None else mask_values(tokens.whole_logprobs, mask),
+            curr if tokens.unfiltered_logprobs is None else mask_values(tokens.unfiltered_logprobs, mask),
             mask_values(require_field(tokens.reference_logprobs), mask),
             config.reference_policy_kl_type,
             input_clamp=config.kl_input_clamp_value,

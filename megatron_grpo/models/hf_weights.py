@@ -58,7 +58,7 @@ class AdaptedLayer(Protocol):
 
     lora_a: Tensor  # [rank, columns]
     lora_b: Tensor  # [rows, rank], the rows in the order of the weight's
-    split: str
+    split_matrix: str
     """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
 
     def merge_weight(self) -> Tensor:
@@ -212,7 +212,7 @@ def iter_adapter_tensors(
             continue
         names = [tensor.name.removesuffix(".weight") for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1)]
         for part, letter in (("lora_a", "A"), ("lora_b", "B")):
-            parted = bound.adapted.split == part
+            parted = bound.adapted.split_matrix == part
             local = value(getattr(bound.adapted, part))
             shards = _gather(local, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
             tensors: list[Tensor | None] = [None] * len(names)

@@ -26,8 +26,8 @@ class RankShard:
     """The part of a model that one rank holds."""
 
     layers: tuple[int, ...]  # numbers from 0
-    embedding: bool  # whether the rank holds the token embedding
-    end: bool  # whether the rank holds the final norm and the head
+    has_embedding: bool
+    has_output: bool  # the final norm and the head
     tensor: Split = Split()  # the rank's part of every matrix that tensor parallelism splits
     experts: tuple[int, int] = (0, 1)
     """Range [begin, end) of the rank's experts in every layer; (0, 1) in a model without experts."""
@@ -38,7 +38,7 @@ class RankShard:
         name = entry.megatron[0]
         if is_per_layer(name):
             return layer in self.layers
-        return self.embedding if name.startswith("embedding.") else self.end
+        return self.has_embedding if name.startswith("embedding.") else self.has_output
 
     def find_split(self, entry: WeightEntry) -> Split:
         """The rank's part of a row's matrices, if they are split."""
@@ -56,8 +56,8 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
             shards.append(
                 RankShard(
                     layers=layers,
-                    embedding=stage == 0,
-                    end=stage == parallel.pipeline - 1,
+                    has_embedding=stage == 0,
+                    has_output=stage == parallel.pipeline - 1,
                     tensor=Split(rank % parallel.tensor, parallel.tensor),
                     experts=(sharing * per_rank, (sharing + 1) * per_rank),
                     expert_tensor=Split(rank % parallel.expert_tensor, parallel.expert_tensor),
@@ -112,8 +112,8 @@ def split_engine(parallel: GenerationParallelConfig | WorkerLayout, shape: Model
             RankShard(
                 layers=tuple(range(begin, begin + sizes[stage])),
                 # A tied head is the embedding: the last stage has it too.
-                embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
-                end=stage == stages - 1,
+                has_embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
+                has_output=stage == stages - 1,
                 tensor=Split(rank, tensor),
                 experts=(bounds[rank], bounds[rank + 1]) if shared else (0, count),
                 expert_tensor=Split() if shared else Split(rank, tensor),

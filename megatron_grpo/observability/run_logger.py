@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_grpo.batch.figures import MAX_METRICS, is_environment_metric
+from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.output import tolerant_output

@@ -196,7 +196,7 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
             numbers += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * numbers
     rows = math.ceil(shape.vocab / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE / tensor
-    heads = int(shard.embedding) + int(shard.end and not shape.tied_embeddings)
+    heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
     return int(total + heads * width * rows * shape.hidden)
 
 

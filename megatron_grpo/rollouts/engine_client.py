@@ -96,7 +96,7 @@ class EngineClient:
     def is_busy(self) -> bool:
         return bool(self._pending)
 
-    def lose(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Mark the engine as lost; waiting callers get EngineLostError."""
         if self.loss is None:
             self.loss = EngineLoss(self.restarts, reason)
@@ -135,7 +135,7 @@ class EngineClient:
         # On a thread, because it reads heartbeats and stacks; the engine may be replaced meanwhile.
         hanging = await asyncio.to_thread(report_hanging, [self.name], "generation")
         if hanging and restarts == self.restarts:
-            self.lose(f"generation: {self.name} did not answer in time{hanging}")
+            self.mark_lost(f"generation: {self.name} did not answer in time{hanging}")
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
@@ -164,7 +164,7 @@ class EngineClient:
             reason = f"generation: {self.name} {explain_error(error)}{hanging}"
             # The end of a previous actor is no loss of the current one.
             if is_lost(error) and restarts == self.restarts:
-                self.lose(reason)
+                self.mark_lost(reason)
             _fail((request.answer for request in requests), SamplingError(reason))
         finally:
             text = f"generation: {self.name} ended a call without an answer"
@@ -217,7 +217,7 @@ class Engines:
             begin += size
         return assigned
 
-    async def lose_overdue(self, deadline_s: float) -> None:
+    async def mark_overdue_lost(self, deadline_s: float) -> None:
         """Mark engines as lost that are overdue from now, until it is cancelled."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -234,7 +234,7 @@ class Engines:
             reason = str(await asyncio.to_thread(build_overdue_error, "generation", names, deadline_s))
             for client, restarts_before in zip(slow, restarts, strict=True):
                 if client.restarts == restarts_before:
-                    client.lose(reason)
+                    client.mark_lost(reason)
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
         while True:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from megatron_grpo.batch.figures import MAX_METRICS, is_environment_metric, make_step_metric_name
+from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric, make_step_metric_name
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.metric_names import TASK_METRICS
 

@@ -68,7 +68,7 @@ class RolloutWorker:
         environment could not be replaced.
         """
         sampled, groups_to_sample = self._sampled[batch], len(prompts)
-        deadline = asyncio.create_task(self._engines.lose_overdue(self._generation_timeout_s))
+        deadline = asyncio.create_task(self._engines.mark_overdue_lost(self._generation_timeout_s))
 
         async def run_group(group: GroupRollout, engine: EngineClient) -> list[Trajectory]:
             nonlocal groups_to_sample

@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.source import fetch_model_folder

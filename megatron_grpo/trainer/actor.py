@@ -231,9 +231,9 @@ class PolicyActor(RankActor):
         filtered = self.model.settings.token_filter is not None
         return self._forward(work, self.model.compute_logprobs, filtered=filtered)
 
-    @phase("whole_logprobs")
-    def compute_whole_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        return self._forward(work, self.model.compute_whole_logprobs)
+    @phase("unfiltered_logprobs")
+    def compute_unfiltered_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
+        return self._forward(work, self.model.compute_unfiltered_logprobs)
 
     @phase("reference_logprobs")
     def compute_reference_logprobs(self, work: ReplicaWork) -> ForwardResult | None:

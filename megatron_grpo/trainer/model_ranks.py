@@ -301,9 +301,11 @@ class MegatronPolicy(ModelRanks):
         """Add prev_logprobs; returns [sequences]: True where those of sampled tokens are finite."""
         return self._add_field(batch, "prev_logprobs", PolicyActor.compute_logprobs, "log-probabilities")
 
-    def add_whole_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add whole_logprobs: as prev_logprobs, over the vocabulary without the filter."""
-        return self._add_field(batch, "whole_logprobs", PolicyActor.compute_whole_logprobs, "log-probabilities")
+    def add_unfiltered_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add unfiltered_logprobs: as prev_logprobs, over the vocabulary without the filter."""
+        return self._add_field(
+            batch, "unfiltered_logprobs", PolicyActor.compute_unfiltered_logprobs, "log-probabilities"
+        )
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add reference_logprobs: log-probabilities under the frozen reference policy."""

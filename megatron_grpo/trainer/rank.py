@@ -277,7 +277,7 @@ class PolicyRank(ModelRank):
         with self.recorder.sketching(batch, microbatches):
             return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
-    def compute_whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+    def compute_unfiltered_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute log-probabilities over the vocabulary without the filter."""
         with self.without_filter():
             return self.compute_logprobs(batch, microbatches)
@@ -330,7 +330,7 @@ class PolicyRank(ModelRank):
             logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=kernel)
             return logprobs, replace(tokens, entropy=entropy)
         filtered = filtered_logprobs(*operands, self.settings.token_filter, **arguments)
-        return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.unfiltered)
+        return filtered.logprobs, replace(tokens, entropy=filtered.entropy, unfiltered_logprobs=filtered.unfiltered)
 
 
 class ValueRank(ModelRank):

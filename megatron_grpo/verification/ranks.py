@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.batch.packing import OF_TOKENS, make_packer
+from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
@@ -63,10 +63,10 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     """
     enter("building the model")
     config = _build_config(task)
-    shares = make_packer(config, OF_TOKENS).assign_to_replicas(np.array(task.batch.lengths), task.parallel.data)
+    shares = make_packer(config, TOKEN_COST).assign_to_replicas(np.array(task.batch.lengths), task.parallel.data)
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
-    (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([np.array(batch.lengths)])
+    (microbatches,) = make_packer(config, TOKEN_COST).make_microbatches([np.array(batch.lengths)])
     rank = _build(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
     enter("log-probabilities")
     logprobs = rank.compute_logprobs(

@@ -42,14 +42,14 @@ _COLUMNS = 256
 
 # Largest differences, relative to the norm, that rounding explains.
 # Both sides hold the same numbers. One element of 10^8 in bfloat16 that is off by its last bit is 4e-7.
-EXACT = 1e-8
+EXACT_TOLERANCE = 1e-8
 # Outputs of an expert: a few roundings of intermediate values, each of 2^-24, 2^-11 or 2^-9.
-OF_OUTPUTS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+OUTPUT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # E4M3 has three bits behind the first, so rounding to it moves numbers by 2.6% (root mean square), and INT8 by less;
 # FP4 moves them by 10%.
-QUANTISED = 0.12
+QUANTISED_TOLERANCE = 0.12
 # Experts with quantised weights, whose inputs and intermediate values are rounded too.
-QUANTISED_OUTPUTS = 0.25
+QUANTISED_OUTPUT_TOLERANCE = 0.25
 
 # DIRECTIONS projections and the squared norm; from an engine also the largest difference that rounding explains.
 Fingerprint = list[float]
@@ -179,11 +179,11 @@ def _fingerprint_layer(layer: Any, parts: Sequence[Destination], dtype: torch.dt
             multiplied.append(part)
         else:
             rows = slice(part.row, part.row + part.part.local_shape[0])
-            fingerprints[part.part.name] = [*compute_fingerprint(getattr(layer, parameter).data[rows]), EXACT]
+            fingerprints[part.part.name] = [*compute_fingerprint(getattr(layer, parameter).data[rows]), EXACT_TOLERANCE]
     if not multiplied:
         return fingerprints
     is_exact = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-    limit = EXACT if is_exact else QUANTISED
+    limit = EXACT_TOLERANCE if is_exact else QUANTISED_TOLERANCE
     sketches = {part.part.name: Sketch(part.part.local_shape[0]) for part in multiplied}
     inputs, device = multiplied[0].part.local_shape[1], next(layer.parameters()).device
     for begin in range(0, inputs, _COLUMNS):
@@ -206,7 +206,7 @@ def _fingerprint_experts(
         logger.warning("%s is not compared with the policy: vLLM's kernel for it chooses the experts itself", module)
         return {}
     names = dict.fromkeys(name_expert(part.part.name) for part in parts)
-    limit = OF_OUTPUTS[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUTS
+    limit = OUTPUT_TOLERANCES[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUT_TOLERANCE
     device = next(layer.parameters()).device
     inputs = functional.pad(draw_probes(shape.hidden, device), (0, layer.hidden_size - shape.hidden)).to(dtype)
     fingerprints = {}

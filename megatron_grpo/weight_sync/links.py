@@ -1,7 +1,7 @@
 """One rank's end of its links to the other side of a refit.
 
 The driver schedules who sends which message when (`transfer_plan`); links carry the schedule out on each rank. To use
-another communication library, replace `groups.join_group`.
+another communication library, replace `refit_group.join_group`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.models.weight_map import WeightEntry
-from megatron_grpo.weight_sync.groups import Group, Rendezvous, Transfer, Watch, join_group
 from megatron_grpo.weight_sync.pieces import (
     PIECE,
     TRAILER_BYTES,
@@ -27,6 +26,7 @@ from megatron_grpo.weight_sync.pieces import (
     lay_out_pieces,
     split_messages,
 )
+from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer, TransferGroup, Watch, join_group
 from megatron_grpo.weight_sync.shared_memory import choose_shared_memory
 
 Side = Literal["source", "target"]  # ranks of the policy; ranks of the engines
@@ -48,7 +48,7 @@ class Links(ABC):
     peer_side: ClassVar[Side]
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
-        self._store = store = rendezvous.reach()
+        self._store = store = rendezvous.connect()
         plan = json.loads(store.get("plan"))
         self._rank, self._entries = rank, entries
         # Dtype in which tensors are sent, by row of the weight map; then of each of the rank's messages, by turn: its
@@ -63,7 +63,7 @@ class Links(ABC):
         self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
         self._group_device = device if self._memory is None else torch.device("cpu")
         self._first_members = {"source": 0, "target": plan["sources"]}  # numbers in the group
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._watch = Watch(store, rendezvous.timeout_s)
         self._shared: dict[int, Tensor] = {}  # the source's buffers in shared memory, by peer that uses them
         self._notices = torch.arange(BUFFERS)  # of pending messages in shared memory: the index of the buffer

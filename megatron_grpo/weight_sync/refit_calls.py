@@ -15,11 +15,11 @@ from megatron_grpo.cluster.futures import explain_error, find_lost_calls, gather
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
 from megatron_grpo.config.errors import ModelLostError, RunError
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
-from megatron_grpo.weight_sync.groups import record_failure
+from megatron_grpo.weight_sync.refit_group import record_failure
 
-# Seconds for the other calls to end once one has failed. Waits for a transfer end within `groups.FAILURE_CHECK_S`.
+# Seconds for the other calls to end once one has failed. Waits for a transfer end within `refit_group.FAILURE_CHECK_S`.
 SETTLE_S = 15.0
 
 

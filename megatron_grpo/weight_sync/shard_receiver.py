@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_grpo.models.weight_layouts import find_worker_shard
 from megatron_grpo.models.weight_map import ModelMap, WeightEntry
 from megatron_grpo.weight_sync.engine_layers import ModelReload
-from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
 from megatron_grpo.weight_sync.links import BUFFERS, Links
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import find_checksum_problem, format_tensor_name
+from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 
 
 class TargetLinks(Links):

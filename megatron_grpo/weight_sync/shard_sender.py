@@ -13,9 +13,9 @@ from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
-from megatron_grpo.weight_sync.groups import Rendezvous, Transfer
 from megatron_grpo.weight_sync.links import BUFFERS, Links
 from megatron_grpo.weight_sync.pieces import PackedPiece, find_box, write_checksum
+from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 from megatron_grpo.weight_sync.shared_memory import SharedMemory
 from megatron_grpo_kernels.fp8_blocks import quantise
 

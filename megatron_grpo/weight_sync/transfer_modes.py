@@ -25,8 +25,8 @@ from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
-from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_text_digest

@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig
-from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.refit_checks import Canary, RefitChecks

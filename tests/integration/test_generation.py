@@ -20,7 +20,7 @@ import ray
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS, assign_cores
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration import generation_driver
 from tests.integration.vllm_helpers import (
     EOS,

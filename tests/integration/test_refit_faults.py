@@ -18,7 +18,7 @@ import ray
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.refit_calls import SETTLE_S, PolicyLostError, RefitError

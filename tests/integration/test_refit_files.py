@@ -12,7 +12,7 @@ import ray
 
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import RefitConfig
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import ray_cluster, start_policy

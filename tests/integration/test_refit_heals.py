@@ -14,8 +14,8 @@ import torch
 from ray.exceptions import RayTaskError
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import build_model_map
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import make_transport

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
 from megatron_grpo.config.generation_schema import StructuredConfig
-from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, make_model, request
 
 pytestmark = pytest.mark.slow  # tests/unit/preflight/test_sampling.py reads the options with every `make test`

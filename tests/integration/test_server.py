@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import RefitMode, ServerConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.server_process import ServerProcess, serving
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy

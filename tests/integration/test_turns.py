@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, Rollou
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.pool import RolloutPool

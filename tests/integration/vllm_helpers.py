@@ -30,7 +30,7 @@ from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 

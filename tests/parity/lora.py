@@ -20,10 +20,10 @@ def fill_b(rank: PolicyRank) -> None:
     """Put numbers into B that depend on the layer alone: its whole matrix, of which a rank takes its rows."""
     size, here = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for name, layer in adapted_layers(rank).items():
-        rows = len(layer.lora_b) * (size if layer.split == "lora_b" else 1)
+        rows = len(layer.lora_b) * (size if layer.split_matrix == "lora_b" else 1)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         whole = 0.3 * torch.randn(rows, LORA.rank, generator=torch.Generator().manual_seed(seed))
-        if layer.split == "lora_b":
+        if layer.split_matrix == "lora_b":
             matrices = whole.chunk(2) if "fc1" in name else (whole,)
             whole = torch.cat([matrix.chunk(size)[here] for matrix in matrices])
         layer.lora_b.data.copy_(whole)

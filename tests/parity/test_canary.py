@@ -24,7 +24,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.fingerprints import (
-    OF_OUTPUTS,
+    OUTPUT_TOLERANCES,
     Fingerprint,
     compute_fingerprint,
     draw_probes,
@@ -71,7 +71,7 @@ def test_ranks_compute_what_the_folder_says(
         found = {name: one for part in parts for name, one in part.items()}
         assert found.keys() == expected.keys()
         assert sum(map(len, parts)) == len(expected), "every tensor from one rank"
-        assert max(measure_difference(expected[name], found[name]) for name in found) < OF_OUTPUTS[torch.float32]
+        assert max(measure_difference(expected[name], found[name]) for name in found) < OUTPUT_TOLERANCES[torch.float32]
         tensors = [name for name in found if not name.rpartition(".")[2].isdigit()]
         assert all(measure_difference(expected[name], found[name]) == 0 for name in tensors)
     logprobs = [values for _, values in by_rank if values is not None]

@@ -99,7 +99,7 @@ def trained_on_rank(
     engine = with_reference(layout, model)
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(engine, share, None)
-    methods = engine.compute_logprobs, engine.compute_whole_logprobs, engine.compute_reference_logprobs
+    methods = engine.compute_logprobs, engine.compute_unfiltered_logprobs, engine.compute_reference_logprobs
     found = [method(batch, microbatches) for method in methods]
     values = [dict(zip(order, one.split(share.lengths), strict=True)) for one in found if one is not None]
     share, microbatches, _, counts = train_arguments(layout)

@@ -107,9 +107,9 @@ class FakePolicy(FakeModel):
         self.log.append("policy says")
         return self._add(batch, "prev_logprobs", self._numbers(batch, 0.0))
 
-    def add_whole_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+    def add_unfiltered_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         self.log.append("policy says without filter")
-        return self._add(batch, "whole_logprobs", self._numbers(batch, -0.25))
+        return self._add(batch, "unfiltered_logprobs", self._numbers(batch, -0.25))
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         self.log.append("reference says")

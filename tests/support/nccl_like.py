@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron_grpo.weight_sync import links
-from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 
 _LENGTH_BYTES = 8
 _READY, _RECEIVED = b"\1", b"\2"
@@ -35,9 +35,9 @@ def install() -> None:
 
 
 def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> NcclLikeGroup:
-    """In place of `groups.join_group`."""
+    """In place of `refit_group.join_group`."""
     assert device.type == "cpu"
-    return NcclLikeGroup(rendezvous.reach(), rank, size)
+    return NcclLikeGroup(rendezvous.connect(), rank, size)
 
 
 class NcclLikeTransfer:

@@ -143,13 +143,13 @@ class Held:
     def ends(self) -> dict[str, Tensor]:
         """Embedding and head, with zeros behind the vocabulary; and the last norm."""
         shape, place, found = self.shape, self.place, {}
-        head = place.end and not shape.tied_embeddings
-        for name, here in (("model.embed_tokens.weight", place.embedding), ("lm_head.weight", head)):
+        head = place.has_output and not shape.tied_embeddings
+        for name, here in (("model.embed_tokens.weight", place.has_embedding), ("lm_head.weight", head)):
             if here:
                 vocabulary = torch.zeros(-(-shape.vocab // 64) * 64, shape.hidden)
                 vocabulary[: shape.vocab] = full_tensor(name, (shape.vocab, shape.hidden))
                 found[name] = vocabulary.chunk(self.size)[self.rank]
-        if place.end:
+        if place.has_output:
             found["model.norm.weight"] = full_tensor("model.norm.weight", (shape.hidden,))
         return found
 

@@ -22,8 +22,8 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.links import Links, Side
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from tests.support import nccl_like

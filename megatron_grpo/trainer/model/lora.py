@@ -48,15 +48,15 @@ class AdaptedLinear:
     def __init__(self, *arguments: Any, lora: LoraConfig, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.scale = lora.alpha / lora.rank
-        self.split = "lora_b" if isinstance(self, ColumnParallelLinear) else "lora_a"
+        self.split_matrix = "lora_b" if isinstance(self, ColumnParallelLinear) else "lora_a"
         rows, columns = self.weight.shape
         for name, shape in (("lora_a", (lora.rank, columns)), ("lora_b", (rows, lora.rank))):
             parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
             # By these marks Megatron-Core counts a parameter that is not split only once in the gradient norm.
-            parameter.tensor_model_parallel = name == self.split
-            parameter.partition_dim = _SPLIT_AXIS[name] if name == self.split else -1
+            parameter.tensor_model_parallel = name == self.split_matrix
+            parameter.partition_dim = _SPLIT_AXIS[name] if name == self.split_matrix else -1
             parameter.partition_stride = 1
-            if name == "lora_a" and self.split == "lora_b":
+            if name == "lora_a" and self.split_matrix == "lora_b":
                 # Each rank sees only its tokens, so Megatron-Core has to sum the gradients of A over ranks.
                 parameter.sequence_parallel = self.config.sequence_parallel
             setattr(self, name, parameter)
@@ -64,7 +64,7 @@ class AdaptedLinear:
     @torch.no_grad()
     def initialize_adapter(self, name: str) -> None:
         """Draw A within 1 / sqrt(columns), like torch, and set B to zero."""
-        parts, part = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
+        parts, part = (self.tp_group.size(), self.tp_group.rank()) if self.split_matrix == "lora_a" else (1, 0)
         rows, columns = len(self.lora_a), self.lora_a.shape[1] * parts
         # Of the unsplit matrix, and seeded by the layer's name in the model, so that every layout draws the same.
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
@@ -85,7 +85,7 @@ class AdaptedLinear:
         adapter's as the forward pass adds them. `merge_weight` has no part in it, so that the two can be compared.
         `columns`, [n], int64, are the same on all tensor-parallel ranks; collective over these.
         """
-        gathers = self.split == "lora_b" and self.config.sequence_parallel
+        gathers = self.split_matrix == "lora_b" and self.config.sequence_parallel
         parts = self.tp_group.size() if gathers else 1
         padded = F.pad(columns, (0, -len(columns) % parts))  # ranks have equal shares of the sequence
         units = F.one_hot(padded, self.weight.shape[1]).float()[:, None].chunk(parts)
@@ -111,7 +111,7 @@ class AdaptedLinear:
 
     def _compute_term(self, hidden: Tensor) -> Tensor:
         low, lora_b = F.linear(hidden, self.lora_a.to(hidden.dtype)), self.lora_b.to(hidden.dtype)
-        if self.split == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
+        if self.split_matrix == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
             lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
         elif self.config.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
@@ -122,9 +122,9 @@ class AdaptedLinear:
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         split = make_sharded_tensors_for_checkpoint(
-            {self.split: getattr(self, self.split)},
+            {self.split_matrix: getattr(self, self.split_matrix)},
             prefix,
-            {self.split: _SPLIT_AXIS[self.split]},
+            {self.split_matrix: _SPLIT_AXIS[self.split_matrix]},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import HashStore
 
-from megatron_grpo.batch.packing import OF_TOKENS, make_packer
+from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
@@ -73,7 +73,7 @@ def run_trainer_again(
             temperature=config.generation.temperature,
             token_filter=make_training_filter(config.generation),
         )
-        (microbatches,) = make_packer(policy, OF_TOKENS).make_microbatches([np.array(lengths)])
+        (microbatches,) = make_packer(policy, TOKEN_COST).make_microbatches([np.array(lengths)])
         rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
         if hidden:
             logprobs_of_tokens, pieces = compute_logprobs_and_states(rank, batch, microbatches, everywhere)

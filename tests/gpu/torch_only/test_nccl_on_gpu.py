@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.groups import FAILURE_CHECK_S, Rendezvous, Watch, join_group, record_failure
+from megatron_grpo.weight_sync.refit_group import FAILURE_CHECK_S, Rendezvous, Watch, join_group, record_failure
 
 CUDA = torch.cuda.is_available()
 CONTEXT = multiprocessing.get_context("spawn")
@@ -28,7 +28,7 @@ def member(rank: int, rendezvous: Rendezvous, fault: str, told: Any) -> None:
     device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
     if CUDA:
         torch.cuda.set_device(device)
-    group, watch = join_group(rendezvous, rank, 2, device), Watch(rendezvous.reach(), START_S)
+    group, watch = join_group(rendezvous, rank, 2, device), Watch(rendezvous.connect(), START_S)
     buffer = torch.full((NUMBERS,), rank, dtype=torch.uint8, device=device)
     move = group.send if rank else group.recv
     first = move([buffer], 1 - rank, 0)

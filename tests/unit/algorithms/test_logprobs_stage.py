@@ -79,7 +79,7 @@ def test_a_penalty_in_the_reward_compares_whole_distributions(in_reward: bool, t
     stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
     stage.config.generation.top_p = top_p
     batch, _ = stage.run()
-    assert ("whole_logprobs" in batch.fields) == (in_reward and top_p < 1)
+    assert ("unfiltered_logprobs" in batch.fields) == (in_reward and top_p < 1)
     assert stage.policy.log.count("policy says without filter") == (in_reward and top_p < 1)
 
 

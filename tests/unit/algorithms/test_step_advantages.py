@@ -131,7 +131,7 @@ def test_kl_in_the_reward_is_of_whole_distributions_when_sampling_filters() -> N
     expected = advantages_of(keys, trajectories, reference_logprobs=reference, prev_logprobs=policy)
     keys.generation.top_k = 5
     removed = np.full_like(policy, -np.inf)
-    entries = {"reference_logprobs": reference, "prev_logprobs": removed, "whole_logprobs": policy}
+    entries = {"reference_logprobs": reference, "prev_logprobs": removed, "unfiltered_logprobs": policy}
     assert advantages_of(keys, trajectories, **entries) == expected
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.stages import build_batch
-from megatron_grpo.batch.packing import OF_TOKENS, SequencePacker
+from megatron_grpo.batch.packing import TOKEN_COST, SequencePacker
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PPOConfig
@@ -187,7 +187,7 @@ def test_shards_are_the_shares_of_the_plan_of_each_minibatch(layout: Layouts) ->
     partitions = partition_sequences(layout.config(), a_step(lengths))
     size = layout.minibatch or len(lengths)
     for start in range(0, len(lengths), size):
-        shares = SequencePacker(400, 1, OF_TOKENS).assign_to_replicas(np.array(lengths[start : start + size]), 2)
+        shares = SequencePacker(400, 1, TOKEN_COST).assign_to_replicas(np.array(lengths[start : start + size]), 2)
         for numbers, share in zip(partitions, shares, strict=True):
             mine = [number for number in numbers.tolist() if start <= number < start + size]
             assert mine == sorted(start + index for index in share)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batch.packing import OF_TOKENS, Cost, SequencePacker
+from megatron_grpo.batch.packing import TOKEN_COST, Cost, SequencePacker
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
-COSTS = st.sampled_from([OF_TOKENS, Cost(per_token=1.0, per_pair=0.25)])
+COSTS = st.sampled_from([TOKEN_COST, Cost(per_token=1.0, per_pair=0.25)])
 
 
 def widths(lengths: list[int], multiple: int) -> list[int]:
@@ -64,9 +64,9 @@ def test_replicas_and_microbatches_are_level_in_what_they_compute(spread: str, r
 
 def test_replicas_without_a_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sequences do not give each of 3 data-parallel ranks one"):
-        SequencePacker(10, 1, OF_TOKENS).assign_to_replicas(np.array([3, 4]), 3)
+        SequencePacker(10, 1, TOKEN_COST).assign_to_replicas(np.array([3, 4]), 3)
     with pytest.raises(ValueError, match="use a multiple of 2 sequences"):
-        SequencePacker(10, 1, OF_TOKENS).assign_to_replicas(np.array([9, 9, 9]), 2)
+        SequencePacker(10, 1, TOKEN_COST).assign_to_replicas(np.array([9, 9, 9]), 2)
 
 
 def test_a_pair_costs_what_a_pair_costs() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.packing import OF_TOKENS
+from megatron_grpo.batch.packing import TOKEN_COST
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenBatch, TokenFields
 from megatron_grpo.config.schema import ParallelConfig, PolicyConfig
@@ -186,7 +186,7 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     """Microbatches are planned over the wanted sequences, by number, and sent by place."""
     policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
     policy._config = PolicyConfig(parallel=ParallelConfig(data=2, tensor=2))
-    monkeypatch.setattr(MegatronPolicy, "cost", OF_TOKENS)
+    monkeypatch.setattr(MegatronPolicy, "cost", TOKEN_COST)
     policy.actors = ["a", "b", "c", "d"]
     policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
     monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))

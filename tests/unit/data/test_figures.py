@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_grpo.algorithms.step_report import compute_sampling_metrics
-from megatron_grpo.batch.figures import MAX_METRICS
+from megatron_grpo.batch.environment_metrics import MAX_METRICS
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn

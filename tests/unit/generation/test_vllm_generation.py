@@ -9,7 +9,7 @@ import pytest
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 
 
 def not_started(config: GenerationConfig) -> VllmGeneration:
@@ -61,8 +61,8 @@ def test_engines_beside_one_that_fails_are_asleep_before_others_have_their_devic
 
     generation = not_started(GenerationConfig())
     monkeypatch.setattr(generation, "submit", lambda method: [0, 1, 2])
-    monkeypatch.setattr("megatron_grpo.generation.engine_group.gather", fails)
-    monkeypatch.setattr("megatron_grpo.generation.engine_group.ray.wait", wait)
+    monkeypatch.setattr("megatron_grpo.generation.vllm_generation.gather", fails)
+    monkeypatch.setattr("megatron_grpo.generation.vllm_generation.ray.wait", wait)
     with pytest.raises(RunError, match="engine 0 is lost"):
         generation.sleep()
     assert asleep == [0, 1, 2]

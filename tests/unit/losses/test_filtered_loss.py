@@ -31,7 +31,9 @@ def filtered_batch(seed: int, *, by: str) -> tuple[Tensor, TokenFields, Tensor]:
     for place in REMOVED:
         assert tokens.loss_mask[place] > 0
         removed[place] = True
-    tokens.whole_logprobs = curr - 0.1 - torch.rand(curr.shape, generator=torch.Generator().manual_seed(seed)).double()
+    tokens.unfiltered_logprobs = (
+        curr - 0.1 - torch.rand(curr.shape, generator=torch.Generator().manual_seed(seed)).double()
+    )
     if by == "curr":
         curr = curr.masked_fill(removed, -math.inf)
     else:
@@ -44,7 +46,7 @@ def filtered_batch(seed: int, *, by: str) -> tuple[Tensor, TokenFields, Tensor]:
 def test_removed_tokens_leave_the_loss_and_stay_in_its_denominator(name: str, by: str) -> None:
     curr, tokens, removed = filtered_batch(3, by=by)
     curr.requires_grad_()
-    tokens.whole_logprobs.requires_grad_()
+    tokens.unfiltered_logprobs.requires_grad_()
     loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), counts_of(tokens)
     loss, metrics = loss_fn(curr, tokens, counts)
     rest = replace(tokens, loss_mask=tokens.loss_mask.masked_fill(removed, 0.0))
@@ -52,7 +54,7 @@ def test_removed_tokens_leave_the_loss_and_stay_in_its_denominator(name: str, by
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert metrics["outside_filter_fraction"].item() == pytest.approx(len(REMOVED) / counts.tokens)
     assert all(value.isfinite() for value in metrics.values())
-    inputs = (curr, tokens.whole_logprobs)
+    inputs = (curr, tokens.unfiltered_logprobs)
     found, wanted = (torch.autograd.grad(one, inputs, allow_unused=True) for one in (loss, expected))
     assert (found[0][removed] == 0).all()
     assert found[0].isfinite().all()
@@ -80,7 +82,7 @@ def test_responses_with_removed_tokens_are_the_same_in_both_forms(name: str) -> 
     agreed = {entry: getattr(tokens, entry).masked_fill(removed, 0.0) for entry in ("prev_logprobs", "advantages")}
     agreed |= {
         entry: getattr(tokens, entry).masked_fill(removed, 0.0)
-        for entry in ("generation_logprobs", "whole_logprobs", "reference_logprobs")
+        for entry in ("generation_logprobs", "unfiltered_logprobs", "reference_logprobs")
     }
     expected, _ = loss_fn(curr.masked_fill(removed, 0.0), replace(tokens, **agreed), counts)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -94,7 +96,7 @@ def test_the_kl_compares_whole_distributions(weighted: bool) -> None:
     _, metrics = ClippedPGLossFn(config)(curr, tokens, counts_of(tokens))
     inside = (tokens.loss_mask > 0) & ~removed
     total = 0.0
-    columns = (curr, tokens.whole_logprobs, tokens.prev_logprobs, tokens.reference_logprobs)
+    columns = (curr, tokens.unfiltered_logprobs, tokens.prev_logprobs, tokens.reference_logprobs)
     for now, whole, old, reference in zip(*(one[inside].tolist() for one in columns), strict=True):
         kl = math.exp(reference - whole) - (reference - whole) - 1
         total += kl * (math.exp(now - old) if weighted else 1.0)
@@ -103,7 +105,7 @@ def test_the_kl_compares_whole_distributions(weighted: bool) -> None:
 
 def test_without_a_filter_an_infinite_log_probability_is_no_removed_token() -> None:
     curr, tokens, _ = filtered_batch(6, by="prev")
-    tokens.whole_logprobs = None
+    tokens.unfiltered_logprobs = None
     loss, metrics = ClippedPGLossFn(CONFIGS["plain"])(curr, tokens, counts_of(tokens))
     assert "outside_filter_fraction" not in metrics
     assert metrics["token_mult_prob_error_max"] > 1e10

@@ -205,7 +205,7 @@ def test_at_the_deadline_the_late_engines_are_lost_and_named() -> None:
         pool = Engines([EngineClient(FakeActor(), 0, "w"), *late])
         asked = [asyncio.create_task(client.generate(request(1), SETTINGS)) for client in pool.clients]
         await asked[0]
-        watching = asyncio.create_task(pool.lose_overdue(0.1))
+        watching = asyncio.create_task(pool.mark_overdue_lost(0.1))
         losses = await pool.wait_for_losses()
         watching.cancel()
         return losses, await asyncio.gather(*asked, return_exceptions=True)
@@ -224,7 +224,7 @@ def test_the_deadline_of_an_engine_that_was_replaced_begins_anew() -> None:
     async def scene() -> tuple[bool, bool]:
         client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
         pool = Engines([client])
-        watching = asyncio.create_task(pool.lose_overdue(0.4))
+        watching = asyncio.create_task(pool.mark_overdue_lost(0.4))
         await asyncio.sleep(0.3)
         client.replace(FakeActor(lambda _: [], then_wait=True))
         asked = asyncio.create_task(client.generate(request(1), SETTINGS))
@@ -291,7 +291,7 @@ def test_the_end_of_an_engine_that_was_replaced_before_it_was_noticed_is_no_loss
 def test_an_engine_that_nobody_replaces_fails_everybody_who_needs_it() -> None:
     async def scene() -> Any:
         client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
-        client.lose("it burns")
+        client.mark_lost("it burns")
         waiting = asyncio.create_task(client.wait_replaced())
         await asyncio.sleep(0)
         client.give_up("it burns; no other")

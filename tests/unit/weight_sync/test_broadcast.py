@@ -22,8 +22,8 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import shard_receiver
-from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.pieces import format_tensor_name
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TensorReceiver
 from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
 from megatron_grpo.weight_sync.transfer_plan import plan_pieces, schedule_messages, write_plan

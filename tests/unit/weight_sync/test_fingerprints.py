@@ -16,8 +16,8 @@ from megatron_grpo.models.weight_layouts import Destination
 from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
-    EXACT,
-    QUANTISED,
+    EXACT_TOLERANCE,
+    QUANTISED_TOLERANCE,
     _fingerprint_layer,
     compute_fingerprint,
     draw_probes,
@@ -66,9 +66,9 @@ def test_what_a_sum_would_miss_is_seen(change: str) -> None:
         other = -other
     else:
         other[1, 1] = torch.nan
-    expected, found = {"w": compute_fingerprint(one)}, {"w": [*compute_fingerprint(other), EXACT]}
+    expected, found = {"w": compute_fingerprint(one)}, {"w": [*compute_fingerprint(other), EXACT_TOLERANCE]}
     assert list(find_differing(expected, found)) == ["w"]
-    assert not find_differing(expected, {"w": [*compute_fingerprint(one), EXACT]})
+    assert not find_differing(expected, {"w": [*compute_fingerprint(one), EXACT_TOLERANCE]})
 
 
 def test_an_expert_is_applied_to_the_probes() -> None:
@@ -155,7 +155,7 @@ def test_a_scale_that_was_not_refreshed_is_seen_behind_quantised_weights(vllm_co
     expected = {"gate": compute_fingerprint(weights[: ROWS[0]]), "up": compute_fingerprint(weights[ROWS[0] :])}
     healthy = served(weights, _scales(weights))
     assert not find_differing(expected, healthy)
-    assert 0 < measure_difference(expected["up"], healthy["up"]) < QUANTISED / 4
+    assert 0 < measure_difference(expected["up"], healthy["up"]) < QUANTISED_TOLERANCE / 4
     stale = _scales(weights)
     stale[ROWS[0] :] = _scales(before)[ROWS[0] :]
     assert set(find_differing(expected, served(weights, stale))) == {"up"}

@@ -17,8 +17,8 @@ from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links
-from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.links import BUFFERS, Side
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from megatron_grpo.weight_sync.shared_memory import HostMemory

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.refit_group import Rendezvous
 from tests.support import nccl_like
 from tests.support.nccl_like import NcclLikeGroup, NcclLikeTransfer
 

@@ -12,35 +12,35 @@ import pytest
 import torch
 
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync import groups
-from megatron_grpo.weight_sync.groups import FAILURE_CHECK_S, Rendezvous, Watch, record_failure
+from megatron_grpo.weight_sync import refit_group
 from megatron_grpo.weight_sync.refit_calls import SETTLE_S
+from megatron_grpo.weight_sync.refit_group import FAILURE_CHECK_S, Rendezvous, Watch, record_failure
 
 
 def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
     _store, rendezvous = _open(timeout_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        groups.join_group(rendezvous, 0, 2, torch.device("cpu"))
+        refit_group.join_group(rendezvous, 0, 2, torch.device("cpu"))
     assert time.monotonic() - began < 10
 
 
 def test_a_store_that_was_closed_is_not_sought_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes late to an attempt that has failed is back in time for the next one."""
-    assert groups.REACH_S < SETTLE_S
-    monkeypatch.setattr(groups, "REACH_S", 1.0)
+    assert refit_group.CONNECT_STORE_S < SETTLE_S
+    monkeypatch.setattr(refit_group, "CONNECT_STORE_S", 1.0)
     store, rendezvous = _open(timeout_s=60.0)
     del store
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1"):
-        rendezvous.reach()
+        rendezvous.connect()
     assert time.monotonic() - began < 20
 
 
 def test_a_key_may_come_later_than_a_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "REACH_S", 0.5)
+    monkeypatch.setattr(refit_group, "CONNECT_STORE_S", 0.5)
     store, rendezvous = _open(timeout_s=60.0)
-    reader = rendezvous.reach()
+    reader = rendezvous.connect()
     threading.Timer(1.5, store.set, ("key", "value")).start()
     assert reader.get("key") == b"value"
 
@@ -93,7 +93,7 @@ def test_a_call_that_blocks_in_a_library_is_left_behind() -> None:
 def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large refit has thousands of turns of a millisecond, and the store has a thousand members."""
     clock = Clock()
-    monkeypatch.setattr(groups, "time", clock)
+    monkeypatch.setattr(refit_group, "time", clock)
     asked: Any = AskedStore()
     watch = Watch(asked, timeout_s=1000.0)
 
@@ -143,7 +143,7 @@ class AskedStore:
 def test_an_abort_over_gloo_ends_what_is_pending_here() -> None:
     _store, rendezvous = _open(timeout_s=60.0)
     with ThreadPoolExecutor(2) as pool:
-        joined = [pool.submit(groups.join_group, rendezvous, rank, 2, torch.device("cpu")) for rank in range(2)]
+        joined = [pool.submit(refit_group.join_group, rendezvous, rank, 2, torch.device("cpu")) for rank in range(2)]
         mine, theirs = (one.result() for one in joined)
     pending = mine.recv([torch.zeros(8, dtype=torch.uint8)], 1, 0)
     time.sleep(0.1)
@@ -169,13 +169,13 @@ def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: 
             made.append(device)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
-    groups.join_group(rendezvous, 1, 3, torch.device("cuda", 0))
+    refit_group.join_group(rendezvous, 1, 3, torch.device("cuda", 0))
     assert made == [(1, 3, "1"), torch.device("cuda", 0)]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 def _watch(rendezvous: Rendezvous) -> Watch:
-    return Watch(rendezvous.reach(), rendezvous.timeout_s)
+    return Watch(rendezvous.connect(), rendezvous.timeout_s)
 
 
 def _open(timeout_s: float) -> tuple[Any, Rendezvous]:

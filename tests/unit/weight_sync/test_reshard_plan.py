@@ -238,7 +238,7 @@ def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
         return 0
     layers = [n for n in place.layers if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(n)]
     if "{layer}" not in entry.megatron[0]:
-        layers = [0] if (place.embedding if entry.megatron[0].startswith("embedding") else place.end) else []
+        layers = [0] if (place.has_embedding if entry.megatron[0].startswith("embedding") else place.has_output) else []
     part = place.expert_tensor if entry.per_expert else place.tensor
     numbers = 0
     for tensor in entry.hf:
@@ -278,7 +278,7 @@ def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
         model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
         record_metadata_for_reloading(model)
         ModelWriter(model, torch.float32, build_model_map(shape), place, [pieces[pieces["target"] == target]])
-        if place.end:  # and nobody computes with one that does not come
+        if place.has_output:  # and nobody computes with one that does not come
             others = pieces[(pieces["target"] == target) & (pieces["rows"][:, 1] != shape.hidden)]
             with pytest.raises(ValueError, match=r"model.norm.weight: 0 of \d+ numbers"):
                 ModelWriter(model, torch.float32, build_model_map(shape), place, [others])

@@ -23,7 +23,7 @@ from megatron_grpo.platform.device import connect_store, environment
 
 # Seconds to reach a store, less than `refit_calls.SETTLE_S`. A store listens before its address is sent, so a store
 # that cannot be reached was closed, because another member of the attempt has failed.
-REACH_S = 10.0
+CONNECT_STORE_S = 10.0
 
 # Key in the store for the first failure of any member, in words: who failed, and why.
 FAILURE = "failure"
@@ -52,9 +52,9 @@ class Rendezvous:
     same_gpus: bool = False
     """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
 
-    def reach(self) -> Store:
-        """Connect to the store; RuntimeError: none listens there within REACH_S."""
-        store = connect_store(self.host, self.port, min(self.timeout_s, REACH_S))
+    def connect(self) -> Store:
+        """Connect to the store; RuntimeError: none listens there within CONNECT_STORE_S."""
+        store = connect_store(self.host, self.port, min(self.timeout_s, CONNECT_STORE_S))
         store.set_timeout(timedelta(seconds=self.timeout_s))  # for keys that other members write
         return store
 
@@ -69,7 +69,7 @@ class Transfer(Protocol):
         """Order the device's stream behind the ended transfer; RuntimeError: it failed."""
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """The part of torch's process group that a refit uses."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer: ...
@@ -133,14 +133,14 @@ def record_failure(store: Store, reason: str) -> None:
     store.compare_set(FAILURE, "", reason)
 
 
-def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> Group:
+def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> TransferGroup:
     """Join the group of a refit; blocks until all `size` members have joined (`Watch.call`)."""
     if device.type == "cuda":
-        return _make_nccl_group(PrefixStore("group", rendezvous.reach()), rank, size, device)
+        return _make_nccl_group(PrefixStore("group", rendezvous.connect()), rank, size, device)
     return GlooGroup(make_gloo_group(rendezvous, "group", rank, size), (rank + 1) % size)
 
 
-def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Group:
+def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -> TransferGroup:
     # Without a communicator made beforehand torch would make one of two ranks for each pair that exchanges a message:
     # dozens for each rank of a large model, each with buffers of its own, and each made inside of a send that blocks
     # the host. With it, all transfers of a process go one after the other through one stream, which is safe in the
@@ -154,7 +154,7 @@ def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -
     with environment(**settings):
         group: Any = ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
     group.eager_connect_single_device(device)
-    return cast(Group, group)
+    return cast(TransferGroup, group)
 
 
 def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Any:
@@ -166,7 +166,7 @@ def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> 
     options = group_class._Options()
     options._devices = [group_class.create_device(hostname=address)]
     options._timeout = timedelta(seconds=rendezvous.timeout_s)
-    return group_class(PrefixStore(name, rendezvous.reach()), rank, size, options)
+    return group_class(PrefixStore(name, rendezvous.connect()), rank, size, options)
 
 
 class _ThreadTransfer:
