@@ -58,6 +58,7 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.weight_sync.transfer_modes import TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
 
+# With names of NeMo RL that scripts import from here (docs/python.md).
 __all__ = [
     "GRPORun",
     "GRPOSaveState",
@@ -85,7 +86,7 @@ def async_grpo_train(run: GRPORun) -> None:
 
 
 def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
-    """Send the policy's weights as `version`: NeMo RL's name for `WeightTransport.publish`."""
+    """Send the policy's weights as `version`; `WeightTransport.admit` has to follow."""
     return transport.publish(version)
 
 

@@ -14,15 +14,21 @@ from torch import Tensor
 
 from megatron_grpo.algorithms.token_functions import (
     choose_policy_logprobs,
-    clip_advantages,
-    compute_group_advantages,
     compute_ppo_token_advantages,
     compute_token_advantages,
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.advantages import gdpo_advantages, gdpo_scores, has_signal, scale_rewards, shape_rewards
+from megatron_grpo.losses.advantages import (
+    clip_advantages,
+    compute_group_advantages,
+    gdpo_advantages,
+    gdpo_scores,
+    has_signal,
+    scale_rewards,
+    shape_rewards,
+)
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
 
@@ -106,7 +112,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
         if scores.reward_parts is not None and scores.weights is not None:
             advantages = gdpo_advantages(scores.reward_parts, scores.weights)
         else:
-            advantages = compute_group_advantages(config, scores.rewards)
+            advantages = compute_group_advantages(config.grpo, scores.rewards)
         batch.advantages = clip_advantages(advantages.flatten(), config.training_loop).float().numpy()
         is_finite = np.isfinite(batch.advantages)
     return is_finite

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from megatron_grpo.batch.step_batch import TokenArrays
 from megatron_grpo.batch.token_batch import scatter_sampled
-from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages
+from megatron_grpo.losses.advantages import (
+    clip_advantages,
+    compute_group_advantages,
+    reinforce_plus_plus_advantages,
+)
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
 from megatron_grpo.losses.loss import bounded_exp
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
@@ -45,7 +48,7 @@ def compute_token_advantages(
         assert penalty is not None
         # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).
         sums = torch.stack([response.sum() for response in penalty.split(response_lengths)]).view_as(rewards)
-        by_response = compute_group_advantages(config, rewards - sums).flatten()
+        by_response = compute_group_advantages(config.grpo, rewards - sums).flatten()
         advantages = by_response.repeat_interleave(torch.tensor(response_lengths))
     field = scatter_sampled(clip_advantages(advantages, config.training_loop), arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)
@@ -97,24 +100,6 @@ def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:
         output_clamp=loss.kl_output_clamp_value,
     )
     return penalty[torch.from_numpy(arrays["sampled"])]
-
-
-def compute_group_advantages(config: Config, rewards: Tensor) -> Tensor:
-    """Compute reward minus baseline, [groups, samples], float32."""
-    grpo = config.grpo
-    return group_advantages(
-        rewards,
-        leave_one_out=grpo.use_leave_one_out_baseline,
-        normalize=grpo.normalize_rewards,
-        over_batch=grpo.normalize_rewards_over == "batch",
-    )
-
-
-def clip_advantages(advantages: Tensor, loop: LoopConfig) -> Tensor:
-    """Clip advantages to the configured bounds."""
-    if loop.advantage_clip_low is None and loop.advantage_clip_high is None:  # clamp() refuses two Nones
-        return advantages
-    return advantages.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
 
 
 def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -176,7 +176,7 @@ def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
     job, environments = into.job, list_config_groups()["env"]
     chosen = [f"env={job.environment}"] if job.has_option(environments) else []
     accepted = [*chosen, *parsed.accepted]
-    ConfigStore.instance().store("schema_defaults", build_schema_defaults())
+    ConfigStore.instance().store("schema_defaults", build_schema_defaults())  # the first of conf/config.yaml
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", [*build_search_override(), *accepted])

@@ -24,7 +24,7 @@ from megatron_grpo.config.keys import FREE_TYPE, find_key, flatten, is_match, is
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.suggestions import list_unknown_keys
 
-CONF_MODULE = "megatron_grpo.conf"  # the package of YAML files
+CONF_MODULE = "megatron_grpo.conf"  # the package of YAML files: `conf/` in the repository (setup.py)
 OPTION = "--config-dir"  # --config-dir=FOLDER adds a folder of recipes and options
 SEARCH_KEY = "hydra.searchpath"  # hydra.searchpath=[FOLDER,...] adds several
 RECIPES = "exp"  # the config group whose options are whole recipes

@@ -69,6 +69,10 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
+        """Run the calls that `EnvironmentClient` queued; returns their answers, pickled.
+
+        A call is a method of this class with its arguments.
+        """
         return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:

@@ -6,10 +6,15 @@ standard deviations, and its advantage is 0.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+if TYPE_CHECKING:
+    from megatron_grpo.config.loop_schema import LoopConfig
+    from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+    from megatron_grpo.config.schema import GRPOConfig
 
 
 def has_signal(rewards: Tensor) -> Tensor:
@@ -80,6 +85,23 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     # A mean of equal rewards may be off by a rounding error, which the division by nearly 0 would blow up: zeros there.
     advantages = torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages))
     return advantages.to(rewards.dtype)
+
+
+def compute_group_advantages(config: GRPOConfig, rewards: Tensor) -> Tensor:
+    """Compute `group_advantages` as configured: [groups, samples], float32."""
+    return group_advantages(
+        rewards,
+        leave_one_out=config.use_leave_one_out_baseline,
+        normalize=config.normalize_rewards,
+        over_batch=config.normalize_rewards_over == "batch",
+    )
+
+
+def clip_advantages(advantages: Tensor, config: LoopConfig) -> Tensor:
+    """Clip advantages to the configured bounds."""
+    if config.advantage_clip_low is None and config.advantage_clip_high is None:  # clamp() refuses two Nones
+        return advantages
+    return advantages.clamp(config.advantage_clip_low, config.advantage_clip_high)
 
 
 def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:

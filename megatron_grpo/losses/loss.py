@@ -75,7 +75,7 @@ class GlobalCounts:
         # a rank holds some tokens of every sequence. So the driver, which knows all lengths and masks, counts once per
         # optimizer step. Megatron-Core must therefore not average: gradients are summed over microbatches,
         # context-parallel and data-parallel ranks (calculate_per_token_loss, a token count of 0, and
-        # `trainer.optimizer._sum_model_grads`).
+        # `finalize_model_grads_func` in `trainer.optimizer`).
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
         assert tokens.sum() > 0, "an optimizer step needs a token to learn from"
         weights = np.ones(len(sequences)) if batch.weights is None else batch.weights[sequences].astype(np.float64)

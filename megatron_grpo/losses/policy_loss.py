@@ -57,6 +57,7 @@ class ClippedPGLossFn:
     def __init__(self, config: LossConfig) -> None:
         self.config = config
 
+    # Ranks fetch these fields (`ModelRank.list_needed_fields`).
     field_names = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
 
     def __call__(

@@ -54,7 +54,10 @@ ADAPTER_PARAMETERS = ("lora_a", "lora_b")  # in their layer
 
 
 class AdaptedLayer(Protocol):
-    """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS."""
+    """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS.
+
+    `trainer.model.lora.AdaptedLinear` is one.
+    """
 
     lora_a: Tensor  # [rank, columns]
     lora_b: Tensor  # [rows, rank], the rows in the order of the weight's
@@ -94,10 +97,10 @@ def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
 
     An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
     """
-    return [bound for chunk in chunks for bound in _bound_entries(chunk, shape)]
+    return [bound for chunk in chunks for bound in _bind_chunk(chunk, shape)]
 
 
-def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
+def _bind_chunk(model: Any, shape: ModelShape) -> list[BoundEntry]:
     parameters = dict(model.named_parameters())
     # Layers with adapters are found by the names of their parameters, not by isinstance() of a runtime-checkable
     # protocol: since Python 3.12 that looks attributes up statically, and torch keeps parameters in a dictionary.

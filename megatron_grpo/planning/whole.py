@@ -340,7 +340,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
     Args:
         config: the run's configuration, without problems.
         shape: sizes of its model.
-        pool: processes of `trace.tracing`.
+        pool: processes of `start_trace_pool`.
         brief: leave out slow parts that rarely change the verdict: the phases between training and generation,
             skewed experts, and the stages between the first and the last if they have the same layers.
 

@@ -110,7 +110,7 @@ def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[
         pool.shutdown(cancel_futures=True)
 
 
-def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+def write_driver_files(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
     """Add the driver's files to those of the models, and sync all.
 
     `folder`: the checkpoint, perhaps under a temporary name; `step`: training steps before it; `state`: progress

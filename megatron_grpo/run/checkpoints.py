@@ -25,10 +25,10 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
     CheckpointError,
-    finalize,
     read_state,
     replace_state,
     verify_checkpoint,
+    write_driver_files,
 )
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
@@ -53,7 +53,7 @@ class PendingSave:
     began: float
     """time.monotonic() when the save began."""
     driver_files: Future[None] | None = None
-    """The thread that writes the driver's files and the digests; None: ranks are still writing."""
+    """The thread of `write_driver_files`; None: it has not begun, because ranks are, or may be, still writing."""
 
 
 class Checkpointer:
@@ -65,9 +65,9 @@ class Checkpointer:
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
         self.config, self._look_only, self.folder = config, look_only, run_dir / "checkpoints"
         self.keep_forever: Callable[[int], bool] = lambda step: False
-        """keep_forever(step): True for checkpoints that pruning must not delete."""
+        """keep_forever(step): True for checkpoints that pruning must not delete; `open_run` sets it."""
         self.on_complete: Callable[[int, Path], None] = lambda step, folder: None
-        """Called with step and folder of every checkpoint that is complete."""
+        """Called with step and folder of every complete checkpoint; `setup` sets this and `note`."""
         self.note: Callable[[str], None] = lambda text: None
         """Takes messages for the user about saved checkpoints."""
         self.pending: PendingSave | None = None
@@ -153,7 +153,7 @@ class Checkpointer:
                         model.finish_checkpoint()
                 pool = ThreadPoolExecutor(1, "checkpoint-digests")
                 files = (pending.folder, pending.step, pending.state, pending.loader_state)
-                pending.driver_files = pool.submit(finalize, *files)
+                pending.driver_files = pool.submit(write_driver_files, *files)
                 pool.shutdown(wait=False)
         elif pending.driver_files.done():
             self.finish()
@@ -170,7 +170,7 @@ class Checkpointer:
             if pending.driver_files is None:
                 for model in pending.writers:
                     model.finish_checkpoint()
-                finalize(pending.folder, pending.step, pending.state, pending.loader_state)
+                write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state)
             else:
                 pending.driver_files.result()
             self._remove(pending.step)
@@ -185,7 +185,7 @@ class Checkpointer:
 
     @contextmanager
     def _writing(self, step: int, folder: Path) -> Iterator[None]:
-        """Turn a file error of the body into a RunError."""
+        """Abandon the checkpoint if the body fails; a file error becomes a RunError."""
         try:
             yield
         except BaseException as error:

@@ -84,7 +84,8 @@ class ResultsFile:
                 raise queue.Empty from None
 
 
-# Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
+# Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it. With this
+# value Megatron-Core calls the methods of its optimizer that `trainer.optimizer.replace_state_methods` replaces.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 

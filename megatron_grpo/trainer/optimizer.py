@@ -109,7 +109,7 @@ class ModelOptimizer:
         def sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
             finalize_model_grads(list(model), None, **keywords)  # without Megatron's division by the number of tokens
 
-        shared.finalize_model_grads_func = sum_model_grads
+        shared.finalize_model_grads_func = sum_model_grads  # its schedule calls it after the last microbatch
         if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
             without = [chunk.no_sync for chunk in self.chunks]
             shared.no_sync_func = without if len(without) > 1 else without[0]
@@ -121,7 +121,7 @@ class ModelOptimizer:
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
-        save_by_boxes(self.optimizer)
+        replace_state_methods(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
         self.scheduler = Schedule(self.optimizer, settings, decay_steps)
@@ -249,7 +249,7 @@ def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> Optimizer
     return build_megatron_config(OptimizerConfig, ours, config.megatron_optimizer)
 
 
-def save_by_boxes(optimizer: Any) -> None:
+def replace_state_methods(optimizer: Any) -> None:
     """Make Megatron-Core's distributed optimizers save and load "fully_reshardable" state by boxes.
 
     A distributed optimizer cuts the flat buffer of all parameters into equal ranges, one per data-parallel rank, so a
@@ -263,8 +263,8 @@ def save_by_boxes(optimizer: Any) -> None:
     """
     for chained in optimizer.chained_optimizers:
         if isinstance(chained, DistributedOptimizer):
-            chained.sharded_param_state_fully_reshardable = MethodType(_build_sharded_state, chained)
-            chained.load_parameter_state_from_fully_reshardable = MethodType(_load_sharded_state, chained)
+            chained.sharded_param_state_fully_reshardable = MethodType(_build_state_boxes, chained)
+            chained.load_parameter_state_from_fully_reshardable = MethodType(_load_state_boxes, chained)
 
 
 def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -288,12 +288,12 @@ def iter_updated_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
-def _build_sharded_state(
+def _build_state_boxes(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     # Boxes by parameter index and name of the state.
-    build_sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    weight_of = {weight.data: weight for weight in nested_values(build_sharded_weights)}
+    sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    weight_of = {weight.data: weight for weight in nested_values(sharded_weights)}
     return {
         index: {
             name: list(_build_boxes(weight_of[parameter], f"optimizer.state.{name}", state, start, stop))
@@ -305,7 +305,7 @@ def _build_sharded_state(
 
 
 @torch.no_grad()
-def _load_sharded_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
+def _load_state_boxes(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
     for index, (parameter, _, _) in enumerate(iter_updated_ranges(self)):
         state = {name: torch.cat([box.reshape(-1) for box in boxes]) for name, boxes in loaded[index].items()}
         self._set_main_param_and_optimizer_states(parameter, state)

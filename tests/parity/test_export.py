@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.export import main
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, finalize
+from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, write_driver_files
 from megatron_grpo.trainer.checkpoint import build_sharded_weights
 from megatron_grpo.trainer.model.build import build_model
 from tests.parity.ranks import Layout, run_on_ranks
@@ -40,7 +40,9 @@ def make_run(model: TinyModel, run_dir: Path, layout: Layout) -> Path:
     config = {"policy": {"model": {"path": str(model.path)}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
     run_on_ranks(layout, save_checkpoint, model.path, checkpoint / "megatron")
-    finalize(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    write_driver_files(
+        checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0}
+    )
     return checkpoint
 
 
@@ -92,7 +94,9 @@ def run_dir(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Path:
     (checkpoint / "megatron").mkdir(parents=True)
     for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp"):
         (checkpoint / "megatron" / name).write_text("{}")
-    finalize(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    write_driver_files(
+        checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0}
+    )
     config = {"policy": {"model": {"path": str(tiny_models["qwen3_tied"].path)}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
     return folder

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.export import main
-from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, finalize
+from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, write_driver_files
 from megatron_grpo.trainer.plain_pickles import check_layer_state
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_background_save import make_engine
@@ -118,7 +118,9 @@ def test_export_runs_no_code_of_a_checkpoint(
     checkpoint = make_run(tiny_models["qwen3_tied"], tmp_path / "run", Layout())
     named = forge(checkpoint / "megatron", Canary(tmp_path / "canary"))
     (checkpoint / MANIFEST_FILE).unlink()
-    finalize(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    write_driver_files(
+        checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0}
+    )
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]) != 0
     message = capsys.readouterr().err
     assert not (tmp_path / "canary").exists()

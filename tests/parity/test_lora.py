@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.export import main
-from megatron_grpo.run.checkpoint_files import finalize
+from megatron_grpo.run.checkpoint_files import write_driver_files
 from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
 from tests.parity.lora import (
     fill_b,
@@ -246,7 +246,9 @@ def test_what_is_exported_is_the_merged_model_and_an_adapter_that_peft_loads(
     OmegaConf.save({"policy": policy | {"lora": adapters}}, tmp_path / "run" / "config.yaml")
     by_rank = run_on_ranks(Layout(tensor=2, pipeline=2), save_on_rank, model, checkpoint / "megatron")
     published = merged([found[0] for found in by_rank])
-    finalize(checkpoint, 2, {"save_state": {"total_steps": 2}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    write_driver_files(
+        checkpoint, 2, {"save_state": {"total_steps": 2}, "metrics": {}, "batch_cache": []}, {"epoch": 0}
+    )
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'hf'}"]) == 0
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'peft'}", "format=peft"]) == 0
     whole = TinyModel("merged", tmp_path / "hf")

@@ -23,7 +23,7 @@ from megatron_grpo.export import main
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
-from megatron_grpo.run.checkpoint_files import finalize
+from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.pieces import format_tensor_name, lay_out_pieces, split_messages
@@ -126,7 +126,9 @@ def test_refit_and_export_publish_the_merged_model(
     adapters = {"rank": LORA.rank, "alpha": LORA.alpha, "target_modules": LORA.target_modules}
     policy = {"model": {"path": str(model.path)}, "precision": precision, "lora": adapters}
     OmegaConf.save({"policy": policy}, tmp_path / "config.yaml")
-    finalize(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    write_driver_files(
+        checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0}
+    )
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'hf'}"]) == 0
     expect_equal(TinyModel("exported", tmp_path / "hf").tensors(), expected)
 

@@ -25,7 +25,7 @@ from megatron_grpo.config.schema import (
 )
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.run.checkpoint_files import finalize
+from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.hf_export import quantize_rows
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
@@ -171,7 +171,9 @@ def export(model: TinyModel, folder: Path, quantization: str) -> Path:
     keys = {"model": {"path": str(model.path)}, "precision": "float32", "quantization": quantization}
     OmegaConf.save(OmegaConf.create({"policy": keys}), folder / "run" / "config.yaml")
     run_on_ranks(Layout(tensor=2), save_checkpoint, model.path, checkpoint / "megatron")
-    finalize(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    write_driver_files(
+        checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0}
+    )
     output = folder / "out"
     assert main([f"checkpoint={checkpoint}", f"output={output}", "format=quantized"]) == 0
     return output

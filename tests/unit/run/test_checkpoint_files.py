@@ -16,7 +16,7 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
     CheckpointError,
-    finalize,
+    write_driver_files,
     read_loader_state,
     read_state,
     replace_state,
@@ -33,7 +33,7 @@ def make_checkpoint(folder: Path) -> Path:
     (folder / "megatron").mkdir(parents=True)
     for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
         (folder / "megatron" / name).write_bytes(name.encode() * 50)
-    finalize(folder, 4, OLD, LOADER)
+    write_driver_files(folder, 4, OLD, LOADER)
     return folder
 
 
@@ -87,7 +87,9 @@ def test_a_checkpoint_is_complete_only_with_its_last_file(tmp_path: Path) -> Non
     (models / "megatron").mkdir(parents=True)
     (models / "megatron" / "weights").write_bytes(b"weights")
     (tmp_path / "killed").mkdir()
-    *killed, finished = every_kill(models, tmp_path / "killed", lambda folder: finalize(folder, 4, OLD, LOADER))
+    *killed, finished = every_kill(
+        models, tmp_path / "killed", lambda folder: write_driver_files(folder, 4, OLD, LOADER)
+    )
     assert verify_checkpoint(finished) is None
     unfinished = [copy for copy in killed if not (copy / MANIFEST_FILE).exists()]
     assert len(unfinished) == 4, "before the state and the manifest are begun and renamed"

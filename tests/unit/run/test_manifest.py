@@ -20,7 +20,7 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     CheckpointError,
     LaterFormatError,
-    finalize,
+    write_driver_files,
     read_with_checksum,
     verify_checkpoint,
     write_with_checksum,
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "megatron" / "deeper").mkdir(parents=True)
     for name, size in {"a": 0, "megatron/.metadata": 1, "megatron/b": 5000, "megatron/deeper/c": 70_001}.items():
         (folder / name).write_bytes(os.urandom(size))
-    finalize(folder, 3, STATE, {"epoch": 0})
+    write_driver_files(folder, 3, STATE, {"epoch": 0})
     return folder
 
 
@@ -59,7 +59,7 @@ def test_files_larger_than_one_read_are_read_whole(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(manifest, "_READ_BYTES", 4096)
     for size in (4095, 4096, 4097, 3 * 4096 + 1):
         (tmp_path / str(size)).write_bytes(os.urandom(size))
-    finalize(tmp_path, 3, STATE, {"epoch": 0})
+    write_driver_files(tmp_path, 3, STATE, {"epoch": 0})
     for name, record in json.loads((tmp_path / MANIFEST_FILE).read_text())["files"].items():
         if name == LOADER_FILE:
             continue
