@@ -83,4 +83,4 @@ class EngineWorker(Protocol):
     def fingerprint_weights(self) -> dict[str, list[float]] | str: ...
 
     def describe(self) -> dict[str, Any]:
-        """Describe the server for checks, or return {"problem": ...}."""
+        """Describe an external server, for its checks; {"problem": ...}: it is unfit."""

@@ -18,10 +18,13 @@ from megatron_grpo.models.weight_layouts import find_worker_shard
 from megatron_grpo.models.weight_map import ModelMap
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
     from megatron_grpo.config.generation_schema import RefitMode
+    from megatron_grpo.generation.engine_interface import EngineWorker
     from megatron_grpo.weight_sync.fingerprints import Fingerprint
+
+    class Worker(VllmWorker, EngineWorker): ...
 else:
     Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
 
@@ -55,8 +58,9 @@ def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dic
 class RefitWorker(Worker):
     """Methods that vLLM adds to its worker class (`worker_extension_cls`).
 
-    The methods return an error's text and never raise: when several workers raise, vLLM's executor reads only the first
-    response, and takes the second one for the response to its next call.
+    Engines call them through vLLM, by the names in `EngineWorker` (`VllmEngine._call_workers`). They return an error's
+    text and never raise: when several workers raise, vLLM's executor reads only the first response, and takes the
+    second one for the response to its next call.
     """
 
     received: int | None = None
