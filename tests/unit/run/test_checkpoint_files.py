@@ -16,11 +16,11 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
     CheckpointError,
-    write_driver_files,
     read_loader_state,
     read_state,
     replace_state,
     verify_checkpoint,
+    write_driver_files,
 )
 from tests.support.damage import DAMAGES, every_kill, extend, files_of
 

@@ -20,9 +20,9 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     CheckpointError,
     LaterFormatError,
-    write_driver_files,
     read_with_checksum,
     verify_checkpoint,
+    write_driver_files,
     write_with_checksum,
 )
 from tests.support.damage import DAMAGES, files_of, flip
