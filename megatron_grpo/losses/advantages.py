@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """[groups], bool: true for groups whose rewards are not all equal."""
+    """True for groups whose rewards are not all equal: [groups], bool."""
     has_reward = ~rewards.isnan()
-    # Compared, not subtracted: a standard deviation of equal rewards may be a rounding error above 0.
+    # Rewards are compared, because the standard deviation of equal rewards may be a rounding error above 0.
     lowest = torch.where(has_reward, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1, keepdim=True)
     return (has_reward & (rewards != lowest)).any(dim=1)
 
 
 STD_EPSILON = 1e-6  # added to a standard deviation before dividing by it
-CANCELLED = 1e-4  # GDPO's scores below this share of their terms are taken for rounding errors of a sum that is 0
+ROUNDING_SHARE = 1e-4  # a GDPO score below this share of its terms is the rounding error of a sum that is 0
 VARIANCE_FLOOR = 1e-8  # lower limit of the variance that REINFORCE++ divides by
 
 
@@ -71,6 +71,8 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
 
     Returns:
         [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean suffers.
+
+    Raises:
         ValueError: not [groups, samples], or fewer than two samples, which leaves nothing to compare.
     """
     if rewards.ndim != 2:
@@ -82,7 +84,7 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     if normalize:
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
-    # A mean of equal rewards may be off by a rounding error, which the division by nearly 0 would blow up: zeros there.
+    # Groups of equal rewards get 0: the division by nearly 0 would blow up the rounding error of their mean.
     advantages = torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages))
     return advantages.to(rewards.dtype)
 
@@ -114,13 +116,18 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
 
     Returns:
         [groups, samples]; exact zeros in a group without a signal: no function tells its samples apart, or the
-        functions' terms cancel out up to rounding. ValueError: fewer than two samples.
+        functions' terms cancel out up to rounding.
+
+    Raises:
+        ValueError: a group has fewer than two samples.
     """
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]
     # Terms that cancel leave a rounding error, which the normalisation over the step would turn into a signal.
-    scores, size = terms.sum(dim=0), terms.abs().sum(dim=0).amax(dim=1, keepdim=True)
-    return torch.where(scores.abs().amax(dim=1, keepdim=True) > CANCELLED * size, scores, torch.zeros_like(scores))
+    scores, magnitude = terms.sum(dim=0), terms.abs().sum(dim=0).amax(dim=1, keepdim=True)
+    return torch.where(
+        scores.abs().amax(dim=1, keepdim=True) > ROUNDING_SHARE * magnitude, scores, torch.zeros_like(scores)
+    )
 
 
 def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
@@ -144,7 +151,7 @@ def _replace_nan(values: Tensor) -> Tensor:
 
 
 def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
-    """At each token, [sum(lengths)]: the undiscounted sum of its and later rewards."""
+    """Undiscounted sum of each token's reward and all later ones, [sum(lengths)]."""
     # Summed from the end within each response: subtracting a running total from the sum would lose the last digits.
     return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in token_rewards.split(lengths)])
 
@@ -152,7 +159,7 @@ def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
 def reinforce_plus_plus_advantages(
     rewards: Tensor, lengths: list[int], *, token_penalty: Tensor | None, minus_baseline: bool
 ) -> Tensor:
-    """Returns normalised over a step's tokens (REINFORCE++, Hu et al. 2025).
+    """Advantages of REINFORCE++: returns, normalised over a step's tokens (Hu et al. 2025).
 
     The return of token t is the response's reward minus the KL penalties of t and all later tokens. Mean and variance
     are taken over the tokens of all responses, the variance with divisor n and not below VARIANCE_FLOOR.

@@ -1,4 +1,4 @@
-"""Divergences between policies, estimated from sampled tokens, and corrections for engines' mismatch."""
+"""Divergences between policies, estimated from sampled tokens, and corrections for the engines' mismatch."""
 
 from __future__ import annotations
 
@@ -98,31 +98,34 @@ def find_inconsistent_sequences(
     Returns:
         [sequences], bool: true above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
     """
-    compared = (loss_mask > 0) & ~prev.isneginf()
-    errors = torch.where(compared, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
+    is_compared = (loss_mask > 0) & ~prev.isneginf()
+    errors = torch.where(is_compared, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
-    tokens = torch.stack([piece.sum() for piece in compared.float().split(lengths)])
+    tokens = torch.stack([piece.sum() for piece in is_compared.float().split(lengths)])
     means = sums / tokens.clamp(min=1)
     # Written as "not within" because a NaN mean has to be masked as well.
-    beyond = ~(means <= threshold) & (tokens > 0)
-    return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
+    is_beyond = ~(means <= threshold) & (tokens > 0)
+    return is_beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(is_beyond.sum())}
 
 
-CANCELLATION = 1e-4  # share of a mean in float32 below which a difference from it is rounding
+ROUNDING_SHARE = 1e-4  # a difference from a float32 mean below this share of it is a rounding error
 
 
 def error_without_worst(error: float, worst: float, tokens: float) -> float:
-    """token_mult_prob_error of a step of `tokens` in the loss, without its worst token."""
+    """token_mult_prob_error of a step if its worst token were in agreement.
+
+    `error` is the mean over the `tokens` in the loss, `worst` the largest of a token; agreement is 1.
+    """
     # A single token says nothing about a step: in bfloat16 a near tie may send it to another expert, and the
     # exponential makes one difference of 10 nats outweigh thousands of tokens.
     rest = error - (worst - 1.0) / tokens
-    return rest if not rest <= CANCELLATION * error else 1.0  # NaN stays NaN
+    return rest if not rest <= ROUNDING_SHARE * error else 1.0  # NaN stays NaN
 
 
 def sampling_correction(
     prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights training probability / sampling probability, limited as configured.
+    """Importance weights, training / sampling probability, limited as configured.
 
     A weight w is that of a token, or with sequence_level_importance_ratios that of the response (the product over its
     tokens). With limits [m, M]::
@@ -134,7 +137,8 @@ def sampling_correction(
     Tokens of weight 0 still count in the denominator of the loss.
 
     Args:
-        prev: [sequences, length] as all, float32: log-probabilities in the training framework; 0 outside the mask.
+        prev: [sequences, length], like all tensors here, float32: log-probabilities in the training framework; 0
+            outside the mask.
         generation: float32: log-probabilities in the generation engine; 0 outside the mask.
         mask: bool: tokens in the loss.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
@@ -156,6 +160,6 @@ def sampling_correction(
         return weights.clamp(max=high), weights > high
     assert low is not None, "a mask without a lower limit"
     # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
-    compared = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
-    out = (compared < low) | (compared > high)
-    return torch.where(out, torch.zeros_like(weights), weights), out
+    filter_weights = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
+    is_out = (filter_weights < low) | (filter_weights > high)
+    return torch.where(is_out, torch.zeros_like(weights), weights), is_out

@@ -1,12 +1,12 @@
-"""The interface of losses, whose microbatches share a step's denominators.
+"""The interface of losses: the shares of microbatches add up, since all are divided by counts of the whole step.
 
 Per-token tensors come in two forms. Ranks train on flat microbatches: [tokens], with `Segments` that say which sequence
 each token belongs to. Without segments (None) they are rectangles, [sequences, length], whose rows are the sequences;
 definitions and oracles are written that way. A mask is bool in the shape of the values: the tokens in the loss.
 
 Every microbatch on every rank divides its sums by counts of the whole step (`GlobalCounts.count` says why), so the
-shares only have to be added. Quantities of a whole sequence (its mean, its probability ratio) are first summed over the
-context-parallel ranks that share it, by `Segments.join`.
+shares add up over microbatches and ranks. Quantities of a whole sequence (its mean, its probability ratio) are first
+summed over the context-parallel ranks that share it, by `Segments.sum_over_ranks`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Segments:
     """[tokens], int64: index of each token's sequence in the microbatch."""
     sizes: Tensor
     """[sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it."""
-    join: Callable[[Tensor], Tensor] | None = None
-    """[sequences] of this rank's part -> [sequences] of all parts; None: this rank has whole sequences."""
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sums [sequences] over the context-parallel ranks that share them; None: this rank has whole sequences."""
 
     @torch.no_grad()
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """At each token, [tokens]: the sum of values over its whole sequence."""
+        """Sum of values over each token's whole sequence, [tokens]."""
         sums = torch.zeros_like(self.sizes, dtype=values.dtype).index_add_(0, self.sequence_index, values)
-        return (sums if self.join is None else self.join(sums))[self.sequence_index]
+        return (sums if self.sum_over_ranks is None else self.sum_over_ranks(sums))[self.sequence_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ class GlobalCounts:
     all_sequences: float
     """All sequences, those without a token in the loss included, each counted with its weight."""
     positive_tokens: float = 0.0
-    """Tokens in the loss of correct responses, counted with their weights; 0 without marks."""
+    """Tokens in the loss of correct responses, counted with their weights; 0 if the batch marks none."""
     token_weight: float = 1.0
     """Mean weight of the tokens in the loss."""
 
     @staticmethod
     def count(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
-        """Count for an optimizer step on some `sequences` of a batch, [chosen]."""
+        """Count for an optimizer step on these `sequences` of a batch: [chosen], indices."""
         # Why global counts: with T tokens in the loss of a step, the mean over tokens is sum(loss) / T. A microbatch
         # that divided by its own count t would contribute the mean of a part, and the average of such means weighs a
         # token by 1 / (t * number of microbatches): tokens in short microbatches count more, and the result changes
@@ -115,7 +115,7 @@ class LossFunction(Protocol):
 
 
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add shares of metrics; take extremes of names in _max or _min."""
+    """Add shares of metrics; of names in _max or _min take the extreme."""
     total: dict[str, float] = {}
     combine: dict[str, Callable[[float, float], float]] = {}
     for share in shares:
@@ -165,7 +165,7 @@ def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Te
 
 
 def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """At each token: the sum over its response's mask, without gradient."""
+    """Sum of each response's masked values, at each of its tokens; no gradient."""
     in_loss = (values * mask).detach()
     if segments is not None:
         return segments.sum_by_sequence(in_loss)
@@ -173,19 +173,19 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """At each token: the sum over the mask to its response's end, without gradient."""
+    """Sum of masked values from each token to its response's end; no gradient."""
     in_loss = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
     onwards = in_loss.flip(-1).cumsum(-1).flip(-1)
     if segments is None:
         return onwards.to(values.dtype)
-    assert segments.join is None, "with context parallelism later tokens are on other ranks"
+    assert segments.sum_over_ranks is None, "with context parallelism later tokens are on other ranks"
     sums = torch.zeros_like(segments.sizes, dtype=in_loss.dtype).index_add_(0, segments.sequence_index, in_loss)
-    later = sums.flip(0).cumsum(0).flip(0) - sums  # of the responses after each one
+    later = sums.flip(0).cumsum(0).flip(0) - sums  # sum over all later responses of the microbatch
     return (onwards - later[segments.sequence_index]).to(values.dtype)
 
 
 def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """At each token: the mean over its response's mask, without gradient."""
+    """Mean of each response's masked values, at each of its tokens; no gradient."""
     return response_sum(values, mask, segments) / response_size(mask, segments)
 
 

@@ -35,13 +35,13 @@ class ClippedPGLossFn:
                + positive_example_nll_weight * mean of -curr over the tokens of correct responses
 
     - objective: see `surrogate`; its ratio compares curr with prev, the training framework's log-probabilities at the
-      start of the step. Without prev_logprobs the step is the only one on its samples, prev is curr without gradient,
-      and the ratio is 1 with the policy's gradient; force_on_policy_ratio makes the ratio so in any case.
+      start of the step. Without prev_logprobs (a single optimizer step on these samples) prev is curr without gradient:
+      the ratio is 1 and has the policy's gradient. force_on_policy_ratio does so in any case.
     - correction: see `sampling_correction`; 1 unless use_importance_sampling_correction. It is a constant of the
       sample: no gradient, and it does not touch the other terms.
     - weight: the token's ratio with use_on_policy_kl_approximation, else 1. The ratio keeps its gradient: then the
-      expected gradient of the term is that of KL(policy || reference), also at ratio 1. Without it the gradient of k3
-      alone is that of KL(reference || policy) when sampling from the policy, as in the original GRPO.
+      expected gradient of the term is that of KL(policy || reference), also at ratio 1. Without this weight the
+      gradient of k3 alone is that of KL(reference || policy) when sampling from the policy, as in the original GRPO.
       kl_score_function_gradient adds, to the gradient at each token, that of its log-probability times the sum of the
       estimates from there to the end of the response (Tang and Munos 2025, arXiv 2506.09477, section 4): the expected
       gradient is then that of the divergence between whole responses.
@@ -74,16 +74,16 @@ class ClippedPGLossFn:
         self._require_fields(tokens)
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
-        filtered_mask = mask
+        allowed_mask = mask
         if tokens.unfiltered_logprobs is not None:
-            filtered_mask = mask & ~curr_logprobs.isneginf()
+            allowed_mask = mask & ~curr_logprobs.isneginf()
             if tokens.prev_logprobs is not None:
-                filtered_mask = filtered_mask & ~tokens.prev_logprobs.isneginf()
-        curr = mask_values(curr_logprobs, filtered_mask)
-        generation = mask_values(require_field(tokens.generation_logprobs), filtered_mask)
-        advantages = mask_values(require_field(tokens.advantages), filtered_mask)
-        # Detached, the policy stands for its own past: a ratio of value 1 with the gradient of the log-probability.
-        prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, filtered_mask)
+                allowed_mask = allowed_mask & ~tokens.prev_logprobs.isneginf()
+        curr = mask_values(curr_logprobs, allowed_mask)
+        generation = mask_values(require_field(tokens.generation_logprobs), allowed_mask)
+        advantages = mask_values(require_field(tokens.advantages), allowed_mask)
+        # The detached policy stands for itself before the step: the ratio is 1 and has the log-probability's gradient.
+        prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, allowed_mask)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
         policy = surrogate(curr, old, advantages, mask, config, segments)
@@ -93,7 +93,7 @@ class ClippedPGLossFn:
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
-            kl = self._kl(curr, curr - old, tokens, filtered_mask, segments)
+            kl = self._kl(curr, curr - old, tokens, allowed_mask, segments)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 loss = loss + config.kl_in_loss * kl
@@ -103,7 +103,7 @@ class ClippedPGLossFn:
         total, metrics = total + bonus, metrics | bonus_metrics
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         if tokens.unfiltered_logprobs is not None:
-            metrics["outside_filter_fraction"] = token_mean(~filtered_mask, mask, counts)
+            metrics["outside_filter_fraction"] = token_mean(~allowed_mask, mask, counts)
         metrics["loss"] = total
         return total, metrics
 
@@ -181,7 +181,7 @@ def _consistency_metrics(
 def add_derived_metrics(metrics: dict[str, float]) -> None:
     """Replace auxiliary means of a step by effective_sample_size and positive_nll.
 
-    positive_nll, the mean of -log-probability over the tokens of correct responses, needs a correct response.
+    positive_nll is the mean of -log-probability over the tokens of correct responses, absent if there are none.
     """
     squared = metrics.pop("sampling_importance_ratio_squared")
     metrics["effective_sample_size"] = effective_sample_size(metrics["sampling_importance_ratio"], squared)
@@ -199,11 +199,11 @@ class Surrogate(NamedTuple):
     """float32: probability under the current policy over that under the old one, of token or (GSPO) response."""
     clamped: Tensor
     """float32: the ratio clamped to its bounds."""
-    low: Tensor
+    clipped_low: Tensor
     """bool: where clipping the ratio from below changed the gradient."""
-    high: Tensor
+    clipped_high: Tensor
     """bool: where clipping the ratio from above changed the gradient."""
-    dual: Tensor
+    clipped_dual: Tensor
     """bool: where dual clipping took the gradient away."""
 
     def metrics(self, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
@@ -214,14 +214,14 @@ class Surrogate(NamedTuple):
             "probs_ratio_clamped": token_mean(self.clamped, mask, counts),
             "probs_ratio_min": torch.where(mask, self.ratio, infinity).amin(),
             "probs_ratio_max": torch.where(mask, self.ratio, -infinity).amax(),
-            "clip_fraction_low": token_mean(self.low, mask, counts),
-            "clip_fraction_high": token_mean(self.high, mask, counts),
-            "clip_fraction_dual": token_mean(self.dual, mask, counts),
+            "clip_fraction_low": token_mean(self.clipped_low, mask, counts),
+            "clip_fraction_high": token_mean(self.clipped_high, mask, counts),
+            "clip_fraction_dual": token_mean(self.clipped_dual, mask, counts),
         }
 
 
 def surrogate(
-    curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
+    curr: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
 ) -> Surrogate:
     """The configured policy-gradient objective at each token.
 
@@ -230,13 +230,14 @@ def surrogate(
     also allows advantages that differ from token to token (PPO, REINFORCE++).
 
     Args:
-        curr: [sequences, length] as all, float32, with gradient: log-probabilities now; 0 outside the mask.
-        prev: float32, without gradient: those under the policy at the start of the step.
+        curr: [sequences, length], like all tensors here, float32, with gradient: log-probabilities now; 0 outside the
+            mask.
+        old: float32, without gradient: those under the policy that the ratio is relative to.
         advantages: float32.
         mask: bool: tokens in the loss.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
     """
-    log_ratio = curr - prev
+    log_ratio = curr - old
     if config.sequence_level_importance_ratios:
         # The value is the response's, the gradient the token's own: the last term has value 0.
         log_ratio = response_mean(log_ratio, mask, segments) + (curr - curr.detach())
@@ -268,16 +269,16 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
         dual = negative & (objective < bound)
         objective = torch.where(negative, torch.maximum(objective, bound), objective)
     below, above = negative & (ratio < low), (advantages > 0) & (ratio > high)
-    return Surrogate(objective=objective, ratio=ratio, clamped=clamped, low=below, high=above, dual=dual)
+    return Surrogate(objective, ratio, clamped, clipped_low=below, clipped_high=above, clipped_dual=dual)
 
 
 def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
     """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5)."""
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
-    # Detached: otherwise the clamp would take the gradient of all tokens outside its bounds; so every token has one.
+    # Detached, since the clamp would remove the gradient of tokens outside its bounds; here every token has one.
     clamped = ratio.detach().clamp(low, high)
     surrogate = _unclipped(clamped * advantages * curr, ratio)
-    return surrogate._replace(clamped=clamped, low=ratio < low, high=ratio > high)
+    return surrogate._replace(clamped=clamped, clipped_low=ratio < low, clipped_high=ratio > high)
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
@@ -289,4 +290,4 @@ def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
 
 def _unclipped(objective: Tensor, ratio: Tensor) -> Surrogate:
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
-    return Surrogate(objective=objective, ratio=ratio, clamped=ratio, low=nowhere, high=nowhere, dual=nowhere)
+    return Surrogate(objective, ratio, ratio, clipped_low=nowhere, clipped_high=nowhere, clipped_dual=nowhere)

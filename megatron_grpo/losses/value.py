@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VARIANCE_EPSILON = 1e-8  # added to the variance before advantages are divided by its root
 
 
-class Estimate(NamedTuple):
+class AdvantageEstimate(NamedTuple):
     """Training targets of policy and value model at each token, [sum(lengths)]."""
 
     advantages: Tensor  # how much better a token turned out than the value model expected
@@ -25,10 +25,10 @@ class Estimate(NamedTuple):
 
 
 def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | None = None) -> Tensor:
-    """The reward, [responses], at a response's last token, minus penalties.
+    """Rewards by token: a response's reward at its last token, minus penalties.
 
-    `token_penalty`, coefficient included, is subtracted at each token: [sum(lengths)], as is the result. A response
-    without tokens gets no reward.
+    `rewards`: [responses]. `token_penalty`, coefficient included, is subtracted at each token: [sum(lengths)], as is
+    the result. A response without tokens gets no reward.
     """
     counts = torch.tensor(lengths, device=rewards.device)
     by_token = rewards.new_zeros(int(counts.sum())) if token_penalty is None else -token_penalty.to(rewards.dtype)
@@ -57,17 +57,17 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
         return values
     counts = torch.tensor(lengths, device=values.device)
     inside = torch.arange(int(counts.max()), device=values.device) < counts[:, None]
-    padded = values.new_zeros(2, *inside.shape)  # zeros past the end stand for the value there
+    padded = values.new_zeros(2, *inside.shape)  # the value after the last token is 0
     padded[:, inside] = torch.stack([token_rewards.to(values.dtype), values])
     reward, value = padded
-    after = torch.zeros_like(value[:, 0])
-    next_value, advantage = after.clone(), after.clone()
+    zeros = torch.zeros_like(value[:, 0])
+    next_value = advantage = zeros
     advantages = torch.zeros_like(value)
     decay = gamma * lam.to(values)
     # Backwards in time, all responses at once: the recursion is over tokens, as many as the longest response has.
     for t in range(inside.shape[1] - 1, -1, -1):
         delta = reward[:, t] + gamma * next_value - value[:, t]
-        advantage = torch.where(inside[:, t], delta + decay * advantage, after)
+        advantage = torch.where(inside[:, t], delta + decay * advantage, zeros)
         next_value = value[:, t]
         advantages[:, t] = advantage
     return advantages[inside]
@@ -100,7 +100,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 def estimate_advantages(
     token_rewards: Tensor, values: Tensor, lengths: list[int], config: PPOAdvantageConfig
-) -> Estimate:
+) -> AdvantageEstimate:
     """Advantages and returns, each with its lambda (decoupled GAE, VAPO).
 
     ::
@@ -118,16 +118,16 @@ def estimate_advantages(
         # With values of 0 and lambda 1 the recursion of GAE is that of the discounted sum of rewards.
         to_go = gae(token_rewards, torch.zeros_like(values), lengths, config.gae_gamma, torch.ones(len(lengths)))
         # A clone: advantages that are changed in place must leave the returns alone.
-        return Estimate(to_go, to_go.clone())
-    constant = torch.ones(len(lengths), dtype=torch.float64)
+        return AdvantageEstimate(to_go, to_go.clone())
+    ones = torch.ones(len(lengths), dtype=torch.float64)
     if config.length_adaptive_alpha:
         lambda_policy = length_adaptive_lambda(lengths, config.length_adaptive_alpha)
     else:
-        lambda_policy = config.lambda_policy * constant
-    lambda_value = config.lambda_value * constant
+        lambda_policy = config.lambda_policy * ones
+    lambda_value = config.lambda_value * ones
     # Returns are advantages under lambda_value plus values, computed apart: the policy's lambda trades bias for
     # variance, while a value model that learns from its own bootstrapped values would keep their bias.
-    return Estimate(
+    return AdvantageEstimate(
         advantages=gae(token_rewards, values, lengths, config.gae_gamma, lambda_policy),
         returns=gae(token_rewards, values, lengths, config.gae_gamma, lambda_value) + values,
     )
@@ -159,9 +159,9 @@ class MseValueLossFn:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this microbatch's share of the value model's loss and metrics.
 
-        Fields are ignored outside the mask; values are those before the step, because later values are trained on these
-        returns. value_clip_fraction counts the tokens where clipping made the loss larger; `add_explained_variance`
-        turns the moments into explained_variance.
+        Fields are ignored outside the mask. The metrics take the values before the step, since later ones have been
+        trained on these returns. value_clip_fraction counts the tokens where clipping made the loss larger;
+        `add_explained_variance` turns the moments into explained_variance.
         """
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
@@ -170,8 +170,8 @@ class MseValueLossFn:
         error, old_error = values - returns, old - returns
         loss = clipped = error.square()
         if self.config.value_clip:
-            reach = self.config.value_clip
-            clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
+            clip = self.config.value_clip
+            clipped = (torch.clamp(values, old - clip, old + clip) - returns).square()
             # The larger of both: clipping may remove a gradient, but never hides that a value has become worse.
             loss = torch.maximum(loss, clipped)
         total = 0.5 * weighted_mean(loss, mask, counts, token_weights(tokens, mask))

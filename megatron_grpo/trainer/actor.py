@@ -38,7 +38,7 @@ ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
 class RankActor:
     """Ray actor around one rank's model.
 
-    Methods without a docstring hand on to the model (`ModelRank`) and its parts (`RankCheckpoint`, `DeviceMemory`,
+    Methods without a docstring forward to the model (`ModelRank`) and its parts (`RankCheckpoint`, `DeviceMemory`,
     `StepRecorder`). Heavy packages are imported in methods, because the driver imports this module.
     """
 
@@ -178,12 +178,12 @@ class RankActor:
         values = compute(tokens, microbatches)
         if values is None:
             return None
-        usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
+        is_usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
         if filtered:  # the filter of sampling removes these tokens, and the loss leaves them out
-            usable |= values.isneginf()
+            is_usable |= values.isneginf()
         ends = np.cumsum([int(batch.lengths[partition].sum()) for partition in batch.partitions])
         references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
-        return references, np.array([bool(flags.all()) for flags in usable.split(tokens.lengths)])
+        return references, np.array([bool(flags.all()) for flags in is_usable.split(tokens.lengths)])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
         from megatron_grpo.batch.token_batch import TokenBatch

@@ -45,26 +45,26 @@ def errors_in_one_line(failure: str) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        first: BaseException = error
+        cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:  # its text is the traceback of every rank
-            first = next(iter(error.failures.values()))[0]
-        if isinstance(first, pickle.UnpicklingError):
-            first = describe_refusal("one of its tensors", first)
-        if isinstance(first, RunError):
-            raise RunError(f"{failure}: {first}") from error
-        line = str(first).strip().partition("\n")[0]
-        raise RunError(f"{failure}: {type(first).__name__}: {line}") from error
+            cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, pickle.UnpicklingError):
+            cause = describe_refusal("one of its tensors", cause)
+        if isinstance(cause, RunError):
+            raise RunError(f"{failure}: {cause}") from error
+        line = str(cause).strip().partition("\n")[0]
+        raise RunError(f"{failure}: {type(cause).__name__}: {line}") from error
 
 
 logger = logging.getLogger(__name__)
 
 
 class ResultsFile:
-    """A queue for one result of this or a forked process.
+    """The queue in which Megatron-Core's checkpoint writer leaves its result: a file.
 
-    A full pipe would block the writer until it is read. Megatron-Core itself would start a manager process for each
-    save, which takes seconds to import everything anew and outlives a rank that is killed. The file has no name, so no
-    other process can write what is unpickled here.
+    The writer is this process or one forked from it. A full pipe would block it, and the manager process that
+    Megatron-Core would start for each save takes seconds to import everything, and outlives a killed rank. The file has
+    no name, so no other process can write what is unpickled here.
     """
 
     def __init__(self) -> None:
@@ -94,12 +94,12 @@ class RankCheckpoint:
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
-        self._finishing: list[Callable[[], None]] | None = None  # calls that complete a checkpoint in the background
+        self._completions: list[Callable[[], None]] | None = None  # calls that complete a checkpoint in the background
         self._writer: ForkProcess | None = None
 
     def save(self, folder: str, background: bool = False) -> None:
         """Write to an existing, empty folder; in the background `finish` has to follow."""
-        assert self._finishing is None, "one checkpoint is written at a time"
+        assert self._completions is None, "one checkpoint is written at a time"
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async._get_write_results_queue = ResultsFile
@@ -107,14 +107,14 @@ class RankCheckpoint:
             state["random"] = _build_random_state(rank)
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _build_reference_weights(rank.reference)
-            # Replicas divide the writing of equal weights. Of the optimizer's state each rank writes its own.
+            # Replicas have equal weights and divide their writing. Each rank writes its part of the optimizer's state.
             default = serialization.get_default_save_sharded_strategy()
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(default, replicas)
             request = dist_checkpointing.save(
                 state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
             )
-            self._finishing = None if request is None else request.finalize_fns
+            self._completions = None if request is None else request.finalize_fns
             if request is not None and request.async_fn is not None:
                 # A forked process sees host tensors as they were at the fork; tensors on a GPU are copied before it.
                 arguments = list(request.async_fn_args)
@@ -132,16 +132,16 @@ class RankCheckpoint:
 
     def finish(self) -> None:
         """Wait until all ranks have written, else raise a RunError; then write the metadata."""
-        assert self._finishing is not None, "no checkpoint is written in the background"
-        writer, finishing = self._writer, self._finishing
-        self._writer = self._finishing = None
+        assert self._completions is not None, "no checkpoint is written in the background"
+        writer, completions = self._writer, self._completions
+        self._writer = self._completions = None
         with errors_in_one_line("a checkpoint cannot be written"):
             if writer is not None:
                 # No deadline here: the driver has one, and names the ranks that are overdue.
                 writer.join()
                 logger.info("process %d, the checkpoint's writer, ended with code %s", writer.pid, writer.exitcode)
             dist.barrier()
-            for finish in finishing:
+            for finish in completions:
                 finish()
 
     def load(self, folder: str) -> None:
@@ -161,12 +161,12 @@ class RankCheckpoint:
                 state["random"] = _build_random_state(rank)
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _build_reference_weights(rank.reference)
-            # Of the weights, each replica reads a part and sends it to the others; its optimizer state is its own.
+            # Each replica reads a part of the weights and sends it to the others, but all of its own optimizer state.
             default = serialization.get_default_load_sharded_strategy(folder)
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            shared = FullyParallelLoadStrategyWrapper(default, replicas)
+            strategy = FullyParallelLoadStrategyWrapper(default, replicas)
             weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
-            loaded = dist_checkpointing.load(weights, folder, shared) | dist_checkpointing.load(state, folder)
+            loaded = dist_checkpointing.load(weights, folder, strategy) | dist_checkpointing.load(state, folder)
             load_weights(rank.chunks, loaded["model"])
             if "reference" in loaded:
                 assert rank.reference is not None
@@ -205,7 +205,7 @@ def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 
 
 def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Build a rank's weight entries by chunk; with adapters, theirs only."""
+    """Build a rank's weight entries by chunk; with adapters, only the adapters'."""
     # Megatron-Core adds process groups to the checkpoint's metadata.
     by_chunk = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     if not any(_is_adapter(name) for weights in by_chunk.values() for name in weights):
@@ -217,8 +217,8 @@ def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] |
 
 
 def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Load the form of `build_sharded_weights`; RunError: a forged state of a layer."""
-    partial = any(_is_adapter(name) for weights in loaded.values() for name in weights)
+    """Load weights in the form of `build_sharded_weights`; RunError: forged layer state."""
+    is_partial = any(_is_adapter(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
         weights = loaded[str(number)]
         if detect_platform().name == "cuda":  # layers on a CPU have no such state
@@ -226,10 +226,10 @@ def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
                 name: check_layer_state(name, value) if "_extra_state" in name and isinstance(value, Tensor) else value
                 for name, value in weights.items()
             }
-        # Transformer Engine pickles the scales of the FP8 recipe delayed, and loads pickles only when told that it may.
+        # Transformer Engine pickles the scales of the FP8 recipe `delayed`, and loads them only with this variable.
         with environment(NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE="1"):
             # A checkpoint of adapters lacks the base model's weights.
-            missing, unexpected = chunk.load_state_dict(weights, strict=not partial)
+            missing, unexpected = chunk.load_state_dict(weights, strict=not is_partial)
         assert not unexpected, f"no parameter is called {unexpected}"
         assert not any(map(_is_adapter, missing)), f"nothing was loaded for {missing}"
 

@@ -60,7 +60,7 @@ def export_checkpoint(
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
-            settings = read_settings(source, shape)
+            settings = find_changed_settings(source, shape)
             tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization)
@@ -93,8 +93,8 @@ def _load_model(
     return chunks
 
 
-def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
-    """Read the entries of config.json that the exported weights change."""
+def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
+    """Find the entries of config.json that differ for the exported weights."""
     settings: dict[str, Any] = {}
     if is_untied_by_weights(source):
         settings["tie_word_embeddings"] = False

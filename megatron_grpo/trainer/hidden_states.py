@@ -64,7 +64,7 @@ class Piece:
 
 
 def locate_point(point: str) -> tuple[int, int]:
-    """Locate a point in the order of computation: a sort key."""
+    """Compute the sort key of a point: its position in the order of computation."""
     if point == EMBEDDING:
         return (-1, 0)
     if point == NORM:
@@ -86,7 +86,7 @@ def capture_states(
     Collective over the ranks of a layout. Every real token of the microbatches is kept by exactly one rank at every
     point, whatever the layout: of tensor-parallel ranks with equal values the first one keeps them, and padding is left
     out. Where tensor parallelism splits the heads, each rank keeps its columns. `tokens`, [tokens of `batch`], are
-    indices in the whole batch of all replicas; -1: not kept. The values of pieces are on the device.
+    indices in the whole batch of all replicas; -1: not kept. `keep` gets each piece, its values on the device.
     """
     parallel = rank.config.parallel
     part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
@@ -146,23 +146,23 @@ _Source = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def _keep_output(
-    point: str, sources: Iterator[_Source], keep: Callable[[Piece], None], sequence: bool, *arguments: Any
+    point: str, sources: Iterator[_Source], keep: Callable[[Piece], None], sequence_parallel: bool, *arguments: Any
 ) -> None:
     # A forward hook: each chunk of a pipeline stage runs its microbatches in their order. After them come microbatches
     # without sequences, which ranks append where experts are shared.
     microbatch_source, output = next(sources, None), arguments[-1]
     if microbatch_source is None:
         return
-    first: Tensor = output[0] if isinstance(output, tuple) else output
-    values = first.detach().flatten(1)  # [tokens, 1, width], or [tokens, heads, size of a head] of packed sequences
-    heads, part = point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
-    if part and not heads and not sequence:
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    values = hidden.detach().flatten(1)  # [tokens, 1, width], or [tokens, heads, size of a head] of packed sequences
+    has_heads, part = point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
+    if part and not has_heads and not sequence_parallel:
         return  # equal on all tensor-parallel ranks
     context_source, part_source = microbatch_source
-    source = context_source if heads else part_source
+    source = context_source if has_heads else part_source
     assert len(values) == len(source), f"{point}: {len(values)} rows for {len(source)} tokens"
     rows = torch.from_numpy(np.flatnonzero(source >= 0))
     if len(rows):
         tokens = torch.from_numpy(source)[rows]
-        column = part * values.shape[1] if heads else 0
+        column = part * values.shape[1] if has_heads else 0
         keep(Piece(point, tokens, values[rows.to(values.device)], column))

@@ -84,7 +84,7 @@ class MicrobatchMaker:
         )
 
     def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
-        """Make a microbatch of some sequences of a batch, or else of one token."""
+        """Make a microbatch of these sequences; of one dummy token if there are none."""
         with self._scope():
             return self._make(batch, indices, mask_field)
 
@@ -103,8 +103,8 @@ class MicrobatchMaker:
         if fields.token_ids is None:
             fields = replace(fields, token_ids=torch.zeros(len(is_computed), dtype=torch.int32))
         assert fields.token_ids is not None
-        no_rows = len(tokens) == 0
-        if no_rows:  # the head computes one row that the loss leaves out, because an empty maximum is an error
+        is_empty = len(tokens) == 0
+        if is_empty:  # the head computes one row that the loss leaves out, because an empty maximum is an error
             rows, tokens, token_indices = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
         else:
             token_indices = find_token_indices(np.asarray(batch.lengths), np.asarray(indices))[tokens]
@@ -112,7 +112,7 @@ class MicrobatchMaker:
         # The layers replay the recorded experts; the head has no use for them.
         row_fields = {name: value[index] for name, value in replace(fields, routed_experts=None).as_dict().items()}
         row_fields["token_ids"] = row_fields["token_ids"].long()
-        if no_rows and "loss_mask" in row_fields:
+        if is_empty and "loss_mask" in row_fields:
             row_fields["loss_mask"] = torch.zeros(1)
         token_ids, is_token = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
         token_ids[is_token] = fields.token_ids.numpy()[layout.source[is_token]]
@@ -126,7 +126,7 @@ class MicrobatchMaker:
             segments=Segments(
                 sequence_index=move(sequence[tokens]),
                 sizes=move(np.bincount(sequence[is_computed], minlength=len(selected)).astype(np.float32)),
-                join=sum_over_context if self._parallel.context > 1 else None,
+                sum_over_ranks=sum_over_context if self._parallel.context > 1 else None,
             ),
             token_indices=token_indices,
         )

@@ -16,13 +16,14 @@ StepMicrobatches = list[NDArray[np.int64]]
 
 
 def derive_cost(shape: ModelShape) -> Cost:
-    """Derive the floating-point operations of a sequence's forward pass."""
+    """Derive the cost of sequences: floating-point operations of a forward pass."""
 
     def count(length: int) -> float:
         return count_forward_flops(shape, [length])
 
-    # `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers.
-    every_pair = count(2) - 2 * count(1)  # two tokens of one sequence see three pairs, those of two sequences see two
+    # `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers. Two tokens make three
+    # pairs in one sequence, and two in two sequences.
+    every_pair = count(2) - 2 * count(1)
     window = shape.window
     if window is None:
         return Cost(per_token=count(1) - every_pair, per_pair=every_pair)

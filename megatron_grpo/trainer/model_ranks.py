@@ -125,12 +125,13 @@ class ModelRanks(ABC):
         # Counted over the whole step: every rank divides by the same denominators, however sequences are split.
         counts = GlobalCounts.count(batch, sequences)
         schedules = self._assign(batch, sequences, self._config.microbatch_tokens)
-        # With prev_logprobs the driver has checked the whole step; a minibatch would be refused after earlier ones.
+        # With prev_logprobs the driver has checked the whole step: ranks would refuse a minibatch after earlier ones
+        # changed the weights.
         is_checked = self.checks_prob_error and "prev_logprobs" not in batch.fields
         limit = batch.prob_error_limit if is_checked else None
         refs = [
             call_actor(actor, RankActor.train, work, loss_fn, counts, limit)
-            for actor, work in self._put_works(batch, schedules)
+            for actor, work in self._store_work(batch, schedules)
         ]
         results: list[RankTrainResult] = self._gather(refs, "training step")
         first = results[0]
@@ -182,7 +183,7 @@ class ModelRanks(ABC):
         self._gather(self._call(RankActor.onload), "moving back from host memory")
 
     def begin_record(self) -> None:
-        """Note the weights, and until `end_record` every gradient."""
+        """Record the weights, and every gradient until `end_record`."""
         self._gather(self._call(RankActor.begin_record), "recording the weights")
 
     def end_record(self) -> list[TensorFigure]:
@@ -256,11 +257,9 @@ class ModelRanks(ABC):
     def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], phase_name: str) -> ForwardResult:
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         schedules = self._assign(batch, np.arange(len(batch)), tokens)
-        refs = [call_actor(actor, method, work) for actor, work in self._put_works(batch, schedules)]
+        refs = [call_actor(actor, method, work) for actor, work in self._store_work(batch, schedules)]
         answers = zip(self._reports, self._gather(refs, phase_name), strict=True)
-        by_replica: dict[int, ForwardResult] = {
-            rank.data_rank: result for rank, result in answers if result is not None
-        }
+        by_replica = {report.data_rank: result for report, result in answers if result is not None}
         results = [by_replica[replica] for replica in range(self._config.parallel.data)]
         finite = np.zeros(len(batch), dtype=np.bool_)
         finite[np.concatenate(batch.partitions)] = np.concatenate([flags for _, flags in results])
@@ -275,16 +274,18 @@ class ModelRanks(ABC):
     def _assign(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
         return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
 
-    def _put_works(self, batch: StepBatch, schedules: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
-        # Each replica's work is stored once; a rank's actor comes with the reference to it.
-        works = []
+    def _store_work(self, batch: StepBatch, schedules: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
+        # Each replica's work is stored once, and every actor of the replica comes with the reference to it.
+        work_by_replica = []
         index_in_replica = np.zeros(len(batch), dtype=np.int64)
         for partitions, schedule in zip(split_among_replicas(batch, len(schedules)), schedules, strict=True):
             indices = np.concatenate(batch.partitions[partitions])
             index_in_replica[indices] = np.arange(len(indices))
             microbatches = [index_in_replica[microbatch].tolist() for microbatch in schedule]
-            works.append(ray.put((batch.select_partitions(partitions), microbatches)))
-        return [(actor, works[report.data_rank]) for actor, report in zip(self.actors, self._reports, strict=True)]
+            work_by_replica.append(ray.put((batch.select_partitions(partitions), microbatches)))
+        return [
+            (actor, work_by_replica[report.data_rank]) for actor, report in zip(self.actors, self._reports, strict=True)
+        ]
 
 
 class MegatronPolicy(ModelRanks):

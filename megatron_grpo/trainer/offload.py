@@ -40,16 +40,16 @@ class DeviceMemory:
         self._emptied: dict[int, tuple[torch.UntypedStorage, int]] = {}
         # Host copies of storages, [bytes], uint8, which are reused because pinning takes longer than copying.
         self._hosts: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        self._without_weights = False
+        self._weights_offloaded = False
 
     def require_weights(self) -> None:
-        if self._without_weights:
+        if self._weights_offloaded:
             raise RuntimeError("the weights are in host memory while engines use the device")
 
     @torch.no_grad()
     def offload(self, weights: bool) -> None:
         """Move the optimizer's state and optionally `weights` to host memory, drop gradients; collective."""
-        if self._without_weights:
+        if self._weights_offloaded:
             return
         self._rank.gather_chunks()  # completes all-gathers of updated weights that are still pending
         parameters = self._find_storages(iter_weights(self._rank))
@@ -69,7 +69,7 @@ class DeviceMemory:
         for key, storage in (moved | dropped).items():
             self._emptied[key] = storage, storage.nbytes()
             storage.resize_(0)
-        self._without_weights = weights
+        self._weights_offloaded = weights
         _drop_copies(self._rank)
         if is_cuda:
             torch._C._cuda_clearCublasWorkspaces()
@@ -87,7 +87,7 @@ class DeviceMemory:
                 _view_bytes(storage).zero_()
         self._finish_copies()
         self._hosts = {key: host for key, host in self._hosts.items() if key in self._emptied}
-        self._emptied, self._without_weights = {}, False
+        self._emptied, self._weights_offloaded = {}, False
 
     def _find_storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         device = self._platform.device.type
@@ -169,8 +169,8 @@ def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
 
 @contextmanager
 def on_device(chunks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Have a model's hosted parameters on a device in the body."""
-    # Afterwards they are the host copies again, and may be changed there; nothing is copied back.
+    """Put a model's parameters from host memory on a device in the body."""
+    # Afterwards the parameters are the host copies again: changes that the body made are dropped.
     hosted = [(parameter, parameter.data) for chunk in chunks for parameter in chunk.parameters()]
     try:
         for parameter, host in hosted:

@@ -111,10 +111,10 @@ class ModelOptimizer:
 
         shared.finalize_model_grads_func = sum_model_grads  # its schedule calls it after the last microbatch
         if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
-            without = [chunk.no_sync for chunk in self.chunks]
-            shared.no_sync_func = without if len(without) > 1 else without[0]
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            shared.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         optimizer_config = _build_adam_config(config, gathers_late=self._gathers_late)
-        self._decoupled = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        self._has_decoupled_grad = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self.optimizer = get_megatron_optimizer(
             optimizer_config,
             self.chunks,
@@ -156,7 +156,7 @@ class ModelOptimizer:
                         parameters,
                         max_norm=self.max_grad_norm,
                         total_norm=grad_norm,
-                        use_decoupled_grad=self._decoupled,
+                        use_decoupled_grad=self._has_decoupled_grad,
                     )
         self.scheduler.step(1)  # the schedule counts this step first, so warm-up does not start at zero
         self.optimizer.step_with_ready_grads()
@@ -181,8 +181,8 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Fill the gradient buffers, between `compute_grad_norm` and `step`; collective."""
-        # A distributed optimizer leaves each rank one part of each bucket.
+        """Gather whole gradients into the buffers, between `compute_grad_norm` and `step`; collective."""
+        # With a distributed optimizer each rank has the summed gradient of one part of each bucket.
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 process_group = buffer.data_parallel_group
@@ -230,13 +230,13 @@ def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool,
 
 def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
     settings = config.optimizer
-    half = config.precision == "bfloat16"
+    is_bfloat16 = config.precision == "bfloat16"
     shared_names = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
     ours = {
         "optimizer": "adam",
         **{name: getattr(settings, name) for name in shared_names},
-        "bf16": half,
-        "params_dtype": torch.bfloat16 if half else torch.float32,
+        "bf16": is_bfloat16,
+        "params_dtype": torch.bfloat16 if is_bfloat16 else torch.float32,
         "use_distributed_optimizer": settings.distributed,
         "overlap_param_gather": gathers_late,
         # Megatron-Core offloads with its precision-aware optimizer only.

@@ -94,7 +94,11 @@ def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
 
 
 def open_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Restrict checkpoints to listed classes, else RunError; returns the ranks' shared part."""
+    """Open a checkpoint, whose pickles may name listed classes only.
+
+    From now on this process refuses other classes in metadata and entries of all distributed checkpoints, by a
+    RunError. Returns the part of the checkpoint that the ranks share.
+    """
 
     def load_metadata(file: Any) -> Any:
         return _Unpickler(file, str(file.name), _METADATA_NAMES).load()

@@ -121,8 +121,11 @@ class ModelRank(ABC):
         counts: GlobalCounts,
         limit: float | None = None,
     ) -> RankTrainResult:
-        """Make one optimizer step, unless its gradient or probability error forbids it."""
-        # Not if the gradient's norm is not finite (`grad_norm`), or the error is beyond `limit` (`is_refused`).
+        """Make one optimizer step, unless its gradient or probability error forbids it.
+
+        There is no step if the gradient norm is not finite (`grad_norm` says so), or the probability error is above
+        `limit` (`is_refused` says so).
+        """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         if limit is not None and self.is_beyond_limit(metrics, limit, counts.tokens):
             return RankTrainResult(0.0, 0.0, _copy_to_host(metrics) if self._has_loss else None, is_refused=True)
@@ -141,13 +144,13 @@ class ModelRank(ABC):
         return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=memory_gib)
 
     def is_beyond_limit(self, metrics: Sequence[Mapping[str, Tensor]], limit: float, tokens: float) -> bool:
-        """True if the step's error without its worst token is too large.
+        """True if the step's error, its worst token apart, is above the limit.
 
         Collective over all ranks, whose losses have `tokens`. NaN is not above the limit: the gradient is NaN too, and
         its error names the responses.
         """
-        # A row a rank, so that one collective brings both the sum of the errors and the largest: on a CPU its time is
-        # that of waking the other ranks. Zeros of ranks without the loss change neither.
+        # One row per rank, so that one collective yields the sum of the errors and the largest: on a CPU a collective
+        # mostly waits for the other ranks. Ranks without the loss have zeros, which change neither.
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=self.platform.device)
         row = rows[dist.get_rank()]
         for microbatch in metrics if self._has_loss else ():
@@ -278,13 +281,13 @@ class PolicyRank(ModelRank):
             return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
     def compute_unfiltered_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Compute log-probabilities over the vocabulary without the filter."""
+        """Compute log-probabilities over the whole vocabulary, without the sampling filter."""
         with self.without_filter():
             return self.compute_logprobs(batch, microbatches)
 
     @contextmanager
     def without_filter(self) -> Iterator[None]:
-        """Compute the body over the vocabulary without the filter."""
+        """Switch the sampling filter off in the body."""
         settings = self.settings
         self.settings = replace(settings, token_filter=None)
         try:

@@ -43,8 +43,8 @@ def sketch(tensor: Tensor, name: str) -> list[float]:
         values = torch.nn.functional.pad(values, (0, -len(values) % SKETCH))
         numbers = torch.arange(begin, begin + len(values), device=flat.device)
         blocks = (values * (1 - 2 * (_mix(numbers + seed) & 1))).view(-1, SKETCH)
-        turned = columns + _mix(numbers[::SKETCH] - seed)[:, None] % SKETCH
-        sums += blocks.gather(1, turned % SKETCH).sum(dim=0)
+        shifted = columns + _mix(numbers[::SKETCH] - seed)[:, None] % SKETCH
+        sums += blocks.gather(1, shifted % SKETCH).sum(dim=0)
     return sums.tolist()
 
 
@@ -55,9 +55,9 @@ def sketch_rows(rows: Tensor, name: str, column: int = 0) -> Tensor:
     """
     seed, numbers = _derive_seed(name), torch.arange(column, column + rows.shape[1], device=rows.device)
     signs = 1 - 2 * (_mix(numbers + seed) & 1)
-    turned = (numbers - _mix(numbers - numbers % SKETCH - seed)) % SKETCH
+    shifted = (numbers - _mix(numbers - numbers % SKETCH - seed)) % SKETCH
     sums = torch.zeros(len(rows), SKETCH, dtype=torch.float64, device=rows.device)
-    return sums.index_add_(1, turned, rows.double() * signs)
+    return sums.index_add_(1, shifted, rows.double() * signs)
 
 
 def _derive_seed(name: str) -> int:
@@ -122,25 +122,25 @@ class StepRecorder:
         return [(point, tokens.numpy(), sketches.cpu().numpy()) for point, tokens, sketches in parts]
 
     def begin(self) -> None:
-        """Note the weights, and from now on each step's gradient (`add_gradient`)."""
+        """Record the weights, and from now on each step's gradient (`add_gradient`)."""
         rank, settings = self._rank, self._rank.config.optimizer
         weights = iter_hf_tensors(rank.gather_chunks(), rank.shape)
         self._figures, self._steps = list(_iter_figures("weight", 0, weights)), 0
-        follows = not (settings.precision_aware or settings.cpu_offload)
-        updated = rank.optimizer.iter_updated_weights() if follows else iter(())
+        has_updates = not (settings.precision_aware or settings.cpu_offload)
+        updated = rank.optimizer.iter_updated_weights() if has_updates else iter(())
         self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in updated]
 
     def add_gradient(self) -> None:
-        """Note the gradient before the optimizer step, if recording."""
+        """Record the gradient before the optimizer step, after `begin`."""
         if self._figures is not None:
             self._figures += self._read_buffers("gradient", self._steps)
             self._steps += 1
 
     @torch.no_grad()
     def end(self) -> list[TensorFigure]:
-        """Note the weights' change since `begin`; returns all figures."""
+        """Record the weights' change since `begin`; returns all figures."""
         figures, self._figures = self._figures, None
-        assert figures is not None, "the step was begun"
+        assert figures is not None, "begin() comes first"
         if self._before and self._steps:
             updated = self._rank.optimizer.iter_updated_weights()
             for (parameter, start, part), before in zip(updated, self._before, strict=True):

@@ -100,7 +100,7 @@ class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
     Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
-    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding, or of two: of layers without and
+    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding. A second one is that of layers
     with a window.
     """
 

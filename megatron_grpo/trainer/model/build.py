@@ -72,12 +72,12 @@ class ValueHead(torch.nn.Module):
 def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | None = None) -> list[DecoderModel]:
     """Build a rank's shard of the model, weights uninitialised.
 
-    `initialize_parallel` was called with the layout of `config`. The shard is one chunk, or several that microbatches
-    pass in turn (virtual pipeline). The last chunk of the last stage, `chunk(token_ids, None, None,
-    packed_seq_params=...)`, returns logits, [1, tokens, columns], where columns is padded vocabulary / TP; sums over
-    the vocabulary have to leave the padding out. With `rows` it returns hidden states. Packed sequences are passed as
-    one sequence, [1, tokens]. A value model ends in a `ValueHead`, initially zero. Raises a RunError if the rank lacks
-    the FP8 that the configuration asks for.
+    `initialize_parallel` comes first, with the layout of `config`. The shard is one chunk, or several that microbatches
+    pass in turn (virtual pipeline), each called as `chunk(token_ids, None, None, packed_seq_params=...)`: token ids are
+    [1, tokens], the packed sequences end to end. The last chunk of the last stage returns logits, [1, tokens, columns];
+    columns is padded vocabulary / TP, and sums over the vocabulary have to leave the padding out. With `rows` it
+    returns hidden states, [1, rows, hidden]. A value model ends in a `ValueHead`, initially zero. Raises a RunError if
+    the rank lacks the FP8 that the configuration asks for.
     """
     platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)
@@ -103,7 +103,7 @@ def build_reference(
     shape: ModelShape,
     platform: Platform,
 ) -> list[DecoderModel]:
-    """Build a copy of a model that is not trained."""
+    """Build the frozen reference: a copy of the policy's shard."""
     config = make_reference_config(config, reference)
     copies = [chunk.requires_grad_(False) for chunk in build_model(config, shape, platform)]
     # Copied from the policy, which is faster than reading from disk again.

@@ -24,7 +24,7 @@ class RoutingReplay:
     def __init__(self, record: Tensor) -> None:
         self._record = record.long()  # [tokens, experts of a token]; -1 where there are none
         self.is_recorded = (self._record >= 0).all(dim=1)  # [tokens], bool
-        self.agreed: Tensor | None = None  # [tokens], int64: number of the router's choices among the recorded
+        self.agreed: Tensor | None = None  # [tokens], int64: how many of the router's own choices are recorded ones
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
@@ -59,11 +59,11 @@ class ExpertRouter(TopKRouter):
 
     def clear(self) -> None:
         """Reset the counts at the start of a step."""
-        # Of this rank's tokens, without padding: tokens that chose each expert; shares of the auxiliary and the z loss;
-        # recorded experts that the router would have chosen too, and all.
+        # All of this rank's tokens, without padding. Agreement is the number of recorded experts that the router would
+        # have chosen too, and the number of all recorded ones.
         device = self.config.platform.device
-        self.chosen = torch.zeros(self.num_experts, device=device)
-        self.losses = torch.zeros(2, device=device)
+        self.expert_tokens = torch.zeros(self.num_experts, device=device)  # tokens that chose each expert
+        self.losses = torch.zeros(2, device=device)  # shares of the auxiliary and the z loss
         self.agreement = torch.zeros(2, device=device)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class ExpertRouter(TopKRouter):
         # With recomputed activations only the second pass, which has a gradient, is counted.
         if self.training and torch.is_grad_enabled() and membership is not None:
             is_token = membership.weight > 0  # not padding
-            self.chosen += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
+            self.expert_tokens += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
             if replay is not None and replay.agreed is not None:
                 compared = is_token & replay.is_recorded
                 self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
@@ -104,7 +104,7 @@ class ExpertRouter(TopKRouter):
 
     def _attach_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         sigmoid = self.score_function == "sigmoid"
-        level = sum_load_levels(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_sum_over_parts)
+        level = sum_load_levels(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, sum_parts=_sum_over_parts)
         level = level * self.aux_loss_coeff / self.sequences_in_step
         squares = logits.float().logsumexp(dim=1).square()
         z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
@@ -114,14 +114,14 @@ class ExpertRouter(TopKRouter):
 
 
 def sum_load_levels(
-    logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, join: Callable[[Tensor], Tensor]
+    logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, sum_parts: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Sum this rank's share of sum_i f_i P_i over sequences.
 
     DeepSeek-V3 (2024), equations 17 to 20. f_i is the share of the sequence's choices that fell on expert i, times the
     number of experts; P_i the mean of its normalised score. A sequence whose tokens chose all experts equally often
-    adds 1. Logits are [tokens, experts], float32; scores are their sigmoids or their softmax. `join` takes [sequences +
-    1, experts] of this rank to the sum over all parts.
+    adds 1. Logits are [tokens, experts], float32; scores are their sigmoids or their softmax. `sum_parts` sums
+    [sequences + 1, experts] over the ranks that share the sequences.
     """
     scores = logits.softmax(dim=1)
     if sigmoid:
@@ -132,7 +132,7 @@ def sum_load_levels(
         best = torch.zeros_like(scores).scatter_(1, scores.topk(top_k, dim=1).indices, 1.0)
         shares = scores.new_zeros(members.sequences + 1, scores.shape[1])
         shares.index_add_(0, members.sequence, best * weight)
-        load = join(shares)[members.sequence] * (scores.shape[1] / top_k)
+        load = sum_parts(shares)[members.sequence] * (scores.shape[1] / top_k)
     return (scores * load * weight).sum()
 
 
@@ -177,8 +177,8 @@ class DecoderLayer(TransformerLayer):
         return self._drop_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))
 
     def _drop_probs(self, result: Any) -> Any:
-        # The dispatcher would keep the experts' weights of its last call, whose graph holds a recomputed layer's input
-        # and its gradient through the step.
+        # The dispatcher would keep the routing probabilities of its last call. Their graph holds the input of a
+        # recomputed layer, and its gradient, until the end of the step.
         if self.is_moe_layer:
             self.mlp.token_dispatcher.probs = None
         return result
@@ -201,13 +201,13 @@ class StepRouting:
         modules = [module for chunk in chunks for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, ExpertRouter)]  # layer by layer
         self.replays = replays
-        self._rate = config.bias_update_rate
+        self._bias_rate = config.bias_update_rate
         for router in self.routers:
             router.aux_loss_coeff, router.z_loss_coeff = config.aux_loss_coeff, config.z_loss_coeff
             router.replays = replays
 
     def begin(self, sequences: float) -> None:
-        """Start a step; `sequences` are those of all replicas."""
+        """Start a step of `sequences` sequences, counted over all replicas."""
         for router in self.routers:
             router.clear()
             router.sequences_in_step = sequences
@@ -216,7 +216,7 @@ class StepRouting:
         """Sum the step's tokens by expert: [layers, experts]; collective."""
         if not self.routers:
             return torch.zeros(0, 1, device=self._device)
-        counts = torch.stack([router.chosen for router in self.routers])
+        counts = torch.stack([router.expert_tokens for router in self.routers])
         dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         return counts
 
@@ -224,10 +224,10 @@ class StepRouting:
     def end(self) -> dict[str, float]:
         """Update the bias of experts, and return the step's metrics; collective."""
         counts = self.sum_counts()
-        if self._rate:
+        if self._bias_rate:
             # The bias rises for experts chosen less than the mean, and falls for the others (DeepSeek-V3, 2.1.2).
             for router, chosen in zip(self.routers, counts, strict=True):
-                router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
+                router.expert_bias.add_(self._bias_rate * torch.sign(chosen.mean() - chosen))
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
         by_layer = [torch.cat([router.losses, router.agreement]) for router in self.routers]
         over_tokens = torch.stack(by_layer or [counts.new_zeros(4)]).sum(dim=0)

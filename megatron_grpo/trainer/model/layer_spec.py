@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def uses_transformer_engine(
     shape: ModelShape, platform: Platform, precision: Literal["float32", "bfloat16"] = "bfloat16"
 ) -> bool:
-    """True if Transformer Engine is installed beside a GPU and expresses the layers."""
+    """True on a GPU with Transformer Engine, if it has the model's layers."""
     # No fused attention of Transformer Engine takes float32, its unfused one excludes context parallelism, and its
     # float32 products are rounded to TF32.
     if precision == "float32" or not _has_transformer_engine(platform.name):
@@ -44,7 +44,7 @@ def uses_transformer_engine(
 
 @cache
 def _warn_of_family(family: str) -> None:
-    logger.warning("Transformer Engine's layers do not express %s: its layers are plain torch, which is slower", family)
+    logger.warning("Transformer Engine has no layers for %s: they are plain torch, which is slower", family)
 
 
 @cache
@@ -93,7 +93,7 @@ def build_layer_specs(
 
 @dataclass(frozen=True, slots=True)
 class TeParts:
-    """Transformer Engine's modules, or shape-only ones in their place."""
+    """Transformer Engine's modules, or in a dry run modules of shapes alone."""
 
     layer: Callable[..., ModuleSpec]
     """Builds a layer's spec from its number of experts (None: dense) and `qk_layernorm`: whether heads are normed."""

@@ -59,8 +59,8 @@ def apply_mixin(
 ) -> None:
     """Make `mixin` the first base class of a stage's linear layers; changes their spec.
 
-    With `names` only of layers with these names outside of experts. The mixin's constructor takes `arguments` in
-    addition to the layer's.
+    With `names`, only layers of these names outside of experts are changed. The mixin's constructor takes `arguments`
+    in addition to the layer's.
     """
     for layer in block.layer_specs:
         _mix_in(layer.submodules, mixin, names, arguments)
@@ -72,7 +72,7 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
         module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
         is_linear = isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear))
         if is_linear:
-            # The layers may share one spec.
+            # Layers may share one spec, which the first of them has changed.
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
                 setattr(parts, field.name, ModuleSpec(module=mixed, params={**params, **arguments}))

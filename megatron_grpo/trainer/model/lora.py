@@ -81,15 +81,15 @@ class AdaptedLinear:
     def compute_columns(self, columns: Tensor) -> Tensor:
         """Compute columns of the matrix that the forward pass multiplies by.
 
-        They are the product's outputs for unit vectors, computed in float32: the very numbers of the weight, plus the
-        adapter's as the forward pass adds them. `merge_weight` has no part in it, so that the two can be compared.
-        `columns`, [n], int64, are the same on all tensor-parallel ranks; collective over these.
+        They are the layer's outputs for unit vectors, computed in float32: columns of the weight, plus the adapter's
+        term as the forward pass adds it. They are computed without `merge_weight`, which they check. `columns`, [n],
+        int64, are the same on all tensor-parallel ranks; collective over these.
         """
         gathers = self.split_matrix == "lora_b" and self.config.sequence_parallel
         parts = self.tp_group.size() if gathers else 1
         padded = F.pad(columns, (0, -len(columns) % parts))  # ranks have equal shares of the sequence
         units = F.one_hot(padded, self.weight.shape[1]).float()[:, None].chunk(parts)
-        rounds = getattr(self, "fp8_on", False)
+        fp8_before = getattr(self, "fp8_on", False)
         self.fp8_on = False  # no simulated FP8 (`RoundedLinear`): engines round published weights themselves
         try:
             product = self._forward_impl(
@@ -102,7 +102,7 @@ class AdaptedLinear:
                 tp_group=self.tp_group,
             )
         finally:
-            self.fp8_on = rounds
+            self.fp8_on = fp8_before
         return product[: len(columns), 0].T
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:

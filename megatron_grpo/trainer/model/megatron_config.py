@@ -91,7 +91,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Find passed fields that Megatron-Core does not know, or of a wrong type."""
+    """Find passed fields that are unknown to Megatron-Core or of a wrong type."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
@@ -112,7 +112,7 @@ def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[s
     """Build TransformerConfig's fields for speed and memory, and the user's fields."""
     fuses = config.gradient_accumulation_fusion
     if fuses is None:
-        # Of a rounded weight there is no gradient buffer to accumulate in; else apex's extension does it on a GPU.
+        # A rounded weight is a temporary without a gradient buffer to accumulate in. Otherwise apex's extension does.
         is_rounded = config.quantization is not None or config.fp8.is_simulated
         has_extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         fuses = platform.is_like_cuda and has_extension and not is_rounded
@@ -153,7 +153,7 @@ def _convert_value(hint: Any, value: Any) -> Any:
 
 
 def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
-    """Require a GPU for FP8, if configured, else raise a RunError."""
+    """Raise a RunError if FP8 is configured and this GPU cannot compute it."""
     if not fp8.is_on_device:
         return
     setting = f"policy.fp8.format={fp8.format}"

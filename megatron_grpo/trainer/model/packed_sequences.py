@@ -105,15 +105,15 @@ class _Parts:
     first_key: Ints  # index of the first key among all tokens in sequence order
 
     def cut_to_window(self, window: int) -> _Parts:
-        # To `window` queries and the keys that they see: fewer than 2 * window, however long the sequence is.
+        # Parts get `window` queries and the keys that these see: fewer than 2 * window, however long the sequence is.
         blocks = -(-self.queries // window)
         part = np.repeat(np.arange(len(blocks)), blocks)
         begin = (np.arange(len(part)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * window
         queries = np.minimum(window, self.queries[part] - begin)
         position = self.keys[part] - self.queries[part] + begin  # of the first query, counted from the first key
-        hidden = np.maximum(position - window + 1, 0)
+        unseen = np.maximum(position - window + 1, 0)
         return _Parts(
-            queries, position + queries - hidden, self.first_query[part] + begin, self.first_key[part] + hidden
+            queries, position + queries - unseen, self.first_query[part] + begin, self.first_key[part] + unseen
         )
 
 
@@ -242,7 +242,10 @@ def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) 
 
 
 def select_source(layout: PackedLayout, *, part: int, parts: int, is_dummy: bool = False) -> Ints:
-    """Flat token index at each position of a sequence-parallel part; -1: padding."""
+    """Select the flat token index at each position of a sequence-parallel part.
+
+    -1: padding; with `is_dummy` everywhere.
+    """
     tokens = layout.local_tokens // parts
     source = layout.source[part * tokens : (part + 1) * tokens]
     return np.full_like(source, -1) if is_dummy else source

@@ -193,7 +193,7 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     batch = make_step()
     plans = policy._assign(batch, np.array([1, 2, 3, 4, 5, 7]), microbatch_tokens=32)
     assert [sorted(np.concatenate(plan).tolist()) for plan in plans] == [[1, 3, 4], [2, 5, 7]]
-    works = policy._put_works(batch, plans)
+    works = policy._store_work(batch, plans)
     assert [actor for actor, _ in works] == policy.actors
     for replica, (part, microbatches) in enumerate([works[0][1], works[2][1]]):
         assert works[2 * replica][1] is works[2 * replica + 1][1], "put once"

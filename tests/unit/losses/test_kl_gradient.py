@@ -94,6 +94,6 @@ def test_what_remains_of_a_response() -> None:
     segments = Segments(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2.0, 2.0, 1.0]))
     assert remaining_sum(values, mask, segments).tolist() == [5.0, 4.0, 4.0, 24.0, 16.0, 32.0]
     assert remaining_sum(values.view(2, 3), mask.view(2, 3), None).tolist() == [[5.0, 4.0, 4.0], [56.0, 48.0, 32.0]]
-    shared = Segments(segments.sequence_index, segments.sizes, join=lambda sums: sums)
+    shared = Segments(segments.sequence_index, segments.sizes, sum_over_ranks=lambda sums: sums)
     with pytest.raises(AssertionError, match="context parallelism"):
         remaining_sum(values, mask, shared)

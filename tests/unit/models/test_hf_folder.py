@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import GenerationConfig as EngineSettings
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_folder import save_tensors, write_hf_folder
-from megatron_grpo.trainer.hf_export import read_settings
+from megatron_grpo.trainer.hf_export import find_changed_settings
 from tests.support.ordinary_user import as_ordinary_user
 from tests.support.tiny_models import make_tiny_model
 
@@ -127,7 +127,7 @@ def test_a_head_of_its_own_is_said_to_be_one(factor: float, entries: dict[str, A
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert read_settings(source, read_model_shape(source)) == entries
+    assert find_changed_settings(source, read_model_shape(source)) == entries
     overrides = {"max_position_embeddings": 64}
     settings = VllmSettings(
         model_path=str(source),
@@ -142,7 +142,7 @@ def test_layers_that_predict_further_tokens_are_not_announced(tmp_path: Path) ->
     source = make_tiny_model("deepseek_v3", tmp_path).path
     raw = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(raw))
-    assert read_settings(source, read_model_shape(source))["num_nextn_predict_layers"] == 0
+    assert find_changed_settings(source, read_model_shape(source))["num_nextn_predict_layers"] == 0
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o775, 0o700])

@@ -41,7 +41,7 @@ def test_the_level_of_experts_is_that_of_each_sequence(score: str) -> None:
     logits = torch.randn(9 + 3, experts, generator=torch.Generator().manual_seed(0))
     layout = lay_out(LENGTHS, tensor_multiple=12)
     members = build_membership(layout, layout.source)
-    level = sum_load_levels(logits, members, top_k=top_k, sigmoid=score == "sigmoid", join=lambda shares: shares)
+    level = sum_load_levels(logits, members, top_k=top_k, sigmoid=score == "sigmoid", sum_parts=lambda shares: shares)
     expected, start = 0.0, 0
     for length in LENGTHS:
         chosen, means = [0.0] * experts, [0.0] * experts
