@@ -8,9 +8,9 @@ def _search_user_folders_last() -> None:
     """Move the working folder to the end of the import path."""
     # Python first searches the folder in which `python -m` or `python -c` is started, and Ray's workers that of the
     # driver: a file like random.py in it would hide a module. A script's path and PYTHONPATH keep their order.
-    is_moved = (os.path.basename(sys.argv[0]) if sys.argv else "") in ("-m", "-c", "default_worker.py")
+    searches_working_folder = (os.path.basename(sys.argv[0]) if sys.argv else "") in ("-m", "-c", "default_worker.py")
     library = os.path.dirname(os.__file__)
-    if not is_moved or library not in sys.path:
+    if not searches_working_folder or library not in sys.path:
         return
     requested = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     installed = (sys.prefix, sys.base_prefix)

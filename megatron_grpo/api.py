@@ -24,7 +24,7 @@ from megatron_grpo.preflight.load import check_config, check_overrides
 from megatron_grpo.preflight.script_checks import find_argument_problems
 from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
 
-# Name that replaces the module in the path of a reward function that cannot be imported.
+# Stands for the module in the path of a reward function that only the script has, such as given.my_reward.
 SCRIPT_MODULE = "given"
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
@@ -76,7 +76,7 @@ def train(
         ConfigError: the configuration or another argument has problems.
         RunError: the run failed.
     """
-    began = time.time()
+    start_time = time.time()
     arguments = {
         "config": config,
         "rewards": rewards,
@@ -94,9 +94,9 @@ def train(
         settled = checked.require()
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
-        # Only now, because a start that is refused leaves the folder of the run as it was.
+        # Only now, so that a refused start leaves the run's folder unchanged.
         with files.move_in():
-            run_algorithm(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
+            run_algorithm(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start_time)
     return FinishedRun(Path(settled.run_dir))
 
 
@@ -115,7 +115,7 @@ def _check_arguments(
     rewards = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     if isinstance(config, Config):
         if any(dataset is not None for dataset in datasets) or rewards or environments:
-            text = "has its data and environments already; give overrides instead to have others"
+            text = "has its data and environments already; to change them, give overrides instead of a Config"
             raise ConfigError([Problem("config", text)])
         return check_config(config)
     overrides = format_overrides(config)
@@ -138,8 +138,8 @@ def _check_arguments(
 def _require_name(name: Any, argument: str, section: str) -> None:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*|0|[1-9][0-9]*", str(name)):
         text = (
-            f"cannot be a name in {section}.NAME, whose keys have dots between their parts; use letters (a-z, A-Z), "
-            "digits, _ and -, and a letter or _ first (or digits alone)"
+            f"cannot be the NAME of {section}.NAME, because keys are split at dots; use letters (a-z, A-Z), digits, _ "
+            "and -, and a letter or _ first (or digits alone)"
         )
         raise ConfigError([Problem(f"{argument}[{name!r}]", text)])
 
@@ -149,7 +149,7 @@ def _make_data_overrides(
 ) -> list[str]:
     """Write datasets that are objects; return the overrides of all datasets."""
 
-    def keep_dataset(dataset: Any, name: str, argument: str) -> tuple[str | Path, set[str]]:
+    def store_dataset(dataset: Any, name: str, argument: str) -> tuple[str | Path, set[str]]:
         if isinstance(dataset, str | Path):
             return dataset, set()
         file, columns = _write_dataset(dataset, files.reserve_path(run_dir, name), argument)
@@ -158,16 +158,16 @@ def _make_data_overrides(
     overrides = []
     columns: set[str] = set()
     if training is not None:
-        path, columns = keep_dataset(training, "train", "train_dataset")
+        path, columns = store_dataset(training, "train", "train_dataset")
         overrides.append(f"data.train_path={path}")
     if isinstance(validation, Mapping):
         for name, dataset in validation.items():
             _require_name(name, "val_dataset", "data.val_sets")
-            path, _ = keep_dataset(dataset, f"val_{name}", f"val_dataset[{name!r}]")
+            path, _ = store_dataset(dataset, f"val_{name}", f"val_dataset[{name!r}]")
             overrides.append(f"data.val_sets.{name}.path={path}")
         overrides.append("data.val_path=null")
     elif validation is not None:
-        overrides.append(f"data.val_path={keep_dataset(validation, 'val', 'val_dataset')[0]}")
+        overrides.append(f"data.val_path={store_dataset(validation, 'val', 'val_dataset')[0]}")
     elif training is not None:
         overrides.append("data.val_path=null")  # the recipe's validation rows belong to the recipe's task
     if has_rewards and columns and "answer" not in columns:

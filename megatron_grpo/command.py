@@ -43,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_task(overrides: Sequence[str], task: str) -> int:
-    """Train, check or show the configuration, as `task` says; return the exit code."""
+    """Train, check or show the configuration, as `action` says; return the exit code."""
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
-    # A machine on which a run for other GPUs is checked need not have them.
+    # A run can be planned for GPUs that this machine lacks.
     can_plan = task == "check" and {problem.key for problem in checked.problems} <= {"cluster.gpus_per_node"}
     if can_plan and checked.config is not None and checked.config.cluster.gpu is not None:
         from megatron_grpo.planning.check import check_fit  # here, because NumPy takes long to import
@@ -68,7 +68,7 @@ def _check_start(config: Config) -> Path | None:
     """Make the further checks of a start; return its checkpoint.
 
     Raises:
-        ConfigError: an environment cannot be created, the checkpoint is damaged or of other adapters, or too few
+        ConfigError: an environment cannot be created, the checkpoint is damaged or has other LoRA adapters, or too few
             prompts are short enough.
     """
     if config.needs_generation:
@@ -90,7 +90,7 @@ def _check_start(config: Config) -> Path | None:
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Split a command line into overrides and the task: train, check or show."""
+    """Split a command line into overrides and the action: train, check or show."""
     overrides: list[str] = []
     problems: list[Problem] = []
     task = "train"
@@ -101,7 +101,7 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], str]:
         if name in ("--cfg", "-c"):
             value = value or (remaining.pop(0) if remaining else "")
             if value != "job":
-                problems.append(Problem(f"{name} {value}".strip(), "shows one thing only: --cfg job"))
+                problems.append(Problem(f"{name} {value}".strip(), "prints only the configuration: --cfg job"))
             task = "show"
         elif argument == "--check":
             task = "check"
@@ -113,7 +113,7 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], str]:
             if advice is None and (find_key(key) or is_section(key)):
                 advice = f"keys have no dashes before them: {key}=..."
             problems.append(Problem(argument, f"no such option; {advice or '--help shows what there is'}"))
-            # The words behind an unknown option are its values, and no mistakes of their own.
+            # Skip the values of an unknown option, so that they are not reported as well.
             while not equals and remaining and "=" not in remaining[0] and not remaining[0].startswith("-"):
                 remaining.pop(0)
         else:

@@ -29,11 +29,12 @@ What the run itself measured comes first: a step with a large recorded error is 
 when something is found.
 
   RUN_DIR    folder of a run with rollouts and checkpoints
-  step       a recorded step; by default the one whose recorded error stands out, else the newest; of those whose
-             weights there are (checkpoint step_N for step N + 1)
-  tokens     most sampled tokens that are scored (2048)
-  engine     true: if nothing else explains the engine, start one with the same weights and compare its layers (false)
-  timeout_s  seconds after which no further cause is tried on a side, and deadline of a replay (900)
+  step       a recorded step whose weights still exist (step N + 1 needs checkpoint step_N); by default the one with an
+             outlying recorded error, else the newest
+  tokens     largest number of sampled tokens that are scored (2048)
+  engine     true: if nothing else explains its error, start an engine with the same weights and compare its layers
+             (false)
+  timeout_s  seconds after which no further causes are tried for generation or training; deadline of a replay (900)
   key=value  keys of the run's configuration that differ now, such as policy.model.path
   --json     one JSON object instead of a table
 """
@@ -69,11 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         findings = [asdict(finding) | {"explained": finding.explained} for finding in diagnosis.findings]
         print(json.dumps({"run": str(run_dir), **asdict(diagnosis), "sides": sides, "findings": findings}))
     else:
-        print("\n".join(_format_lines(run_dir, diagnosis)))
+        print("\n".join(_format_diagnosis(run_dir, diagnosis)))
     return FAILED if diagnosis.findings else 0
 
 
-def _format_lines(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
+def _format_diagnosis(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
     recorded = "no token_mult_prob_error of this step"
     if diagnosis.recorded_error is not None:
         worst = "" if diagnosis.recorded_worst is None else f", largest {diagnosis.recorded_worst:.6g}"
@@ -97,7 +98,7 @@ def _format_lines(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
         if finding.before is not None and finding.after is not None:
             before, after = finding.before.mean, finding.after.mean
             lines.append(f"    explains {finding.explained:.1%}: {before:.1e} -> {after:.1e} on average")
-        lines += [f"    comes near, too: {cause}" for cause in finding.others]
+        lines += [f"    explains nearly as much: {cause}" for cause in finding.others]
         lines.append(f"    change: {finding.key}")
     return lines if diagnosis.findings else [*lines, "nothing found: both sides compute what transformers computes"]
 

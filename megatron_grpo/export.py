@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments, _OPTIONS)
     checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
     form, hub_name = parsed.options.get("format", "hf"), parsed.options.get("push_to_hub")
-    # Mistakes come before the export, which takes minutes for a large model.
+    # Check every argument first: the export of a large model takes minutes.
     if hub_name is not None and not is_hub_name(hub_name):
         raise ValueError(f"push_to_hub={hub_name} is not a name on the hub; give ORGANISATION/NAME")
     checkpoint = resolve_checkpoint(checkpoint)
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
-        raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
+        raise ValueError(
+            f"format=quantized: {config_file} has no policy.quantization, so its weights were not trained for 8 bits"
+        )
     source = fetch_model_folder(policy.model.path)
     if not (source / "config.json").is_file():
         raise ValueError(
@@ -77,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     _write_model(checkpoint, source, output, policy, form, template)
     print(f"wrote {output} from {checkpoint}")
     if template.is_file():
-        text = "serve the base model with it" if form == "peft" else f"which is that of {output} too"
-        print(f"the run's prompts were rendered by {template}, {text}")
+        text = "serve the base model with it" if form == "peft" else f"{output} has the same one"
+        print(f"the run's prompts were rendered with the chat template {template}; {text}")
     if hub_name is not None:
         print(f"sent to {push_to_hub(output, hub_name, policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0
@@ -109,7 +111,7 @@ def _write_model(checkpoint: Path, source: Path, output: Path, policy: PolicyCon
 def _read_policy(config_file: Path) -> PolicyConfig:
     try:
         policy = read_config_file(config_file)["policy"]
-        # Other keys do not matter to an export, and may be another version's.
+        # An export needs no other keys, and they may be those of another version of megatron_grpo.
         optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
         needed = {"model": {"path": policy["model"]["path"]}, "precision": policy["precision"], **optional}
         return TypeAdapter(PolicyConfig).validate_python(needed)

@@ -47,7 +47,7 @@ model's config.json. Exit code 1: the run does not fit.
 """
 
 _OPTIONS = {"--search": bool, "--json": bool, "--html": Path, "--out": Path}
-_MOST_SHOWN = 8  # of each sort that are listed
+_MAX_LISTED = 8  # layouts of each kind
 
 
 @as_command("plan", USAGE, failures=(RunError,))
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parsed.options, parsed.overrides
     if overrides[:1] == ["calibrate"]:
         return _fit_profile(overrides[1:], options.get("out"))
-    # A search replaces the layouts, so that theirs are the only mistakes that it may begin with.
+    # A search replaces the layouts, so it may begin with a configuration whose layouts are wrong.
     config, shape = _load_config(overrides, compose_for_search if "search" in options else compose_config)
     plan, layouts = None, None
     with start_trace_pool() as pool:
@@ -78,10 +78,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _format_plan(plan: Plan) -> Iterator[str]:
-    worst, config, has = plan.fullest, plan.config, plan.hardware.memory_gib
+    fullest, config, capacity_gib = plan.fullest, plan.config, plan.hardware.memory_gib
     yield (
         f"{config.name} on {config.cluster.num_nodes} x {config.cluster.gpus} {plan.hardware.name}: {plan.verdict}; "
-        f"the fullest GPU takes {worst.peak / GIB:.1f} of {has:.1f} GiB"
+        f"the fullest GPU takes {fullest.peak / GIB:.1f} of {capacity_gib:.1f} GiB"
     )
     yield from (f"  {problem}" for problem in plan.problems)
     yield ""
@@ -96,17 +96,18 @@ def _format_plan(plan: Plan) -> Iterator[str]:
             f"{rank.reserve / GIB:12.2f}{rank.peak / GIB:12.2f}"
         )
     yield ""
-    of = "" if worst.model == "policy" else f" of the {worst.model}"
-    yield f"largest tensors at the peak of stage {worst.stage}{of}, in {worst.phase}:"
-    for holder in worst.holders[:6]:
+    owner = "" if fullest.model == "policy" else f" of the {fullest.model}"
+    yield f"largest tensors at the peak of stage {fullest.stage}{owner}, in {fullest.phase}:"
+    for holder in fullest.holders[:6]:
         per_layer = holder.bytes_per_layer
         layers = f", {per_layer / GIB:.3f} for each of {holder.layers} layers" if per_layer else ""
         yield f"  {holder.bytes / GIB:7.2f} GiB  {holder.kind}{layers}"
     yield ""
     if plan.times is not None:
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.times.phase_s.items())
-        kind = "" if plan.times.asynchronous_s is None else f" ({plan.times.synchronous_s:.1f} s if synchronous)"
-        yield f"a step: {plan.times.step_s:.1f} s{kind}, {plan.times.tokens_per_s_per_gpu:,.0f} tokens a second and GPU"
+        alternative = "" if plan.times.asynchronous_s is None else f" ({plan.times.synchronous_s:.1f} s if synchronous)"
+        speed = f"{plan.times.tokens_per_s_per_gpu:,.0f} tokens a second and GPU"
+        yield f"a step: {plan.times.step_s:.1f} s{alternative}, {speed}"
         yield f"  seconds by phase: {phases}"
         yield ""
     yield from (f"assumed: {assumption}" for assumption in plan.assumptions)
@@ -114,9 +115,9 @@ def _format_plan(plan: Plan) -> Iterator[str]:
 
 
 def _format_search(search: Search) -> Iterator[str]:
-    ran, why = len(search.best) + len(search.failed), f" ({search.why_not_all})" if search.why_not_all else ""
+    ran, note = len(search.best) + len(search.failed), f" ({search.why_not_all})" if search.why_not_all else ""
     fitting = f"{len(search.best)} layouts fit" if search.best else "no layout fits"
-    yield f"{fitting}: policy on {search.gpus[0]} GPUs, engines on {search.gpus[1]}, {search.idle} idle{why}"
+    yield f"{fitting}: policy on {search.gpus[0]} GPUs, engines on {search.gpus[1]}, {search.idle} idle{note}"
     yield (
         f"{search.legal} legal layouts: {search.too_large} exceed a GPU with their weights, gradients and optimizer "
         f"state alone (the smallest has {search.least_gib:.1f} GiB of them), {ran} ran dry in {search.searched_s:.0f} "
@@ -124,14 +125,14 @@ def _format_search(search: Search) -> Iterator[str]:
     )
     if ran:
         yield "     step s  tokens/s/GPU  peak GiB  layout"
-    for number, trial in enumerate(search.best[:_MOST_SHOWN], start=1):
+    for number, trial in enumerate(search.best[:_MAX_LISTED], start=1):
         assert trial.plan is not None
         assert trial.plan.times is not None
         times, name = trial.plan.times, name_layout(trial.candidate.config)
-        why = f"  ({trial.reason})" if trial.reason else ""
+        reason = f"  ({trial.reason})" if trial.reason else ""
         peak = trial.plan.fullest.peak / GIB
-        yield f"{number:3}{times.step_s:9.1f}{times.tokens_per_s_per_gpu:14,.0f}{peak:10.1f}  {name}{why}"
-    yield from (f"  -  {name_layout(trial.candidate.config)}: {trial.reason}" for trial in search.failed[:_MOST_SHOWN])
+        yield f"{number:3}{times.step_s:9.1f}{times.tokens_per_s_per_gpu:14,.0f}{peak:10.1f}  {name}{reason}"
+    yield from (f"  -  {name_layout(trial.candidate.config)}: {trial.reason}" for trial in search.failed[:_MAX_LISTED])
     if search.best:
         yield "the first one: " + " ".join(list_overrides(search.best[0].candidate.config))
     yield ""
@@ -148,7 +149,7 @@ def _fit_profile(words: Sequence[str], file: Path | None) -> int:
         if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
             raise ValueError(f"{override}: calibrate takes cluster.gpu and policy.model.path")
     config = load_run_config(run_dir, overrides)
-    # The lengths that the run recorded, so that the plan differs from it by the profile alone.
+    # With the lengths that the run recorded, plan and run differ by the profile alone.
     config.plan.lengths_from = str(run_dir)
     shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:

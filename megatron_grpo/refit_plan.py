@@ -36,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     if shape is None:
         path = f"policy.model.path={policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
-    layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
-    summary = summarize_refit(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
+    engines, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
+    summary = summarize_refit(shape, policy.parallel, engines, policy.precision, bucket, config.refit.fp8_blocks)
     receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
     nccl = {
         "communicators": 1 if receiving else 0,

@@ -1,4 +1,4 @@
-"""Does one recorded step of a run again: python -m megatron_grpo.replay RUN_DIR step=N policy.parallel.tensor=2"""
+"""Repeats one recorded step of a run: python -m megatron_grpo.replay RUN_DIR step=N policy.parallel.tensor=2"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 USAGE = """\
 python -m megatron_grpo.replay RUN_DIR step=N [section.key=value ...] [--json]
 
-Does step N of a run again on this machine, from its checkpoint and its rollouts, and compares hidden states,
+Repeats step N of a run on this machine, from its checkpoint and its rollouts, and compares hidden states,
 log-probabilities, loss, gradients and the update of the weights: with what the run recorded, and with a second replay,
 in which keys are changed. Says in which layer, tensor and token they first differ. Exit code 0: they agree; 1: they
 differ; 2: a mistake.
@@ -42,8 +42,8 @@ differ; 2: a mistake.
 """
 # Sections whose keys a replay can change; what other sections decide is recorded.
 _SECTIONS = ("policy.", "reference.", "loss_fn.")
-# Names of the sides: what the run recorded, the same again, once more where the run recorded no figures, and the
-# replay with changes.
+# Names of the compared sides: the record; its replay; a second replay, if the run recorded no figures; and the replay
+# with changes.
 RECORDED, REPLAYED, AGAIN, CHANGED = "recorded", "replayed", "replayed again", "changed"
 
 
@@ -61,7 +61,7 @@ class ReplayRequest:
     json: bool = False
 
 
-# A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
+# Exit code 1 means "replayed, and different", so a step that cannot be replayed exits with 2, as a mistake does.
 @as_command("replay", USAGE)
 def main(arguments: Sequence[str]) -> int:
     """Replay a step, and print the comparisons; return the exit code."""
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
-    """Do the step again, unchanged and changed, and compare all sides.
+    """Replay the step, unchanged and changed, and compare all sides.
 
     Raises:
         ValueError: the record or the changes cannot be used; says why.
@@ -100,7 +100,7 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     if request.baseline == "run" or changed is None:
         replayed_steps[REPLAYED] = record
     if request.baseline == "run" and changed is None and record.figures is None:
-        # Nothing else tells whether a step without recorded figures and without changes comes out the same.
+        # Without recorded figures and changes, only a second replay shows whether the step repeats.
         replayed_steps[AGAIN] = record
     if changed is not None:
         replayed_steps[CHANGED] = changed
@@ -130,9 +130,11 @@ def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
         "policy.optimizer.distributed": (recorded.optimizer.distributed, policy.optimizer.distributed),
     }
     problems = [
-        Problem(key, f"was {was} in the run, and is {now}: the state in {record.checkpoint} is of the former kind")
-        for key, (was, now) in changes.items()
-        if was != now and record.checkpoint is not None
+        Problem(
+            key, f"was {old} in the run, and is {new}: the state in {record.checkpoint} can only be loaded as it was"
+        )
+        for key, (old, new) in changes.items()
+        if old != new and record.checkpoint is not None
     ]
     if problems:
         raise ConfigError(problems)

@@ -15,7 +15,7 @@ from megatron_grpo.observability.run_files import write_text
 USAGE = f"""\
 python -m megatron_grpo.report RUN_DIR [OTHER_RUN_DIR] [output=FILE]
 
-Writes RUN_DIR/{REPORT_FILE}, one page that needs nothing else: curves, configuration, trajectories. With two folders
+Writes RUN_DIR/{REPORT_FILE}, one self-contained page: curves, configuration, trajectories. With two folders
 both runs stand side by side, in the page of the first.
 
   output  file to write, or a folder for {REPORT_FILE}; without it, and where RUN_DIR cannot be written, the page comes

@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 # Arguments of vLLM that the refit, the log-probabilities and the token depend on.
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
-_FOR_RUNS = (
+_RUN_OPTIONS = (
     "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
     "--worker-extension-cls=megatron_grpo.weight_sync.engine_worker.RefitWorker",
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
-    command += [*vllm_arguments, *_FOR_RUNS]
+    command += [*vllm_arguments, *_RUN_OPTIONS]
     token = read_token()
     if token is None:
         token = secrets.token_urlsafe(32)
@@ -112,7 +112,7 @@ def _split_model(named: Sequence[str], arguments: Sequence[str]) -> tuple[str, l
     """Split the model from arguments; `named`: values of --model."""
     remaining, models = list(arguments), list(named)
     for number, (before, word) in enumerate(itertools.pairwise(["--first=", *arguments])):
-        # Behind an option with its value after =, and behind nothing, a word is surely no option's value.
+        # Only as the first word, or after --name=value, is a bare word certainly not the value of an option.
         if not word.startswith("-") and before.startswith("-") and "=" in before:
             models.insert(0, remaining.pop(number))
             break
@@ -122,7 +122,7 @@ def _split_model(named: Sequence[str], arguments: Sequence[str]) -> tuple[str, l
             "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"
         )
     if len(models) > 1:
-        raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; leave one")
+        raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; keep one")
     return models[0], remaining
 
 

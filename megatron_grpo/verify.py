@@ -111,18 +111,18 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
-    truth = solve(model, batch)
+    reference = solve(model, batch)
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
-    alone = ParallelConfig()
-    for name, parallel in [("tp1", alone), *(layout for layout in layouts if layout[1] != alone)]:
+    one_rank_layout = ParallelConfig()
+    for name, parallel in [("tp1", one_rank_layout), *(layout for layout in layouts if layout[1] != one_rank_layout)]:
         for packed in request.packing:
             task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
             try:
                 result = run_layout(task)
             except RunError as error:
                 raise RunError(f"layout {name}: {error}") from None
-            row = compare_layout(name, packed, result, truth, batch, one_rank)
+            row = compare_layout(name, packed, result, reference, batch, one_rank)
             one_rank = one_rank or row
             if not request.json:
                 if row is one_rank:

@@ -35,7 +35,7 @@ class CommandLine:
     options: dict[str, Any] = field(default_factory=dict)
     """Converted values of the command's own options, by name: gb_per_s for --gb-per-s=50."""
     overrides: list[str] = field(default_factory=list)
-    """Arguments that belong to the configuration, as they were written."""
+    """Arguments that belong to the configuration, unchanged."""
     words: list[str] = field(default_factory=list)
     """Arguments without = and without dashes."""
 
@@ -56,8 +56,8 @@ def parse_arguments(
     """Sort the arguments of a command by their form, and convert its options.
 
     `options` has the type of each option by its name as it is written: step=N for "step", --json for "--json" of type
-    bool, and --html FILE or --html=FILE for "--html" of another type. `is_override` is asked about the names of the
-    other arguments.
+    bool, and --html FILE or --html=FILE for "--html" of another type. `is_override(name)` is true for the name of an
+    argument that belongs to the configuration.
 
     Raises:
         ValueError: an argument is unknown, or its value is of another type.

@@ -25,7 +25,7 @@ from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
     VARIANTS,
-    Overrides,
+    SortedOverrides,
     build_search_override,
     list_config_groups,
     read_overrides,
@@ -114,7 +114,7 @@ class Composed:
     """Set and default values, resolved, wrong ones included; empty when Hydra could compose nothing."""
     problems: list[Problem] = dataclasses.field(default_factory=list)
     defaulted: set[str] = dataclasses.field(default_factory=set)
-    """Keys of the schema that have their default because the value on the command line is wrong."""
+    """Keys with a wrong value, which have their default in `config`."""
     written_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """By shared key, the other algorithm's name under which it was set."""
     remarks: list[Problem] = dataclasses.field(default_factory=list)
@@ -171,8 +171,8 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
     return composed
 
 
-def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
-    """Compose into `into`; return the algorithm, and settings of the job that options overrule."""
+def _compose(into: Composed, parsed: SortedOverrides) -> tuple[str, list[Problem]]:
+    """Compose into `into`; return the algorithm, and problems with overruled job settings."""
     job, environments = into.job, list_config_groups()["env"]
     chosen = [f"env={job.environment}"] if job.has_option(environments) else []
     accepted = [*chosen, *parsed.accepted]
@@ -225,7 +225,7 @@ def _list_composed_files(accepted: Sequence[str]) -> list[str]:
 
 def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
     """Yield the job's settings that an option on the command line contradicts."""
-    # They are refused, because a part of the option alone would be misleading.
+    # Refused: the option's name would mislead if the job silently replaced one of its keys.
     groups = list_config_groups().keys() - {RECIPES, "env"}
     options = [override for override in accepted if override.partition("=")[0] in groups]
     options.sort(key=lambda option: option.startswith(f"{VARIANTS}="))  # Hydra reads the variant last

@@ -29,7 +29,7 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
         if key is not None and "true or false" not in read_keys()[key].type:
             problems.append(Problem(f"{name}={value}", f"must be {read_keys()[key].type}"))
             _remove(values, tuple(name.split(".")))
-    # Once more without the wrong values: further checks then have a Config with the defaults in their stead.
+    # The second try, without the wrong values, gives later checks a Config with defaults in their place.
     for _ in range(2):
         try:
             return _ADAPTER.validate_python(values), problems

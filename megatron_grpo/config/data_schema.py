@@ -74,7 +74,7 @@ class DatasetConfig(Section):
     """Environment of rows without a task_name column; null: data.task_name."""
 
     weight: PositiveFloat = 1.0
-    """Visits of each row in an epoch; with 0.5 half of the rows, and the other half in the next. Not for validation."""
+    """How often an epoch visits each row; 0.5: half of the rows, and the other half in the next. Not for validation."""
 
     def count_visits(self, rows: int) -> int:
         """Count the visits of one epoch to a set of this size."""
@@ -109,7 +109,7 @@ class DataConfig(PromptConfig):
     """Read rows of train_path, a hub name, on demand without storing them; shuffle_buffer shuffles them."""
 
     shuffle_buffer: Positive = 10000
-    """While streaming, the number of buffered rows from which the next row is drawn."""
+    """Rows in the buffer from which streaming draws the next row at random."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
@@ -164,7 +164,7 @@ def is_model_folder(reward: str) -> bool:
 
 
 def parse_reward_name(reward: str) -> str:
-    """Take a reward's name from its import path or folder, for metrics."""
+    """Find a reward's name for metrics: the end of its path."""
     return PurePath(reward).name if is_model_folder(reward) else reward.rpartition(".")[2]
 
 
@@ -184,7 +184,7 @@ class RewardModelConfig(Section):
     """Most tokens of a forward pass, padding included; a longer conversation is a pass of its own."""
 
     max_tokens: Positive | None = None
-    """Length to which conversations are cut, keeping their end, in tokens; null: they stay whole."""
+    """Most tokens of a conversation; a longer one loses its beginning. null: no limit."""
 
 
 class EnvironmentConfig(Section):
@@ -202,7 +202,7 @@ class EnvironmentConfig(Section):
     and the data's columns; and reward models by their folder or hub name, which has a / in it (docs/rewards.md)."""
 
     on_reward_error: Literal["fail", "none"] = "fail"
-    """Exception or timeout of a reward function: fail fails the rollout; none leaves the reward out (reward_errors)."""
+    """After an exception or timeout of a reward function. fail: the rollout fails; none: no reward (reward_errors)."""
 
     reward_timeout_s: Seconds | None = None
     """Deadline of one call of a reward function; null: only timeout_s, after which the process is replaced."""
@@ -224,7 +224,7 @@ class EnvironmentConfig(Section):
     above 0 loses its reward, so that baselines and loss leave it out. Empty: they are only reported."""
 
     num_workers: Positive = 1
-    """Processes that score in parallel, at least one for each rollout worker; with an agent, parallel rollouts."""
+    """Processes that score in parallel, at least one per rollout worker; with an agent, each runs one rollout."""
 
     timeout_s: Seconds = 600.0
     """Deadline of one call of a process; then it is replaced, and its responses are scored once more, one by one."""
@@ -242,7 +242,7 @@ class EnvironmentConfig(Section):
 
     @property
     def correctness_function(self) -> str | None:
-        """The reward function whose sign tells correct responses, if there is one."""
+        """Reward function whose positive reward means correct; None: unknown."""
         names = list(self.function_weights)
         return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
 
@@ -265,7 +265,7 @@ REWARD_FUNCTIONS = "reward_functions"
 ENVIRONMENT_FIGURE = "env/"
 # Sign of an undeserved reward that every environment reports.
 UNUSUALLY_SHORT = "unusually_short"
-# Fewest samples of a prompt for which UNUSUALLY_SHORT compares lengths.
+# UNUSUALLY_SHORT compares lengths of a prompt's samples only if there are at least this many.
 LEAST_COMPARED = 4
 # Further signs of undeserved rewards, by the built-in type that reports them.
 SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
@@ -282,8 +282,8 @@ class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
     required: Level = "filtered"
-    """Weakest accepted isolation: limits of time, memory and output; namespaces: also no network, other processes and
-    files; filtered: also a filter of system calls (docs/environments.md). Else the run does not start."""
+    """Weakest isolation with which the run starts. limits: of time, memory and output; namespaces: also no access to
+    network, files and other processes; filtered: also a filter of system calls (docs/environments.md)."""
 
     wall_time_s: Seconds = 10.0
     """Time after which a program is killed."""

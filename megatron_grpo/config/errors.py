@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-_LONGEST_VALUE = 120
+_MAX_VALUE_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +88,4 @@ def to_text(value: object) -> str:
         text = "null" if value is None else str(value)
     except ValueError:  # Python does not convert integers of more than 4300 digits to text
         return "(a number of thousands of digits)"
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"

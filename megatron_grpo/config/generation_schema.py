@@ -9,14 +9,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_grpo.config.section import (
-    Fraction,
     NonEmptyText,
     NonNegative,
     PathText,
     Positive,
     PositiveFloat,
+    PositiveShare,
     Seconds,
     Section,
+    Share,
     Temperature,
     VllmArguments,
 )
@@ -84,10 +85,10 @@ class EngineConfig(Section):
     max_num_seqs: Positive = 256
     """Most sequences that one engine decodes together."""
 
-    gpu_memory_utilization: Fraction = 0.9
+    gpu_memory_utilization: PositiveShare = 0.9
     """Share of each GPU's memory that an engine may take while it is awake. Not used on CPUs."""
 
-    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    kv_cache_gib: PositiveFloat = 1.0
     """Host memory for the KV cache of each rank, in GiB. Only on CPUs."""
 
     enable_prefix_caching: bool = True
@@ -144,7 +145,7 @@ class EndpointConfig(Section):
     """Address to listen on. If other machines reach it, set a token in MEGATRON_GRPO_TOKEN (environment)."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Port to listen on; every further rollout worker takes the next port. 0: any free ports."""
+    """Port of the first rollout worker; each further worker takes the next port. 0: free ports."""
 
 
 class GenerationConfig(Section):
@@ -165,14 +166,14 @@ class GenerationConfig(Section):
     temperature: Temperature = 1.0
     """Divisor of the logits, in sampling and in training; vLLM takes 0.01 to 2, and 0 for greedy sampling."""
 
-    top_p: Fraction = 1.0
+    top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 means no filter. Training renormalises
     its log-probabilities over the tokens that the filter keeps (docs/generation.md)."""
 
     top_k: Positive | None = None
     """Sample from this many likeliest tokens; null means no filter. Training renormalises as with top_p."""
 
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Share = 0.0
     """Sample from tokens with at least this share of the likeliest one's probability; 0: no filter. See top_p."""
 
     repetition_penalty: PositiveFloat = 1.0
@@ -185,7 +186,7 @@ class GenerationConfig(Section):
     """Subtracted from the logit of a token once for each time that the response already has it."""
 
     bad_words: list[NonEmptyText] = field(default_factory=list)
-    """Texts that are never sampled: where a response ends in a text without its last token, that token is excluded."""
+    """Texts that are never sampled: a token that would complete one is excluded."""
 
     structured: StructuredConfig = field(default_factory=StructuredConfig)
 
@@ -248,7 +249,7 @@ class RefitConfig(Section):
     directory: PathText | None = None
     """With mode=files, the folder that policy and engines share, under the same path; null: `refit` in run_dir."""
 
-    bucket_mib: Annotated[float, Field(gt=0)] = 64.0
+    bucket_mib: PositiveFloat = 64.0
     """Size of a rank's two send buffers; 64 MiB take 1.3 ms at 50 GB/s. Larger ones take memory and overlap less."""
 
     fp8_blocks: bool = False
@@ -264,23 +265,23 @@ class RefitConfig(Section):
     canary: bool = True
     """Engines serve new weights only if a few fixed sequences get the policy's log-probabilities; else the run ends."""
 
-    canary_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    canary_share: PositiveShare = 0.01
     """Largest share of the run's time for the canary. After the first four, a canary of s seconds is followed by at
-    least s / canary_share seconds in which refits are not checked. 1: a canary after every refit."""
+    least s / canary_share seconds without a canary. 1: a canary after every refit."""
 
-    canary_limit: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference of log-probabilities that the canary accepts, in nats: the median over the worst sequence.
-    null: from the noise of the first refits, at most 0.001 to 1.5 depending on precision (docs/refit.md)."""
+    canary_limit: PositiveFloat | None = None
+    """Largest difference of log-probabilities that the canary accepts, in nats: the median over the tokens of the worst
+    sequence. null: from the noise of the first refits, at most 0.001 to 1.5 by precision (docs/refit.md)."""
 
     prob_error_limit: Annotated[float, Field(gt=1)] | None = 2.0
-    """Largest token_mult_prob_error of a step, without its worst token, past which the run saves and ends before
-    learning. The default does not apply where both sides differ by intent (docs/metrics.md). null: no limit."""
+    """token_mult_prob_error of a step, without its worst token, above which the run saves and ends before learning from
+    it. The default does not apply where both sides differ by intent (docs/metrics.md). null: no limit."""
 
     weight_check_period: Positive | None = 100
     """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. The first two
     refits and each replaced engine are also compared. A tensor that differs ends the run. null: never."""
 
-    retries: Annotated[int, Field(ge=0)] = 1
+    retries: NonNegative = 1
     """How often a failed refit is tried again, over new connections; then the step is saved and the run ends."""
 
 
@@ -290,7 +291,7 @@ class RolloutsConfig(Section):
     num_workers: Positive | None = None
     """Processes that run rollouts; null: one for every 8 engines, at least one."""
 
-    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    max_failed_fraction: Share = 0.1
     """Largest share of a step's rollouts that may fail (after one retry); above it the run saves and ends."""
 
     timeout_s: Seconds = 800.0

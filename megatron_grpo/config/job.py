@@ -21,7 +21,7 @@ MOST_BYTES = 2**20  # most bytes of a job file
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
-    """Read the fields of a job file; a ValueError does not name it."""
+    """Read a job file's fields; ValueError: the reason, without the file's name."""
     file = Path(os.path.expanduser(path))
     try:
         if not file.is_file():
@@ -92,13 +92,13 @@ class Job:
     needs_no_validation: bool = False
     """True if the job has its own training data but no held-out prompts."""
     is_environment_name: bool = False
-    """True if the job has an environment's name without its fields."""
+    """True if `environment` is a name alone, without fields."""
     overruled: set[str] = field(default_factory=set)
     """Keys of the command line, which override the job."""
     problems: list[Problem] = field(default_factory=list)
 
     def has_option(self, options: Sequence[str]) -> bool:
-        """True if the environment is one of conf/env, of no other type."""
+        """True for an environment of conf/env whose type the job keeps."""
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
     def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
@@ -147,7 +147,7 @@ def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
             job.problems.append(_describe_unknown_field(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
     if len(arguments) > 1:
         job.problems.append(Problem(" ".join(arguments), "one run takes one job"))
-    # The command line has the last word over a job, as it has over a recipe.
+    # The command line overrides a job, as it overrides a recipe.
     job.settings = {key: value for key, value in job.settings.items() if key not in job.overruled}
     job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
     if "env" in job.overruled:

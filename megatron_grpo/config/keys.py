@@ -75,7 +75,7 @@ class SectionKeys:
 @functools.cache
 def read_sections() -> tuple[SectionKeys, ...]:
     """Read all sections, in the order of the schema."""
-    return tuple(_walk(Config, "", "", Config()))
+    return tuple(_list_sections(Config, "", "", Config()))
 
 
 @functools.cache
@@ -115,11 +115,11 @@ def is_match(pattern: str, name: str) -> bool:
     """True if a dotted name fits a pattern ("env.math" fits "env.<name>")."""
     expected, parts = pattern.split("."), name.split(".")
     return len(expected) == len(parts) and all(
-        e == p or e.startswith("<") for e, p in zip(expected, parts, strict=True)
+        name == part or name.startswith("<") for name, part in zip(expected, parts, strict=True)
     )
 
 
-def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
+def _list_sections(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
     """List a section and those below it, shared keys before GRPO's own.
 
     `prefix` begins the names of its keys; `doc`, unless it is empty, replaces the docstring of the class.
@@ -136,14 +136,14 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKe
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if name == LOOPS[0]:
                 # The shared keys are a section of their own under GRPO's name, so that each is listed once.
-                below += _walk(LoopConfig, f"{name}.", "", getattr(defaults, name))
-            below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))
+                below += _list_sections(LoopConfig, f"{name}.", "", getattr(defaults, name))
+            below += _list_sections(hint, f"{name}.", text, getattr(defaults, field.name))
         elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
             key = Key(f"{name}.<field>", FREE_TYPE, f"as {hint.__metadata__[0]} has it", "The field of this name.")
             below.append(SectionKeys(name, text, (key,)))
         elif typing.get_origin(hint) is dict:
             kind = typing.get_args(hint)[1]
-            below += _walk(kind, f"{name}.<name>.", text, kind())
+            below += _list_sections(kind, f"{name}.<name>.", text, kind())
         else:
             keys.append(Key(name, describe_type(hint), getattr(defaults, field.name), text))
     name, doc = prefix.rstrip("."), doc or inspect.getdoc(section) or ""

@@ -10,13 +10,14 @@ from pydantic import Field
 
 from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
 from megatron_grpo.config.section import (
-    Fraction,
     NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    PositiveShare,
     Section,
     Seed,
+    Share,
     Steps,
     Temperature,
 )
@@ -44,7 +45,7 @@ class EarlyStopConfig(Section):
     patience: Positive | None = None
     """End after this many validations in a row without an improvement on the best one; null is off."""
 
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    min_delta: NonNegativeFloat = 0.0
     """A value is an improvement only if it is better than the best one by more than this."""
 
 
@@ -59,8 +60,8 @@ class AsyncGRPOConfig(Section):
     are sampled in advance, so that no sample becomes older. 0: sample only when a step needs the samples."""
 
     oversampling_factor: Annotated[float, Field(gt=1)] | None = None
-    """Prompts in flight while a step waits = num_prompts_per_step * this, rounded down, below max_trajectory_age_steps
-    + 1; a step takes those that are complete first. null: it waits for the next of the data (docs/async.md)."""
+    """Prompts in flight when a step begins = num_prompts_per_step * this, rounded down; the step takes those that
+    complete first. Must be below max_trajectory_age_steps + 1. null: prompts in the data's order (docs/async.md)."""
 
     recompute_kv_cache_after_weight_updates: bool = True
     """Compute the KV cache of responses in flight again when the weights change, so that each later token is sampled as
@@ -106,7 +107,7 @@ class LoopConfig(Section):
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
     """Advantages below this are raised to it; null means no bound."""
 
-    advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
+    advantage_clip_high: NonNegativeFloat | None = None
     """Advantages above this are lowered to it; null means no bound."""
 
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
@@ -122,14 +123,14 @@ class LoopConfig(Section):
     """Most generation batches of one step with use_dynamic_sampling; then the run saves and ends with an error."""
 
     seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Leave a response out of the loss if its mean of exp(|training - sampling logprob|) is above this; null is off."""
+    """Leave a response out of the loss if its mean of exp(|training - sampling logprob|) is above this; null: off."""
 
     async_grpo: AsyncGRPOConfig = field(default_factory=AsyncGRPOConfig)
 
     sync_ref_model: bool = False
     """Move the reference policy towards the policy during training (TR-DPO); needs a KL penalty."""
 
-    ref_model_mixup_alpha: Fraction = 0.6
+    ref_model_mixup_alpha: PositiveShare = 0.6
     """Share of the policy in the mixture: reference = alpha * policy + (1 - alpha) * reference."""
 
     ref_model_sync_steps: Positive = 512
@@ -167,25 +168,22 @@ class LoopConfig(Section):
     """Key, without its section, of the number of passes over the samples of a step."""
 
 
-Lambda = Annotated[float, Field(ge=0, le=1)]
-
-
 class PPOAdvantageConfig(Section):
     """How rewards and values become advantages and returns."""
 
     name: Literal["gae", "raw_reward"] = "gae"
     """gae: generalised advantage estimation; raw_reward: the reward itself, without the value model's estimates."""
 
-    gae_gamma: Fraction = 1.0
+    gae_gamma: PositiveShare = 1.0
     """Discount of the next token."""
 
-    gae_lambda: Lambda = 0.95
+    gae_lambda: Share = 0.95
     """Lambda of gae: 1 uses the rewards alone (unbiased); a smaller one relies more on the values (less variance)."""
 
-    gae_lambda_policy: Lambda | None = None
+    gae_lambda_policy: Share | None = None
     """Lambda of the policy's advantages; null: gae_lambda."""
 
-    gae_lambda_value: Lambda | None = None
+    gae_lambda_value: Share | None = None
     """Lambda of the value model's returns; null: gae_lambda. VAPO takes 1."""
 
     length_adaptive_alpha: NonNegativeFloat | None = None

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import NonNegativeFloat, Positive, PositiveFloat, Section
+from megatron_grpo.config.section import NonNegativeFloat, Positive, PositiveFloat, Section, Share
 
 
 class LossConfig(Section):
     """ClippedPGLossFn; docs/algorithms.md has the formulas."""
 
-    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
+    ratio_clip_min: Share = 0.2
     """Clip probability ratios from below at 1 - this; 1 means no lower bound."""
 
     ratio_clip_max: NonNegativeFloat | None = None
@@ -139,7 +139,7 @@ class RewardShapingConfig(Section):
     max_response_length: Positive | None = None
     """DAPO: tokens at which the penalty is full; null: generation.max_new_tokens."""
 
-    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop_properly_penalty_coef: Share | None = None
     """Multiply positive rewards of truncated responses by this: 0 removes them, 1 and null change nothing."""
 
 

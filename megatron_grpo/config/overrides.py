@@ -34,16 +34,16 @@ DEEPEST = 20  # deepest nesting of brackets
 _FILE = "file://"
 _TEXT = ("text", "text or null")  # types of keys whose values are taken literally, whatever characters they contain
 # Folders that the command line adds; a context variable, because a notebook may compose in several threads.
-_added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
+_added_folders: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
 
 
 def _list_folders() -> list[Traversable]:
-    return [resources.files(CONF_MODULE), *_added.get()]
+    return [resources.files(CONF_MODULE), *_added_folders.get()]
 
 
 @contextlib.contextmanager
 def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Problem]]]:
-    """Look options up in added folders; yields other arguments, and folders' problems."""
+    """Add folders to conf/ within the body; yield other arguments and problems."""
     added: list[Path] = []
     remaining: list[str] = []
     problems: list[Problem] = []
@@ -68,16 +68,16 @@ def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Prob
                 added.append(folder)
             else:
                 problems.append(Problem(f"{name}={to_text(path)}", reason))
-    token = _added.set(tuple(added))
+    token = _added_folders.set(tuple(added))
     try:
         yield remaining, problems
     finally:
-        _added.reset(token)
+        _added_folders.reset(token)
 
 
 def build_search_override() -> list[str]:
     """Build the override with which Hydra searches the added folders."""
-    added = _added.get()
+    added = _added_folders.get()
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
 
@@ -97,7 +97,7 @@ def _check_folder(folder: Path) -> str | None:
 
 
 @dataclass(slots=True)
-class Overrides:
+class SortedOverrides:
     """The overrides of a command line, sorted."""
 
     accepted: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Overrides:
     problems: list[Problem] = field(default_factory=list)
     """Mistakes in the remaining overrides."""
     values: dict[str, str] = field(default_factory=dict)
-    """Values as text by key, wrong ones included; a section set to {...} also adds each of its keys."""
+    """All values as text by key, also wrong ones; a section set to {...} adds each of its keys too."""
 
 
 def list_config_groups() -> dict[str, list[str]]:
@@ -129,9 +129,9 @@ def read_settings(path: str) -> dict[str, Any]:
     return {key: value for key, value in flatten(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
 
 
-def read_overrides(arguments: Sequence[str]) -> Overrides:
+def read_overrides(arguments: Sequence[str]) -> SortedOverrides:
     """Sort arguments into overrides that Hydra takes, unknown keys and mistakes."""
-    overrides, options = Overrides(), list_config_groups()
+    overrides, options = SortedOverrides(), list_config_groups()
     parser = OverridesParser.create()
     for argument in arguments:
         alias, _, value = argument.lstrip("+~").partition("=")
@@ -174,7 +174,7 @@ def _advise_on_path(word: str) -> str | None:
 
 
 def _accept(
-    overrides: Overrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]
+    overrides: SortedOverrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
     """Sort an argument into accepted or unknown, or return its problem."""
     name, _, text_value = text.lstrip("+").partition("=")
@@ -245,7 +245,7 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
 
 
 def _accept_deletion(
-    overrides: Overrides, text: str, name: str, options: Mapping[str, Sequence[str]]
+    overrides: SortedOverrides, text: str, name: str, options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
     """Accept ~env.NAME, which removes an environment; other keys cannot be removed."""
     if "=" not in text and is_match("env.<name>", name):

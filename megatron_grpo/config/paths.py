@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import Problem, to_text
 
 
 def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
-    """Return the reason why a file or folder cannot be read."""
+    """Find why a file or folder cannot be read; None: it can."""
     try:  # opened, because permission bits alone do not tell whether that works
         if kind == "folder":
             os.listdir(path)
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str) -> str | None:
-    """Return the problem with the URL of a server, or None."""
+    """Find the problem of a server's URL; None: it is fine."""
     advice = "give http://HOST:PORT or https://HOST:PORT"
     try:
         parts = urlsplit(url)

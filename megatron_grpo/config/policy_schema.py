@@ -12,27 +12,29 @@ from megatron_grpo.config.section import (
     MISSING,
     MegatronFields,
     NonNegative,
+    NonNegativeFloat,
     PathText,
     Positive,
     PositiveFloat,
     Seconds,
     Section,
+    Share,
 )
 
 
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr: PositiveFloat = 1e-6
     """Peak learning rate."""
 
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
 
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up from 0 to lr."""
 
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    warmup_ratio: Share | None = None
     """Share of the schedule's optimizer steps that is warm-up, rounded up; null: warmup_steps."""
 
     decay_steps: Positive | None = None
@@ -61,7 +63,7 @@ class OptimizerConfig(Section):
     final_decay_steps: Positive | None = None
     """With warmup_stable_decay, the optimizer steps of the decay at the end; null: a tenth of the schedule."""
 
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, applied to matrices only (not to biases and norms)."""
 
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -70,13 +72,13 @@ class OptimizerConfig(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of the second moment."""
 
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """Added to the denominator of the update."""
 
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
 
-    cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    cpu_offload: Share = 0.0
     """Share of the optimizer state that is in host memory and is updated there: 0 none, 1 all. Needs GPUs."""
 
     precision_aware: bool = False
@@ -164,15 +166,15 @@ class ModelConfig(Section):
 class MoeConfig(Section):
     """Routing of mixture-of-experts models; all off by default."""
 
-    aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss: of each layer, the imbalance of experts within each sequence (1 when all are
     chosen equally often), averaged over the sequences of an optimizer step."""
 
-    z_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    z_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the z-loss (ST-MoE): the squared log-sum-exp of the router's logits, averaged over the tokens of each
     sequence, then over sequences; summed over layers."""
 
-    bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    bias_update_rate: NonNegativeFloat = 0.0
     """Change of the router's expert bias (DeepSeek-V3) per optimizer step, towards rarely chosen experts."""
 
     replay_routing: bool = False
@@ -216,8 +218,8 @@ class Fp8Config(Section):
     """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Values that share a scale: tensorwise and delayed (from earlier steps) a tensor; blockwise 128, of weights 128 x
-    128 (from compute capability 9.0 on); mxfp8 32 (from 10.0 on). Others need 8.9 (docs/fp8.md)."""
+    """Values that share a scale. tensorwise: a tensor; delayed: a tensor, scaled as in earlier steps; blockwise: 128,
+    or 128 x 128 weights (compute capability 9.0); mxfp8: 32 (10.0). The first two need 8.9 (docs/fp8.md)."""
 
     parameters: bool = False
     """Keep the layers' matrices only in FP8. Needs optimizer.distributed, whose copy is float32; not with mxfp8."""
@@ -307,7 +309,7 @@ class PolicyConfig(Section):
     logprob_chunk_size: Positive | None = None
     """Tokens whose logits the chunked kernel holds at a time; null: as many as take 256 MiB in float32."""
 
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Scale gradients down to this global norm; 0: no clipping."""
 
     activation_checkpointing: bool = False
@@ -341,7 +343,7 @@ class PolicyConfig(Section):
     """Further fields of Megatron-Core's OptimizerConfig, types as float32; also for the value model."""
 
     threads: Positive | None = None
-    """CPU threads of each rank; null: a share of the cores, or of half of them beside engines. Not used on GPUs."""
+    """CPU threads of each rank; null: its share of the cores, of half of them if engines run too. Not used on GPUs."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
@@ -371,7 +373,7 @@ class ValueConfig(Section):
     train_global_batch_samples: Positive | None = None
     """Samples of one optimizer step; must divide the samples of the step. null: all, whatever the policy has."""
 
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Scale gradients down to this global norm; 0: no clipping."""
 
 

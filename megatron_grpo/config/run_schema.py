@@ -28,7 +28,7 @@ class ClusterConfig(Section):
     startup_timeout_s: Seconds = 900.0
     """Deadline for the start of all processes."""
 
-    peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
+    peak_tflops_per_device: PositiveFloat | None = None
     """Peak TFLOP/s of a policy rank's device, for model_flop_utilization; null: the value of common GPUs, else none."""
 
     @property

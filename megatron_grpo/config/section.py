@@ -26,7 +26,8 @@ Temperature = Annotated[
 ]
 NonEmptyText = Annotated[str, Field(min_length=1), "text that is not empty"]
 Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 # Path of a file or folder; a leading ~ is the home folder, also where no shell replaces it.
 PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]
 # Pass-through fields, each with the library or class whose installed version checks them.

@@ -1,1 +1,1 @@
-"""Prompts: files, processing into token ids, loading in a resumable order, and splitting batches over ranks."""
+"""Prompts: sources of rows, rendering, tokenization, and loaders that a resumed run continues."""

@@ -22,10 +22,10 @@ class _Overdue(Exception):  # noqa: N818
 
 
 class _DeadlineThread:
-    """A thread that raises `_Overdue` in late threads."""
+    """A thread that raises `_Overdue` in threads whose deadline has passed."""
 
-    # Nothing else can stop a template: signals reach only the main thread, and a thread for each conversation would
-    # take longer than rendering it.
+    # Nothing else can stop a template: signals reach only the main thread, and starting a thread for each conversation
+    # would take longer than rendering it.
 
     def __init__(self) -> None:
         self._ends: dict[int, float] = {}
@@ -71,9 +71,9 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
 
 
-_watch = _DeadlineThread()
+_deadlines = _DeadlineThread()
 
-LARGEST = 10**6  # bits of a number, and characters of a text, that * or ** may make in a template
+LARGEST = 10**6  # most bits of a number, and characters of a text, that * or ** may make in a template
 
 
 def _multiply(first: Any, second: Any) -> Any:
@@ -92,7 +92,8 @@ def _raise_to_power(first: Any, second: Any) -> Any:
     return first**second
 
 
-# Such an operation may take forever, and nothing can interrupt it; Jinja's sandbox calls these functions instead.
+# A huge product or power takes forever in C code, which no exception interrupts. Set on the class, because transformers
+# makes the environments of its templates itself.
 SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
 SandboxedEnvironment.default_binop_table |= {"*": _multiply, "**": _raise_to_power}
 
@@ -109,7 +110,7 @@ def render_chat(
         Exception: the template's own error, of any class, about these messages.
     """
     try:
-        with _watch.deadline(seconds):
+        with _deadlines.deadline(seconds):
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except _Overdue:
         raise RunError(

@@ -82,8 +82,8 @@ _MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswi
 # Names of mathematics that tests compare with.
 _CHECKING = {"isclose", "isnan", "isinf", "isfinite", "fabs", "pi", "e", "tau", "inf", "nan"}
 _EXECUTING = ("eval", "exec", "compile", "__import__")
-_ORDERS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
-_COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
+_COMPARISONS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
+_ASSERTIONS = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
 
 
 @lru_cache(maxsize=512)  # the samples of a group share their tests
@@ -171,7 +171,7 @@ def _has_shared_variables(trees: Sequence[ast.Module]) -> bool:
 
 
 class _Identity(ast.NodeTransformer):
-    """Replaces `a is b`, which no object can answer, by a call."""
+    """Replaces `a is b` by a call, because proxies cannot override `is`."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -216,7 +216,7 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             instances = [side for side in sides if _is_class_call(side, names)]
-            if instances and any(isinstance(operator, _ORDERS) for operator in node.ops):
+            if instances and any(isinstance(operator, _COMPARISONS) for operator in node.ops):
                 yield f"compare {ast.unparse(instances[0])}, whose equality the program defines"
         elif isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -224,7 +224,7 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
                 yield f"call {called}(), which executes what the program may have written"
             elif called == "open" and isinstance(node.func, ast.Name):
                 yield "call open(), though they have no file in common with the program"
-            elif called in _COMPARED and any(_is_class_call(argument, names) for argument in node.args[:2]):
+            elif called in _ASSERTIONS and any(_is_class_call(argument, names) for argument in node.args[:2]):
                 yield f"compare {ast.unparse(node.args[0])}, whose equality the program defines"
 
 

@@ -52,7 +52,7 @@ class DataIdentity:
 
 
 def identify(config: Config) -> DataIdentity:
-    """Identify a run's data, which may read the rows."""
+    """Identify a run's data; reads every row that was not read before."""
     data = config.data
     training, validation = (
         {key: _identify_set(config, key) for key in sets} for sets in (data.training_sets, data.validation_sets)
@@ -91,7 +91,7 @@ def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | N
             return f"{subject} has other rows: {new.describe_rows()}, and the run began with {old.describe_rows()}{was}"
         elif old.usable != new.usable:
             reasons = "(data.bad_rows, data.processor, the columns)"
-            return f"of {subject} other rows can be used than when it began {reasons}"
+            return f"the usable rows of {subject} are others than when it began {reasons}"
         if old.weight != new.weight:
             return f"the weight of {subject} is {new.weight:g}, and was {old.weight:g}"
     for name in ("shuffle", "streaming"):

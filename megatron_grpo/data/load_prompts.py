@@ -34,9 +34,9 @@ BATCH_ROWS = 1000  # tokenised together, on all cores
 
 
 def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
-    """Count the first rows that get a loss_multiplier of 0.
+    """Count how many of the first `rows` rows get loss_multiplier 0.
 
-    ValueError: no prompt can be made of a row that is not to be left out.
+    ValueError: a row makes no prompt, and is not to be left out.
     """
     is_fast, left_out = getattr(dataset.tokenizer, "is_fast", False), 0
     for begin in range(0, rows, BATCH_ROWS):
@@ -66,8 +66,8 @@ def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None
         spec, _ = dataset.task_data_processors[task]
         prompts = PromptRenderer(dataset.tokenizer, spec).encode_prompts(texts)
         too_long = sum(len(token_ids) > dataset.max_seq_length for token_ids in prompts)
-        is_beyond = dataset.vocab is not None and max(map(max, filter(None, prompts)), default=0) >= dataset.vocab
-        if not all(prompts) or is_beyond or (too_long and spec.long_prompts == "error"):
+        exceeds_vocab = dataset.vocab is not None and max(map(max, filter(None, prompts)), default=0) >= dataset.vocab
+        if not all(prompts) or exceeds_vocab or (too_long and spec.long_prompts == "error"):
             return None
         left_out += too_long if spec.long_prompts == "filter" else 0
     return left_out
@@ -101,7 +101,7 @@ def load_held_out_prompts(config: Config, model: Path, key: str, dataset: Datase
     `key` is that of the set's path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are
     too long.
     """
-    reader = _Reader(config, model)
+    reader = _PromptReader(config, model)
     return HeldOutPrompts(reader.read_held_out(key, dataset), reader.stops, reader.notes)
 
 
@@ -111,14 +111,14 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens. ConfigError: a file or a
     row in it cannot be used, or too few rows are short enough.
     """
-    reader = _Reader(config, model, tokenizer)
+    reader = _PromptReader(config, model, tokenizer)
     loader = reader.make_stream() if config.data.streaming else reader.make_loader()
     val_prompts = list(chain.from_iterable(reader.read_validation()))
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
-class _Reader:
-    """Reads the sets of a run and collects notes."""
+class _PromptReader:
+    """Reads the sets of a run, and collects notes for the user."""
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -186,7 +186,7 @@ class _Reader:
             config=training_set,
             data=config.data,
             environments=self._environments,
-            process=self._make_prompts(training_set, []),
+            prompts=self._make_prompts(training_set, []),
             prompts_per_batch=config.prompts_per_generation_batch,
             seed=config.training_loop.seed,
         )

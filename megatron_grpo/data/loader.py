@@ -24,11 +24,11 @@ COMPARED_ROWS = 100
 
 
 class PromptSampler(Sampler[int]):
-    """Row numbers of an epoch, in order or drawn from (seed, epoch).
+    """Row numbers of an epoch, in order or shuffled by (seed, epoch).
 
-    The rows of several sets are numbered consecutively. `sizes` and `weights`: rows of each set, and visits of each of
-    its rows in an epoch. The fraction of a weight is a part of the set that changes with the epoch: after 1 / fraction
-    epochs all rows were visited.
+    The rows of several sets are numbered consecutively. `sizes`: rows of each set; `weights`: visits of each row in
+    an epoch. With weight 2.25 an epoch visits every row twice and a quarter of the rows a third time; four epochs
+    visit all rows equally often.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, shuffle: bool, seed: int) -> None:
@@ -198,8 +198,8 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
 class StreamLoader(Batches):
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
-    Rows are shuffled within a buffer: the next row of the stream replaces each row that is drawn. `process` is a
-    dataset whose processors turn rows into prompts.
+    Rows are shuffled within a buffer: the next row of the stream replaces each row that is drawn. `prompts` turns rows
+    into prompts with its processors; its own rows are not used.
     """
 
     def __init__(
@@ -209,15 +209,15 @@ class StreamLoader(Batches):
         config: DatasetConfig,
         data: DataConfig,
         environments: Mapping[str, str],
-        process: AllTaskProcessedDataset,
+        prompts: AllTaskProcessedDataset,
         prompts_per_batch: int,
         seed: int,
     ) -> None:
         self._rows, self._config, self._data = rows, config, data
         self._check = RowCheck(config, data, environments)
-        self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
+        self._prompts, self.prompts_per_batch, self._seed = prompts, prompts_per_batch, seed
         self._drawn = 0
-        self._beginning: str | None = None  # digest of the first rows; None before they are read
+        self._first_rows_digest: str | None = None  # None before they are read
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the epoch, then begin the next.
@@ -260,9 +260,9 @@ class StreamLoader(Batches):
 
     def _identify(self) -> dict[str, Any]:
         # The digest of the first rows tells a stream that changed from the stream of the checkpoint.
-        if self._beginning is None:
-            self._beginning = digest_rows(islice(self._rows, COMPARED_ROWS))
-        return {"subset": self._config.subset, "split": self._config.split, "beginning": self._beginning}
+        if self._first_rows_digest is None:
+            self._first_rows_digest = digest_rows(islice(self._rows, COMPARED_ROWS))
+        return {"subset": self._config.subset, "split": self._config.split, "beginning": self._first_rows_digest}
 
     def _draw_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         numbered = enumerate(iter(self._rows))
@@ -288,7 +288,7 @@ class StreamLoader(Batches):
             reason = f"row {number}: the row {converted}"
         else:
             try:
-                prompt = self._process.make_prompt(row, number)
+                prompt = self._prompts.make_prompt(row, number)
             except ValueError as error:
                 reason = str(error)
         if reason and self._data.bad_rows == "fail":

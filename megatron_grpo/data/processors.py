@@ -120,7 +120,7 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
     Raises:
         ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
     """
-    prompt = _insert_words(row[spec.prompt_key], row, spec, idx)
+    prompt = _apply_prompt_file(row[spec.prompt_key], row, spec, idx)
     renderer = PromptRenderer(tokenizer, spec)
     if spec.apply_chat_template and not renderer.has_template:
         raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
@@ -130,7 +130,7 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
         raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
 
 
-def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
+def _apply_prompt_file(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
     """Put the prompt file's text around a prompt, or around its user's last message."""
     if spec.prompt is None:
         return prompt
@@ -138,14 +138,14 @@ def _insert_words(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int
     if not isinstance(prompt, str):
         last = next((index for index in reversed(range(len(prompt))) if prompt[index]["role"] == "user"), None)
         if last is None:
-            raise ValueError(f"row {idx}: the words of data.prompt_file have no place: no message is the user's")
+            raise ValueError(f"row {idx}: data.prompt_file has no place in it, because no message is the user's")
     question = prompt if last is None else join_content(prompt[last].get("content"))
     try:
-        words = spec.prompt.format(question, **{name: value for name, value in row.items() if name.isidentifier()})
+        text = spec.prompt.format(question, **{name: value for name, value in row.items() if name.isidentifier()})
     # A format may look into a column, as {scores[0]} and {scores.first} do, so many errors are possible.
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
-        text = f"{type(error).__name__}: {error}; braces that are meant are written {{{{ and }}}}"
-        raise ValueError(f"row {idx}: the words of data.prompt_file do not fit it: {text}") from error
+        reason = f"{type(error).__name__}: {error}; write braces of the text as {{{{ and }}}}"
+        raise ValueError(f"row {idx}: data.prompt_file cannot be filled in: {reason}") from error
     if last is None:
-        return words
-    return [*prompt[:last], {**prompt[last], "content": words}, *prompt[last + 1 :]]
+        return text
+    return [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]

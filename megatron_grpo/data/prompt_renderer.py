@@ -14,7 +14,7 @@ from megatron_grpo.data.chat_template import parse_arguments, render_calls, rend
 ChatMessage = Mapping[str, Any]
 """A message for a chat template: role, content, and whatever else the template reads."""
 
-# Beginning of a marker in place of the model's turn, which tells where the template's next text begins.
+# Beginning of a marker that stands for the model's turn: the template's text after it is the text to encode.
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"
 
 RESERVED = frozenset(
@@ -113,22 +113,22 @@ class PromptRenderer:
     ) -> list[int]:
         """Encode a template's text between two model turns.
 
-        `earlier` and `messages` are the conversation before and after the first of them, `last_token` is its last.
-        ValueError: the template does not show the model's message.
+        `earlier`: messages before the model's first turn; `messages`: those after it, up to its second turn;
+        `last_token`: last token of the first turn. ValueError: the template does not show the model's message.
         """
         mark = f"{MODEL_TURN}{secrets.token_hex(8)}"  # drawn at random, because messages may hold any text
         conversation = [*earlier, {"role": "assistant", "content": mark}, *messages]
         has_results = any(message.get("role") == "tool" for message in messages)
         render = partial(self.render, tools=tools, variables=variables)
         try:
-            _, is_shown, after = render(conversation).rpartition(mark)
+            _, mark_in_text, after = render(conversation).rpartition(mark)
         except Exception:
             if not has_results:
                 raise
-            is_shown, after = "", ""
-        if not is_shown and has_results:
+            mark_in_text, after = "", ""
+        if not mark_in_text and has_results:
             after = _render_after_calls(render, earlier, messages)
-        elif not is_shown:
+        elif not mark_in_text:
             raise ValueError("the chat template leaves out the model's last message")
         return self.encode_after(after, last_token)
 
@@ -175,15 +175,15 @@ class PromptRenderer:
     def encode_after(self, text: str, last_token: int) -> list[int]:
         """Encode a text that follows a sampled token.
 
-        If that is the special token that ends the message in `text`, the text goes on behind it. The tokens are without
-        the blank and the special tokens that begin a text.
+        If `text` begins with that token (the end of a message), it is not repeated. The tokens lack the blank and the
+        special tokens that begin a text.
         """
         end = self._special_texts.get(last_token)
         if end is None:
             return self._encode_without_blank(text)
-        ahead, is_end, behind = text.partition(end)
-        if is_end and not ahead.strip():
-            text = behind
+        before, end_in_text, after = text.partition(end)
+        if end_in_text and not before.strip():
+            text = after
         # Tokenized together with the token before it, because each tokenizer treats blanks next to special tokens in
         # another way.
         ids = self.encode_rendered(end + text)

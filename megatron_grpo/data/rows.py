@@ -31,7 +31,7 @@ _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)
 _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.
-_REPEATED = "prompt an earlier row has too"
+_REPEATED = "prompt repeats that of an earlier row"
 _BEGUN = (
     "prompt ends with a message of the assistant: responses go on from it; leave it out if it is an answer to learn "
     "from"

@@ -101,7 +101,7 @@ class ModelAccess:
     """An OpenAI-compatible address of one rollout, for example for `openai.OpenAI`."""
 
     base_url: str
-    """URL that ends in /v1. It contains the rollout's name, which nobody else knows."""
+    """URL that ends in /v1. It contains the rollout's name, a secret of this rollout."""
     token: str = field(repr=False)
     """Bearer token; any text if the endpoint needs none."""
     model: str

@@ -37,7 +37,7 @@ _MAGIC = {
 
 
 def detect_binary_format(head: bytes) -> str | None:
-    """Describe the binary format of a file; None: perhaps text."""
+    """Describe the binary format of a file; None: it may be text."""
     return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 

@@ -125,7 +125,7 @@ ROW_FORMS: dict[str, RowForm] = {  # by their names in data.processor
 
 
 def find_processor(name: str | None) -> DataProcessor:
-    """Find a processor by row form or import path; ValueError: it is unusable."""
+    """Find a processor by its name in data.processor; ValueError: it is unusable."""
     if name is None:
         return math_data_processor
     if name in ROW_FORMS:
@@ -219,22 +219,22 @@ def find_processor_name(data: DataConfig, task: str) -> str | None:
 def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
     """Find problems of configured files and processor names."""
     for section, config in _list_sections(data).items():
-        # A user's processor may do with the text of prompt_file what it likes.
+        # A user's processor may use the text of prompt_file in any way.
         is_opaque = _is_import_path(config.processor or data.processor or "")
-        forms: dict[str, Callable[[str], object]] = {
+        parsers: dict[str, Callable[[str], object]] = {
             "prompt_file": str if is_opaque else _check_prompt_text,
             "system_prompt_file": str,
             "chat_template": str,
             "tools": _parse_tools,
         }
-        for name, form in forms.items():
+        for name, parse in parsers.items():
             file = getattr(config, name)
             try:
-                _read(file, form)
+                _read(file, parse)
             except ValueError as error:
                 yield Problem(f"{section}.{name}={file}", str(error))
         if config.system_prompt is not None and config.system_prompt_file is not None:
-            text = f"and {section}.system_prompt say the same; give one of them"
+            text = f"and {section}.system_prompt are the same setting; give one of them"
             yield Problem(f"{section}.system_prompt_file", text)
         processor = config.processor
         if processor is not None and processor not in ROW_FORMS and not _is_import_path(processor):
@@ -270,12 +270,12 @@ def _choose(value: T | None, otherwise: T | None) -> T | None:
     return otherwise if value is None else value
 
 
-def _read(file: str | None, form: Callable[[str], T]) -> T | None:
-    # `form` converts the text, and refuses it with a ValueError that says why.
+def _read(file: str | None, parse: Callable[[str], T]) -> T | None:
+    # `parse` converts the text; its ValueError says why it cannot.
     if file is None:
         return None
     try:
-        return form(Path(file).expanduser().read_text(encoding="utf-8"))
+        return parse(Path(file).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -286,9 +286,11 @@ def _check_prompt_text(text: str) -> str:
     try:
         fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
     except ValueError as error:
-        raise ValueError(f"has a brace too many: {error}; braces that are meant are written {{{{ and }}}}") from None
+        raise ValueError(f"has a brace too many: {error}; write braces of the text as {{{{ and }}}}") from None
     if not fields:
-        raise ValueError("has neither {} nor a {column}, so all prompts would be the same; write {} where they stand")
+        raise ValueError(
+            "has neither {} nor a {column}, so all prompts would be the same; write {} where a prompt belongs"
+        )
     return text
 
 

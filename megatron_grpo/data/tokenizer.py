@@ -28,8 +28,8 @@ SAMPLE_TEXTS = (
 ROUND_TRIP = "the answer is 42 or 7"
 """A text that every tokenizer without unknown tokens gives back, whatever it normalizes."""
 MAX_ADDED = 240  # added tokens that are compared; some tokenizers have thousands of unused tokens
-_ADDED_TOGETHER = 12
-_DEFAULTS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_ADDED_PER_TEXT = 12
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
     if difference is None:
         return LoadedTokenizer(tokenizer)
     plain = _load(PreTrainedTokenizerFast, model)
-    for name in _DEFAULTS:  # a class of transformers may know tokens that tokenizer_config.json leaves out
+    for name in _ROLES:  # a class of transformers may know tokens that tokenizer_config.json leaves out
         token = getattr(tokenizer, name, None)
         if getattr(plain, name) is None and token is not None and token in plain.get_vocab():
             setattr(plain, name, token)
@@ -117,7 +117,7 @@ def make_sample_texts(added: Iterable[str]) -> list[str]:
     # Every n-th of the sorted tokens, so that each family of names is among them.
     tokens = sorted(set(added))
     chosen = tokens[:: -(-len(tokens) // MAX_ADDED) or 1]
-    batches = [chosen[begin : begin + _ADDED_TOGETHER] for begin in range(0, len(chosen), _ADDED_TOGETHER)]
+    batches = [chosen[begin : begin + _ADDED_PER_TEXT] for begin in range(0, len(chosen), _ADDED_PER_TEXT)]
     return [*SAMPLE_TEXTS, *("".join(f"a{token}b {token} c\n{token}\n" for token in batch) for batch in batches)]
 
 
@@ -153,8 +153,8 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
     vocabulary = tokenizer.backend_tokenizer.get_vocab_size()
     if vocabulary != reference.get_vocab_size():
         return f"it has {vocabulary} tokens instead of {reference.get_vocab_size()}"
-    defaults = {name: getattr(tokenizer, name) for name in _DEFAULTS if getattr(tokenizer, name) is not None}
-    for name, token in defaults.items():
+    tokens = {name: getattr(tokenizer, name) for name in _ROLES if getattr(tokenizer, name) is not None}
+    for name, token in tokens.items():
         number, expected = getattr(tokenizer, f"{name}_id"), reference.token_to_id(token)
         if number != expected:
             return f"{name} {token} is token {number} instead of {expected}"

@@ -37,7 +37,7 @@ class Verdict:
     passed: int = 0  # tests that passed
     tests: int = 0  # all tests
     idle: int = 0  # tests that passed without a request to the program
-    equal_outputs: bool = False  # three or more different inputs all gave the same output
+    equal_outputs: bool = False  # _EQUAL_CASES or more different inputs all gave the same output
     touched: bool = False  # the program inspected the interpreter that ran it, or tried to
     untrusted: list[str] = field(default_factory=list)  # reasons why verdicts of tests cannot be trusted
 
@@ -144,7 +144,7 @@ def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, ever
             else:
                 verdict.touched, verdict.equal_outputs = line["touched"], line["equal_outputs"]
     except (ValueError, LookupError, TypeError) as error:
-        _log.warning("the report of a program's tests makes no sense, and none of its tests counts: %r", error)
+        _log.warning("the report of a program's tests is malformed, so none of its tests counts: %r", error)
         return Verdict(tests=tests.test_count)
     verdict.passed = len(passed)
     return verdict

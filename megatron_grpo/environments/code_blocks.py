@@ -34,7 +34,7 @@ def extract_program(response: str) -> str:
     block, else the last block of another tag that is a program. So output in a block of its own is not taken for the
     program. A block that is not closed ends with the response. Empty blocks do not count.
     """
-    reader = _Reader(response)
+    reader = _BlockReader(response)
     blocks = [(kind, code) for kind, code in reader.read_blocks() if code.strip()]
     if not blocks or reader.is_program(response):  # fences may stand in the strings of a program without a block
         return response
@@ -61,14 +61,14 @@ class _Fence:
 class _End:
     """A candidate for the end of a block."""
 
-    line: int  # line that the content ends before, or in
-    column: int | None  # column of that line at which a fence ends the content; None: it ends before the line
+    line: int  # line of the fence; the content ends before it, or within it at `column`
+    column: int | None  # where the fence begins within the line; None: at the line's beginning
     is_closing: bool  # the line is a closing fence and no more, or opens a Python block
     next_line: int  # line after the block
     rest: str = ""  # text after the fence, if it has another fence
 
 
-class _Reader:
+class _BlockReader:
     """Splits a response into blocks, with limited work."""
 
     def __init__(self, response: str) -> None:

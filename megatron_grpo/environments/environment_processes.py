@@ -59,7 +59,7 @@ class EnvironmentPool:
     _actors: list[Any] = field(default_factory=list, init=False)
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
-        """Begin to start processes for `shares` rollout workers."""
+        """Start processes for `shares` rollout workers, without waiting for them."""
         rewards: dict[str, Any] = {
             name: function for name, function in self.rewards.items() if name in self.config.reward_funcs
         }

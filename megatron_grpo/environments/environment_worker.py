@@ -26,8 +26,8 @@ from megatron_grpo.environments.reward_model import RewardModelClient
 
 Value = TypeVar("Value")
 
-# Deadline in seconds for loading a reward model: before that of the process that waits, so that the message names the
-# model.
+# Deadline in seconds for loading a reward model, shorter than that of the process that waits for it, so that the error
+# names the model.
 REWARD_MODEL_STARTUP_S = STARTUP_S - 100.0
 
 

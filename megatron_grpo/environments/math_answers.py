@@ -24,9 +24,9 @@ from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
 
-HANGS_AFTER_S = 20.0  # seconds without an answer after which the process is killed; math-verify's limits add up to 15 s
-STARTS_WITHIN_S = 120.0  # seconds for the process to import math-verify
-MEMORY_BYTES = 4 * 2**30  # memory that the process may add to its size when ready; an answer that needs more is wrong
+VERIFY_TIMEOUT_S = 20.0  # then the process is killed; math-verify's own limits add up to 15 s
+STARTUP_TIMEOUT_S = 120.0  # for the process to import math-verify
+MEMORY_BYTES = 4 * 2**30  # most that the process may grow after its start; an answer that needs more is wrong
 TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
 
 _BOX = "\\boxed{"
@@ -103,8 +103,8 @@ def _parse(text: str) -> list[Any]:
 class Verifier:
     """A process that compares answers; not safe for several threads."""
 
-    def __init__(self, hangs_after_s: float = HANGS_AFTER_S) -> None:
-        self._hangs_after_s = hangs_after_s
+    def __init__(self, timeout_s: float = VERIFY_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._start()
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -133,15 +133,15 @@ class Verifier:
             pipe = process_end.fileno()
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._end = weakref.finalize(self, _end, process, self._connection)
-        self._connection.settimeout(STARTS_WITHIN_S)
+        self._connection.settimeout(STARTUP_TIMEOUT_S)
         try:
             ready = self._connection.recv(1)
         except OSError:
             ready = b""
         if ready != _READY:
             self._end()
-            raise RunError(f"the process that compares answers did not start within {STARTS_WITHIN_S:g} s")
-        self._connection.settimeout(self._hangs_after_s)
+            raise RunError(f"the process that compares answers did not start within {STARTUP_TIMEOUT_S:g} s")
+        self._connection.settimeout(self._timeout_s)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -94,7 +94,7 @@ def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[d
         try:
             hint = parameters[name].annotation
             has_type = hint is not inspect.Parameter.empty and not isinstance(hint, str)
-            # pydantic refuses a configuration for a type that has its own, but not for a list of this type.
+            # As a list of one: pydantic refuses `config` for a type with a configuration of its own (a dataclass).
             list_type: Any = GenericAlias(list, hint if has_type else Any)
             adapter = TypeAdapter(list_type, config=ConfigDict(coerce_numbers_to_str=True))
             (arguments[name],) = adapter.validate_python([value])

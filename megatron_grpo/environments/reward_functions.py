@@ -179,7 +179,7 @@ class RewardFunctionEnvironment(Environment):
         self._failed: set[str] = set()
 
     def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        assert self.agent_function is not None, "`agent` says so"
+        assert self.agent_function is not None, "`agent` is true only with an agent_function"
         columns = {name: value for name, value in extra_env_info.items() if name not in ("prompt", REFERENCE)}
         result = self.agent_function(prompt=prompt, access=access, **columns)
         return asyncio.run(_await_all([result]))[0] if inspect.isawaitable(result) else result
@@ -230,8 +230,8 @@ class RewardFunctionEnvironment(Environment):
         for request, score in zip(requests, scores, strict=True):
             outcome: CallOutcome = failure
             if len(requests) > 1 and not failure.is_timeout:  # after a timeout, each call could time out again
-                unused = [EnvironmentReturn(reward=None, correct=None)]
-                arguments = self._make_arguments([request], unused, defaultdict(list))
+                ignored_scores = [EnvironmentReturn(reward=None, correct=None)]  # the retry's notes go there
+                arguments = self._make_arguments([request], ignored_scores, defaultdict(list))
                 outcome = self._call_functions([name], arguments, 1)[name]
             score.errors += isinstance(outcome, RewardError)
             rewards += [None] if isinstance(outcome, RewardError) else outcome

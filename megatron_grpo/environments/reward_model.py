@@ -164,7 +164,7 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start a reward model; RunError if it cannot be downloaded.
+    """Start a reward model without waiting for it; RunError: no download.
 
     The caller ends the returned Ray actors.
     """

@@ -1,4 +1,4 @@
-"""Environments of text alone: exact sums, patterns, mathematical answers, a game."""
+"""Environments without tools: exact sums, patterns, mathematical answers, the Countdown game."""
 
 from __future__ import annotations
 

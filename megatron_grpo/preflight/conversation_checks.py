@@ -45,7 +45,7 @@ _OPENING_TAG = re.compile(
     r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
 )
 # Types of environments that look for an answer wherever it stands, and for no tag.
-_READ_BY_VALUE = frozenset(BUILT_IN) - {"format"}
+_WITHOUT_TAGS = frozenset(BUILT_IN) - {"format"}
 
 
 def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
@@ -81,7 +81,7 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
             remarks["lacks"] = _describe_missing_part(prompt["prompt"], text)
         if decoded != expected:
             difference = quote_difference(decoded, expected)
-            remarks["changed"] = f"is other text for the model, whose tokenizer changes it: {difference}"
+            remarks["changed"] = f"reaches the model as another text, because its tokenizer changes it: {difference}"
         for kind, remark in remarks.items():
             if remark is not None and kind not in kinds:
                 kinds.add(kind)
@@ -110,8 +110,8 @@ def _describe_missing_part(prompt: str | Sequence[ChatMessage], text: str) -> st
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
     """Render a sample conversation of every task; returns problems and remarks.
 
-    This finds what rows do not show: settings that the template does not read, and later turns. A problem is one with
-    which rollouts would fail, or the model would not see the environment's answers. `tokenizer`: from transformers.
+    This finds what rows do not show: settings that the template does not read, and faults of later turns. It is a
+    problem if rollouts would fail or the model would not see the environment's answers, else a remark.
     """
     problems: list[Problem] = []
     remarks: list[Problem] = []
@@ -125,7 +125,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
         remarks += _find_unread_settings(partial(_name_key, config, task), renderer, spec, prompt)
-        remarks += _find_begun_responses(task, environment, prompt)
+        remarks += _find_opened_tags(task, environment, prompt)
         answers = _make_later_messages(environment)
         text = _explain_refusal(renderer, answers)
         if text is not None:
@@ -163,19 +163,19 @@ def _make_later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage
 def _explain_refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) -> str | None:
     """Explain why an environment's answers would not reach the model."""
     if not all(_can_write(renderer.tokenizer, str(message["content"])) for message in messages):
-        return None  # the vocabulary of a model that was made for one task
+        return None  # a tokenizer for one task cannot write the sample
     advice = "give a template that shows them in data.chat_template"
     # One answer first, then several: templates that show one result of a tool may drop or refuse a second.
     for count in range(1, len(messages) + 1):
         answers = messages[:count]
-        described = f"messages of the role {answers[0]['role']}, by which this environment answers"
-        described = described if count == 1 else f"several {described}"
+        answer_kind = f"messages of the role {answers[0]['role']}, by which this environment answers"
+        answer_kind = answer_kind if count == 1 else f"several {answer_kind}"
         try:
             text = renderer.tokenizer.decode(renderer.encode_later_turn(answers, last_token=-1))
         except Exception as error:  # noqa: BLE001 - a template may raise anything
-            return f"the chat template refuses {described}: {error}; {advice}"
+            return f"the chat template refuses {answer_kind}: {error}; {advice}"
         if any(str(message["content"]) not in text for message in answers):
-            return f"the chat template leaves out {described}; {advice}"
+            return f"the chat template leaves out {answer_kind}; {advice}"
     return None
 
 
@@ -207,14 +207,14 @@ def _find_unread_settings(
             yield Problem(f"{key(f'chat_template_kwargs.{name}')}={to_text(value)}", text)
     if "strftime_now" in source and any(time.strftime(form) in prompt for form in _DATE_FORMS):
         name = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
-        text = "can give a fixed date: the template writes today's into prompts, so a run resumed tomorrow has others"
+        text = "can set a fixed date: the template writes today's, so a run that is resumed tomorrow has other prompts"
         yield Problem(key(name), text)
 
 
-def _find_begun_responses(task: str, environment: EnvironmentConfig, prompt: str) -> Iterator[Problem]:
-    """Remark on a tag for rewards with which every prompt ends."""
+def _find_opened_tags(task: str, environment: EnvironmentConfig, prompt: str) -> Iterator[Problem]:
+    """Remark on a tag that every prompt opens, which responses lack."""
     tag = _OPENING_TAG.search(prompt)
-    if tag is None or environment.type in _READ_BY_VALUE:
+    if tag is None or environment.type in _WITHOUT_TAGS:
         return
     pattern = environment.options.get("pattern")
     section, reader = f"env.{task}.type={environment.type}", f"a reward that looks for {tag[1]}"
@@ -222,8 +222,10 @@ def _find_begun_responses(task: str, environment: EnvironmentConfig, prompt: str
         if tag[1] not in str(pattern):
             return
         section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
-    text = f"responses begin behind {tag[1]}, with which the chat template ends every prompt, so that {reader} does not"
-    yield Problem(section, f"{text} find it in them; match what follows it (docs/rewards.md)")
+    text = (
+        f"the chat template ends every prompt with {tag[1]}, so no response contains it, and {reader} does not find it"
+    )
+    yield Problem(section, f"{text}; match what follows it (docs/rewards.md)")
 
 
 def _find_changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Iterator[Problem]:
@@ -238,5 +240,5 @@ def _find_changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> 
     except Exception:  # noqa: BLE001 - `_explain_refusal` reports what the environment's own answers meet
         return
     if changes:
-        text = f"goes on for several turns, and the chat template then {' and '.join(changes)}; a rollout keeps its"
-        yield Problem(section, f"{text} tokens, so a server that renders the conversation anew gives other prompts")
+        text = f"has several turns, and in later ones the chat template {' and '.join(changes)}; a rollout keeps its"
+        yield Problem(section, f"{text} tokens, so a server that renders the conversation again has other prompts")

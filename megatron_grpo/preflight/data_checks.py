@@ -54,7 +54,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         problems.append(Problem(subject, f"has {count}, fewer than the {prompts} prompts that are sampled together"))
     for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
-        problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} takes it away"))
+        problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} removes it"))
     return problems, remarks
 
 
@@ -124,7 +124,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def read_recorded_max_num_steps(config: Config) -> int:
-    """Read max_num_steps of the recorded run, whose recording is correct."""
+    """Read max_num_steps of the recorded run; `check_recording` must have passed."""
     assert config.debug.rollouts_from is not None
     file = next(iter(find_recorded_steps(config.debug.rollouts_from).values()))
     return examine_file(file).record.run.max_num_steps
@@ -136,7 +136,7 @@ def _explain_unusable_recording(config: Config, path: str) -> str | None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
     folder = find_recorded_folder(path)
     if folder.resolve() == (Path(config.run_dir) / ROLLOUTS_FOLDER).resolve():
-        return "is this run's own run_dir, whose rollouts a run replaces; choose another run_dir"
+        return "is this run's own run_dir, whose rollouts it would overwrite; choose another run_dir"
     steps = find_recorded_steps(path)
     if not steps:
         return f"{folder} has no step_N.parquet; {_RECORD}"

@@ -11,8 +11,8 @@ from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
-# Most bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, as seen with NCCL 2.28
-# and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that.
+# Bytes that a communicator of NCCL takes on a GPU for all peers on other machines together, measured with NCCL 2.28 and
+# 64 channels (github.com/NVIDIA/nccl/issues/2363); half of that with 32 channels.
 NCCL_POOL = 512 * 2**20
 # Bytes that NCCL takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB
 # or of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685).
@@ -43,7 +43,7 @@ def find_refit_remarks(config: Config) -> Iterator[Rule]:
     free, usable = (1 - share) * GPU_BYTES, int((1 - needed / GPU_BYTES) * 100) / 100
     text = f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f}"
     is_full, subject = config.needs_generation and free < needed, "generation.engine.gpu_memory_utilization="
-    yield is_full, subject, f"{text} GB of that when engines are linked to the policy; use at most {usable:g}"
+    yield is_full, subject, f"{text} GB of that to connect engines with the policy; use at most {usable:g}"
 
 
 @evaluate_rules

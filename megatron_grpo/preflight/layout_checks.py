@@ -30,7 +30,7 @@ def _check_tensor(section: str, tensor: int, shape: ModelShape) -> Rule:
 
 
 def _find_undivided(tensor: int, shape: ModelShape) -> str | None:
-    """Describe the size that so many tensor-parallel ranks cannot split."""
+    """Describe the first size that `tensor` ranks cannot split; None: none."""
     heads, groups = shape.attention_heads, shape.key_value_heads
     sizes = [(heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
@@ -74,13 +74,13 @@ def _check_pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -
         text = "and count_embedding or count_loss both shift layers between stages; use one of the two ways"
         yield True, f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else text
         return
-    # Layers that are not at a set end are dealt evenly to the other stages; embedding and loss may count as layers.
+    # Stages without a set number of layers share the rest evenly; embedding and loss may count as layers.
     middle, remaining = stages - len(ends), layers + len(flags) - sum(ends.values())
     if remaining < 0 or (middle == 0 and remaining) or (middle and (remaining % middle or remaining < middle)):
         usable = _join(_list_divisors(layers + len(flags)))
         if ends:
             names = " and ".join(f"{name}={number}" for name, number in ends.items())
-            text = f"with {names} {remaining} of {layers} layers are left for {middle} ranks, which need equal parts"
+            text = f"with {names} {remaining} of {layers} layers remain for {middle} ranks, which need equal parts"
         elif flags:
             text = f"does not divide the model's {layers} layers and {len(flags)} that are counted too; use {usable}"
         else:
@@ -116,7 +116,7 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     trained, moe = _list_trained_layouts(config), config.policy.moe
     yield from list_conflicts(config, "sequence")
     yield from _check_devices(config, _count_model_gpus(config), trained)
-    # Prompts go to the idlest engine, so only ranks that train need equally many samples.
+    # Only ranks that train need equally many samples: prompts go to whichever engine has the least to do.
     generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
     samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
     for section, layout in trained:

@@ -92,7 +92,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def compose_for_search(overrides: Sequence[str]) -> Config:
     """Load a configuration for a search, which replaces its layouts.
 
-    Raises ConfigError, which names every problem except for those of the layouts.
+    ConfigError names every problem except those of the layouts.
     """
     composed = _check_composed(compose_typed(overrides))
     sizes = ("policy.parallel.", "generation.parallel", "cluster.gpus_per_node=")
@@ -120,7 +120,7 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 def _check_composed(composed: Composed) -> Composed:
     if composed.config is not None:
-        # A mistyped value is replaced by its default; problems of that default would be noise beside the real one.
+        # A wrong value has been replaced by its default, whose problems are not the user's.
         composed.problems += [
             problem
             for problem in _find_model_and_config_problems(composed.config)

@@ -64,7 +64,11 @@ def _suggest_batch_size(samples: int, size: int, data: int) -> str:
 
 def _check_validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
     names = [f"{VALIDATION_PREFIX}{metric}" for metric in VALIDATION_METRICS]
-    names += [f"{VALIDATION_PREFIX}set_{metric}/{of}" for of in config.data.val_sets for metric in VALIDATION_METRICS]
+    names += [
+        f"{VALIDATION_PREFIX}set_{metric}/{dataset}"
+        for dataset in config.data.val_sets
+        for metric in VALIDATION_METRICS
+    ]
     if name not in names:
         yield True, subject, f"is not a validation metric; these are: {', '.join(names)}"
     elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.has_correctness:
@@ -75,23 +79,23 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
     step_metrics, possible_metrics = list_step_metrics(config), list_possible_metrics(config)
     if name in step_metrics:
         return
-    # Functions and environments of users may report any figures, of ours only `code` does.
+    # Users' functions and environments may report metrics of any name; of the built-in ones only `code` reports some.
     types_without = {*BUILT_IN, REWARD_FUNCTIONS} - {"code"}
-    has_figures = any(
+    can_report_metrics = any(
         environment.type not in types_without or not all(map(is_model_folder, environment.reward_funcs))
         for environment in config.env.values()
     )
     if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
-        text = "no environment of this run reports figures: functions in reward_funcs and environments of your own can"
-        yield not has_figures, subject, text
+        text = "no environment of this run reports metrics: functions in reward_funcs and environments of your own can"
+        yield not can_report_metrics, subject, text
     elif name == "accuracy" and config.env:
         yield True, subject, _explain_no_accuracy(config, name)
     elif name in possible_metrics:
         yield True, subject, f"is not a metric of this run: {possible_metrics[name]}"
     else:
         names = [*step_metrics, *(VALIDATION_PREFIX + metric for metric in VALIDATION_METRICS)]
-        figure = f"; a figure {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
-        suggestion = suggest_name(name, sorted(names)) + (figure if has_figures else "")
+        figure = f"; a metric {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
+        suggestion = suggest_name(name, sorted(names)) + (figure if can_report_metrics else "")
         yield True, subject, f"is not a metric of a step{suggestion}"
 
 
@@ -165,9 +169,9 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         yield from list_conflicts(config, "without_policy")
     if config.needs_generation or not config.debug.train:
         return
-    because = "and debug.rollouts_from starts no engine"
+    reason = "and debug.rollouts_from starts no engine"
     loop, data = config.training_loop, config.data
-    yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {because}; use false"
+    yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {reason}; use false"
     causes_of_validation = {
         f"LOOP.val_period={loop.val_period}": loop.val_period > 0,
         "LOOP.val_at_start=True": loop.val_at_start,
@@ -178,6 +182,6 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         causes = " and ".join(setting for setting, is_on in causes_of_validation.items() if is_on)
         off = "data.val_path=null" if data.val_path is not None else "data.val_sets={}"
         key = next(iter(data.validation_sets))
-        yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {causes}, {because}; use {off}"
+        yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {causes}, {reason}; use {off}"
     text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
     yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text

@@ -110,7 +110,7 @@ def _find_sandbox_problems(config: Config) -> Iterator[Problem]:
 
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks."""
-    # Without its GPUs nothing else is checked: the run and its files will be on another machine.
+    # A machine without the GPUs is not the run's, so its files and packages are not checked.
     problems = list(_find_launcher_problems()) or list(_find_gpu_problems(config))
     if problems:
         return problems, []
@@ -140,7 +140,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def _find_launcher_problems() -> Iterator[Problem]:
-    """Check that neither torchrun nor accelerate has started several such processes."""
+    """Check that torchrun or accelerate did not start several of these processes."""
     rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is not None and "RANK" in os.environ and count != "1":
         text = "torchrun and accelerate launch start a whole run in each process; start it once, with python"

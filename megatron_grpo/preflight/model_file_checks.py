@@ -138,7 +138,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True for tokenizer files; the hub's cache may lack them as yet."""
+    """True if there are tokenizer files; the hub's cache may lack them."""
     return any((folder / name).is_file() for name in _FILES)
 
 
@@ -171,7 +171,7 @@ def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: i
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """True for a chat template, and for an unreadable file."""
+    """True for a folder with a chat template or unreadable settings."""
     if any((folder / name).exists() for name in _TEMPLATE_FILES):
         return True
     try:
@@ -194,7 +194,7 @@ def _find_vocabulary_problems(subject: str, folder: Path, data: DataConfig, voca
     for role in ("eos_token", "bos_token"):
         token = settings.get(role)
         token = token.get("content") if isinstance(token, dict) else token
-        # A token without a number would get the one after the last.
+        # A token that tokenizer.json lacks would get the number after its last.
         number = tokens.get(token, max(tokens.values()) + 1) if isinstance(token, str) and tokens else 0
         if number >= vocab:
             yield Problem(subject, f"the tokenizer's {role} {token} is token {number}, and {limit}; {advice}")

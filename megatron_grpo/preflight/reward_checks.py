@@ -40,7 +40,7 @@ def check_loss(config: Config) -> Iterator[Rule]:
     is_corrected = loss.use_on_policy_kl_approximation or loss.kl_score_function_gradient
     has_no_gradient = loss.reference_policy_kl_type == "k1" and loss.kl_in_loss > 0 and not is_corrected
     yield has_no_gradient, "loss_fn.reference_policy_kl_type=", f"{text}, or loss_fn.use_kl_in_reward"
-    # A token that both frameworks agree about has the weight 1, which no limit may change.
+    # Tokens on which both frameworks agree have the weight 1, which no limit may change.
     kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
     low, is_two_sided = loss.truncated_importance_sampling_ratio_min, kind in ("icepop", "seq-mask-tis")
     yield is_two_sided and low is None, f"{prefix}_type=", f"needs {prefix}_ratio_min, the lower limit"
@@ -88,7 +88,7 @@ def check_environments(config: Config) -> Iterator[Rule]:
             yield unfit, f"{section}.{next(iter(unfit), '')}", f"needs {section}.type={REWARD_FUNCTIONS}"
         signs = (*SUSPICIONS.get(kind, ()), UNUSUALLY_SHORT)
         for sign in environment.leave_out_suspects:
-            text = f"is not a figure of type {kind}, which has {', '.join(signs)}"
+            text = f"is no sign that type {kind} reports; it reports {', '.join(signs)}"
             yield kind in BUILT_IN and sign not in signs, f"{section}.leave_out_suspects={sign}", text
             text = f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt"
             is_too_few = sign == UNUSUALLY_SHORT and samples < LEAST_COMPARED
@@ -191,7 +191,7 @@ def check_prompts(config: Config) -> Iterator[Rule]:
 
 
 def check_system_prompts(config: Config) -> Iterator[Rule]:
-    """Check that there is an environment, and templates for system messages."""
+    """Check that environments exist, and system messages have a chat template."""
     text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
     yield not config.env, "env", text
     data = config.data
@@ -203,5 +203,5 @@ def check_system_prompts(config: Config) -> Iterator[Rule]:
     sections["data"] = data, data.apply_chat_template or any(is_chat for _, is_chat in sections.values())
     for section, (prompts, is_chat) in sections.items():
         for name in ("system_prompt", "system_prompt_file"):
-            text = f"has a place only in a chat; needs {section}.apply_chat_template=true"
+            text = f"needs a chat template, and {section}.apply_chat_template is false"
             yield getattr(prompts, name) is not None and not is_chat, f"{section}.{name}", text

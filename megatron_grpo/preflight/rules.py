@@ -25,7 +25,7 @@ from megatron_grpo.config.schema import Config
 # (whether it is broken: any value that is true, subject, text)
 Rule = tuple[object, str, str]
 P = ParamSpec("P")
-# Settings that do not go together: by table, the conditions that are a mistake and the text of the message.
+# Conflicting settings: by table, the conditions under which a row is a mistake, and the text of its message.
 CONFLICTS = load_tables("conflicts.yaml")
 
 

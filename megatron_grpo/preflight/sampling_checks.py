@@ -33,7 +33,7 @@ def check_requests(config: Config) -> Iterator[Rule]:
 
 
 def check_filter_cautions(config: Config) -> Iterator[Rule]:
-    """Find penalties beside filters or options that drop tokens."""
+    """Remark on filters that training cannot repeat, and penalties beside dropping options."""
     generation = config.generation
     dropping_option, hiding_key = _find_dropping_option(config), _find_hiding_key(generation)
     text = f"is a filter that training does not repeat, because {hiding_key} changes the logits before it: training"

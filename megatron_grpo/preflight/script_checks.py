@@ -12,7 +12,7 @@ from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.run.user_objects import Callback
 
-# Kinds of objects in the arguments `rewards` and `callbacks` of `train`, for messages.
+# Parts of messages.
 _REWARDS = "a function, its import path (package.module.name) or the folder of a reward model"
 _CALLBACKS = "an object of a class that extends megatron_grpo.Callback, such as MyCallback()"
 _CONFIG = "give overrides as on the command line (['+exp=quickstart', 'grpo.max_num_steps=3']), a mapping, or a Config"
@@ -73,7 +73,7 @@ def _advise(name: str, value: Any) -> str:
 
 
 def _find_foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
-    """Name our keys for settings of TRL or transformers."""
+    """Report changed fields of a TRL or transformers configuration, with our keys."""
     kind = type(arguments)
     if not dataclasses.is_dataclass(arguments) or kind.__module__.partition(".")[0] not in ("trl", "transformers"):
         return
@@ -149,7 +149,7 @@ def _find_tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
     is_loaded = not inspect.isclass(tokenizer) and all(hasattr(tokenizer, name) for name in members)
     if tokenizer is None or is_loaded:
         return
-    text = "give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
+    text = "give a loaded tokenizer: transformers.AutoTokenizer.from_pretrained(...)"
     if hasattr(tokenizer, "tokenizer"):
         text = "give its tokenizer, PROCESSOR.tokenizer; images are not read"
     yield Problem("tokenizer", f"is {_describe_kind(tokenizer)}; {text}")

@@ -63,10 +63,10 @@ def _make_sums() -> Iterator[Lesson]:
 
 
 def _make_products() -> Iterator[Lesson]:
-    """Make products with four digits, whose results end at a known token."""
+    """Make the four-digit products of two two-digit numbers."""
     for a, b in product(range(10, 100), repeat=2):
         result = str(a * b)
-        if len(result) == 4:
+        if len(result) == 4:  # one length, so that the result's last token is known
             row = {"prompt": f"{a}*{b}=", "answer": result, "task_name": "tools"}
             yield Lesson(row, ((f"{CALL_BEGIN}{a}*{b}{CALL_END}", True), (result, False), (result, True)))
 

@@ -28,7 +28,7 @@ MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.j
 
 
 def prepare(name: str, folder: str | Path) -> None:
-    """Make a model and its data, unless the folder has them; takes ten seconds.
+    """Make a model and its data, unless the folder has them; about 10 s.
 
     Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. The folder appears whole or not at all, and
     replaces a folder that another recipe made. `name`: one of PREPARED_MODELS.
@@ -135,7 +135,7 @@ def _make_model(
 def _warm_up(
     model: Any, name: str, vocabulary: Mapping[str, int], lessons: Sequence[Lesson], probe: Sequence[Lesson]
 ) -> None:
-    # The warm-up ends at the target reward: reinforcement learning is to have something left to learn.
+    # The warm-up stops at the target reward, so that reinforcement learning has something left to learn.
     import torch
     from torch.nn import functional as F
 

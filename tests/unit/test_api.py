@@ -168,7 +168,7 @@ def test_values_of_a_mapping() -> None:
         ({"callbacks": [print]}, r"callbacks\[0\] +is builtin_function_or_method; give an object of a class that ext"),
         ({"callbacks": [megatron_grpo.Callback]}, r"callbacks\[0\] +is the class Callback; .* such as MyCallback\(\)"),
         ({"callbacks": megatron_grpo.Callback}, r"callbacks +is the class Callback; give a list, each an object"),
-        ({"tokenizer": "model"}, r"tokenizer +is str; give a tokenizer that is loaded"),
+        ({"tokenizer": "model"}, r"tokenizer +is str; give a loaded tokenizer"),
         (
             {"environments": {"addition": UserObjects()}},
             r"environments\['addition'\] +is an object of UserObjects; give the class",

@@ -112,7 +112,7 @@ def test_the_model_is_a_word_or_an_option(
         serve.main([word.format(became["model"]) for word in before] + after)
     arguments = became["arguments"]
     assert [word for word in arguments if word.startswith("--model=")] == [f"--model={became['model']}"]
-    words = [word for word in arguments[arguments.index("--port=8000") + 1 :] if word not in serve._FOR_RUNS]
+    words = [word for word in arguments[arguments.index("--port=8000") + 1 :] if word not in serve._RUN_OPTIONS]
     words = [word for word in words if "chunked-prefill" not in word and "batched-tokens" not in word]
     if passed is None:
         passed = {
@@ -149,8 +149,8 @@ def test_every_option_of_trls_server_is_one_of_vllm(became: dict[str, Any]) -> N
         ([], "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"),
         (["--tensor-parallel-size", "8"], "the model is missing"),
         (["--enforce-eager", "some/model"], "the model is missing"),
-        (["a/b", "--model", "c/d"], "a server has one model, and these are 2: a/b, c/d; leave one"),
-        (["--model=a/b", "--model=c/d"], "a server has one model, and these are 2: a/b, c/d; leave one"),
+        (["a/b", "--model", "c/d"], "a server has one model, and these are 2: a/b, c/d; keep one"),
+        (["--model=a/b", "--model=c/d"], "a server has one model, and these are 2: a/b, c/d; keep one"),
     ],
 )
 def test_a_server_has_one_model(

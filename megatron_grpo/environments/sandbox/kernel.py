@@ -80,7 +80,7 @@ def set_dumpable(dumpable: bool) -> None:
     _set_process_option(_PR_SET_DUMPABLE, int(dumpable))  # a process must be dumpable to write its own user map
 
 
-def gain_no_rights() -> None:
+def forbid_new_rights() -> None:
     """Prevent executed programs from gaining rights, as by set-user-id files."""
     _set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
 
@@ -193,7 +193,7 @@ def has_filter() -> bool:
 def filter_system_calls(*, counted: bool) -> None:
     """Filter the system calls of this process and its descendants.
 
-    Nothing removes the filter. Call `gain_no_rights` first. `counted`: a memory cgroup counts the program's memory.
+    Nothing removes the filter. Call `forbid_new_rights` first. `counted`: a memory cgroup counts the program's memory.
     OSError: libseccomp is not installed, or the kernel does not accept the filter.
     """
     library = ctypes.CDLL(LIBRARY)

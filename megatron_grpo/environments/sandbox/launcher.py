@@ -20,8 +20,8 @@ from megatron_grpo.environments.sandbox.root import FOLDER, enter_root, write
 
 NOBODY = 65534  # user and group id of programs that root runs
 PROGRAM = 1000  # user and group id of a program of an ordinary user, as the program sees it
-# Limit of open files of a process without a memory cgroup. The kernel allows as many sockets again in undelivered
-# messages; no process has these open, so that they are not counted.
+# Limit of open files of a process without a memory cgroup. As many sockets again may be in undelivered messages;
+# `memory_watch` does not count these, because no process has them open.
 _UNCOUNTED_FILES = 64
 # Modules whose `serve` runs tests and the program that they test.
 _ROLES = tuple(f"megatron_grpo.environments.sandbox.{name}" for name in ("test_process", "program_process"))
@@ -80,7 +80,9 @@ def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = Fal
     needs_watch = not (is_partner or _is_counted(spec))
     watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if needs_watch else None
     try:
-        exit_code = _run_limited(spec, watch) if spec["level"] == "limits" else _run_apart(spec, status_fd, watch)
+        exit_code = (
+            _run_limited(spec, watch) if spec["level"] == "limits" else _run_in_namespaces(spec, status_fd, watch)
+        )
     except OSError as error:
         os.write(status_fd, f"refused {error}\n".encode())
     else:
@@ -111,7 +113,7 @@ def _end_descendants() -> None:
                 pass
 
 
-def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
+def _run_in_namespaces(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
     """Run the program in new namespaces."""
     has_user_map = False
     user, group = os.getuid(), os.getgid()
@@ -173,7 +175,7 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
         _set_limits(spec)
         kernel.drop_capabilities()
         kernel.set_dumpable(True)
-        kernel.gain_no_rights()
+        kernel.forbid_new_rights()
         if not _is_counted(spec):
             kernel.use_small_pages()
         if spec["filter"]:

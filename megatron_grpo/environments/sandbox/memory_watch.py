@@ -15,7 +15,7 @@ EXCESS_BYTES = 64 << 20  # that a program may hold beyond its limit until it is 
 # the filter leave no faster way (measured: 2.4 GiB/s, within one system call 3.4 GiB/s).
 _BYTES_PER_S = 4 << 30
 _MIN_PAUSE_S = 0.001
-_STOPPING_S = 5.0  # that all processes of a program have to stop
+_STOP_TIMEOUT_S = 5.0  # deadline for all processes of a program to stop
 
 _LARGE_TABLES = 6 << 20  # bytes of page tables above which an exact reading of a process would take a second
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -83,7 +83,7 @@ class MemoryWatch:
         # Between vfork and the start of a program, two processes share one memory, which counts once. The older process
         # waits for the younger and does not stop (state D).
         readings_above = 0
-        deadline = time.monotonic() + _STOPPING_S
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
         while time.monotonic() < deadline:
             living = list_descendants(os.getpid())
             kill(living, signal.SIGSTOP)

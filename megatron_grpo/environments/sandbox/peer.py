@@ -87,7 +87,7 @@ _METHODS = {name: _make_method(name) for name in FORWARDED}
 class Proxy(metaclass=ProxyClass):
     """Stands for an object of the other process."""
 
-    # An object that arrives twice has two proxies. `_age_` is the number of the test in which this one arrived,
+    # An object that arrives twice has two proxies. `_age_` is the number of the test in which the proxy was made,
     # `_number_` the object's number in the other process; for `_mark_` see `test_process.Tests.call_special`.
     __slots__ = ("_age_", "_mark_", "_number_")
     _link_: tuple[Peer, int]
@@ -104,8 +104,8 @@ class Proxy(metaclass=ProxyClass):
     __str__, __repr__, __hash__ = map(_make_method, ("__str__", "__repr__", "__hash__"))
 
     def __eq__(self, value: object) -> Any:
-        # The object's class has no `__eq__`, because the proxy's class would forward it. So this compares identity, and
-        # only the other process knows whether two proxies stand for the same object.
+        # A class with an `__eq__` of its own has it forwarded, so here the object is compared by identity, and only the
+        # other process knows whether two proxies stand for the same object.
         return self._link_[0].call_special(self, "__eq__", value) if isinstance(value, Proxy) else NotImplemented
 
 
@@ -127,7 +127,7 @@ class Peer(Codec):
         self._sent_classes: list[type] = []
         self._class_numbers: dict[type, int] = {}
         self.classes: dict[int, Any] = {}  # proxies of classes, by the number of the class in the other process
-        # Number of the running test; 0 before the first. Proxies of earlier tests are invalid, except those with age 0.
+        # Number of the running test; 0 before the first. Proxies with another age are invalid, except age 0.
         self.age = 0
 
     # Messages

@@ -23,7 +23,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.environments.sandbox.kernel import LIBRARY, has_filter, kill, list_descendants
 from megatron_grpo.environments.sandbox.root import FOLDER
 
-WATCH_S = 0.02  # seconds between two checks of a program's limits
+CHECK_PERIOD_S = 0.02  # between two checks of a program's limits
 
 ENDING_S = 10.0  # seconds for the launcher to kill a program; then the launcher is killed, and the program with it
 
@@ -37,7 +37,7 @@ _ROLE = "megatron_grpo.environments.sandbox.{}_process"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4  # version of the marshal format that all Python versions in use can read
 _CGROUP_PREFIX = "sandbox_"
-_EMPTY_S = 10.0  # in which all killed processes of a cgroup end
+_CGROUP_TIMEOUT_S = 10.0  # deadline for the killed processes of a cgroup to end
 _MIB, _KIB = 2**20, 2**10
 _PACKAGES = str(Path(megatron_grpo.__file__).parents[1])
 
@@ -192,7 +192,7 @@ class MemoryCgroup:
     def close(self) -> None:
         # Processes that left the program's tree are still in its cgroup.
         os.close(self.join_fd)
-        deadline = time.monotonic() + _EMPTY_S
+        deadline = time.monotonic() + _CGROUP_TIMEOUT_S
         while True:
             kill(map(int, Path(self._folder, "cgroup.procs").read_text().split()), signal.SIGKILL)
             try:
@@ -243,7 +243,7 @@ class _ProgramWatch:
     launcher: subprocess.Popen[bytes]
     config: SandboxConfig
     start: float  # time.monotonic() when the start began
-    helpers: int  # limit of processes below the launcher that do not belong to the program
+    helpers: int  # most processes below the launcher that do not belong to the program
     cgroup: MemoryCgroup | None  # None: the launcher watches the memory
     _output: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
     _status: bytearray = field(default_factory=bytearray)
@@ -259,7 +259,7 @@ class _ProgramWatch:
             while selector.get_map():
                 now = time.monotonic()
                 if now >= next_check:
-                    next_check = now + WATCH_S
+                    next_check = now + CHECK_PERIOD_S
                     limit = self._find_exceeded_limit(now, deadline)
                     if limit is not None and exceeded is None:
                         # The launcher kills all processes of the program; it has ENDING_S for that.
@@ -284,7 +284,7 @@ class _ProgramWatch:
 
     def _read(self, selector: selectors.BaseSelector) -> None:
         room = self.config.output_kb * _KIB + 1  # one byte more than the limit, so that an excess is noticed
-        for key, _ in selector.select(WATCH_S):
+        for key, _ in selector.select(CHECK_PERIOD_S):
             data = os.read(key.fd, 65536)
             if not data:
                 selector.unregister(key.fileobj)

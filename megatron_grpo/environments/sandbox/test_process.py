@@ -47,7 +47,7 @@ class Tests(Peer):
     """The tests' end of the connection.
 
     A test that compares live objects fails, unless `allow` is set: the program would decide its verdict. It fails for
-    good with the first answer that cannot be trusted, even if its text catches every exception.
+    good at the first answer that cannot be trusted, even if its text catches every exception.
     """
 
     def __init__(self, reading: int, writing: int, allow: bool) -> None:
@@ -134,7 +134,7 @@ class Tests(Peer):
         return result
 
     def _is_expected(self, target: Any) -> bool:
-        """True for an object of the test, or a named class."""
+        """True for an object that the test made, or a named class."""
         if isinstance(target, ProxyClass):
             return any(target is value for value in self.names.values())
         return isinstance(target, Proxy) and target._mark_ != ""

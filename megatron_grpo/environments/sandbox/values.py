@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 # Larger integers are sent in hexadecimal, which has no limit of digits and is parsed in linear time.
-_EXACT = 1 << 53
+_LARGE_INTEGER = 1 << 53
 # Mutable types: their values may repeat in a message, contain themselves, and change in a call.
 _CONTAINERS = frozenset({list, set, bytearray, deque, dict, OrderedDict, Counter, defaultdict})
 # Immutable types of the standard library: the arguments that rebuild a value, and the constructor if it has a name.
@@ -79,7 +79,7 @@ class Codec:
         if value is None or kind is bool or kind is str or kind is float:
             return value
         if kind is int:
-            return value if -_EXACT < value < _EXACT else ["i", hex(value)]
+            return value if -_LARGE_INTEGER < value < _LARGE_INTEGER else ["i", hex(value)]
         if kind is tuple or kind is frozenset:
             return [kind.__name__, [self.encode(element, memo) for element in value]]
         if kind in _CONTAINERS:

@@ -68,10 +68,10 @@ def test_figures_of_environments_rank_by_their_whole_name() -> None:
     for name in ("env/f1", "env/reward", "env/a/b"):
         compose_config([QUICKSTART, *functions, f"checkpointing.metric_name={name}", "checkpointing.keep_top_k=2"])
     for given, name, text in (
-        (functions, "f1", "is not a metric of a step.*; a figure f1 of a reward function or environment is env/f1$"),
+        (functions, "f1", "is not a metric of a step.*; a metric f1 of a reward function or environment is env/f1$"),
         (functions, "env/", "is not a metric of a step"),
-        ([], "env/f1", "no environment of this run reports figures"),
-        (["env.addition.reward_funcs=[./model]", functions[0]], "env/f1", "no environment of this run reports figures"),
+        ([], "env/f1", "no environment of this run reports metrics"),
+        (["env.addition.reward_funcs=[./model]", functions[0]], "env/f1", "no environment of this run reports metrics"),
     ):
         with pytest.raises(ConfigError, match=text):
             compose_config([QUICKSTART, *given, f"checkpointing.metric_name={name}"])

@@ -268,7 +268,7 @@ def test_the_words_of_a_prompt_file_stand_around_the_prompt(tokenizer: PreTraine
     chat = replace(spec, apply_chat_template=True, prompt="say {}")
     rendered = math_data_processor({"prompt": talk, "answer": "2"}, chat, tokenizer, 100, 0)
     assert rendered["message_log"][0]["content"] == "<user>a<assistant>b<user>say c<assistant>"
-    with pytest.raises(ValueError, match=r"row 4: the words of data.prompt_file do not fit it: KeyError: 'grade'"):
+    with pytest.raises(ValueError, match=r"row 4: data.prompt_file cannot be filled in: KeyError: 'grade'"):
         math_data_processor(row, replace(SPEC, prompt="{grade} {}"), tokenizer, 100, 4)
 
 

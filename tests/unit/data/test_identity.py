@@ -160,7 +160,7 @@ def test_rows_that_become_usable_are_other_data(tmp_path: Path, run_dir: Path) -
     rows = [{"solution": "1", **row} for row in rows]
     path = write(tmp_path / "a.jsonl", rows)
     record_start(run_dir, config_of(path, bad_rows="skip"))
-    with pytest.raises(ConfigError, match=r"other rows can be used than when it began \(data.bad_rows, data.processor"):
+    with pytest.raises(ConfigError, match=r"are others than when it began \(data.bad_rows, data.processor"):
         compare_with_last_start(run_dir, config_of(path, bad_rows="skip", answer_key="solution"))
 
 

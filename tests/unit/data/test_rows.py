@@ -88,7 +88,7 @@ def test_prompts_that_are_all_the_same(tmp_path: Path) -> None:
     (same,) = report_of(tmp_path / "rows", ROW * 3).remarks
     assert same.text == "has the same prompt in all of its 3 rows"
     (nearly,) = report_of(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).remarks
-    assert nearly.text == "has 2 rows, of 4, whose prompt an earlier row has too"
+    assert nearly.text == "has 2 rows, of 4, whose prompt repeats that of an earlier row"
 
 
 def test_a_file_of_somebody_else() -> None:

@@ -82,7 +82,7 @@ def test_an_answer_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
 def test_what_hangs_or_ends_the_process_is_wrong_and_the_rest_is_compared(blow: signal.Signals) -> None:
     before = set(list_descendants(os.getpid()))
-    verifier = Verifier(hangs_after_s=3.0)
+    verifier = Verifier(timeout_s=3.0)
     (process,) = set(list_descendants(os.getpid())) - before
     assert verifier.verify([("\\boxed{1}", "1")]) == [True]
     os.kill(process, blow)

@@ -133,7 +133,7 @@ def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
     config = configuration(kind)
     config.env["math"].options = {"pattern": THOUGHTS} if kind == "format" else {}
     _, found = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
-    remarks = [one for one in found if "with which the chat template ends every prompt" in one.text]
+    remarks = [one for one in found if "the chat template ends every prompt with" in one.text]
     is_begun = layout.render([QUESTION]).rstrip().endswith("<think>")
     assert is_begun == (layout.name in ("qwen3_5", "r1_distill_llama", "r1_distill_qwen"))
     assert bool(remarks) == (is_begun and kind != "math")
@@ -281,4 +281,4 @@ def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.Captu
         "generation.max_new_tokens=8",
     ]
     assert main([*arguments, "--check"]) == 0, capsys.readouterr().err
-    assert "data.chat_template_kwargs.date_string can give a fixed date" in capsys.readouterr().out
+    assert "data.chat_template_kwargs.date_string can set a fixed date" in capsys.readouterr().out

@@ -197,7 +197,7 @@ def test_steps_beyond_the_last_are_not_looked_at(reading: list[str], recording: 
 
 def test_the_own_folder_is_refused(reading: list[str], recording: Path) -> None:
     ((_, text),) = problems_of([*reading, f"run_dir={recording}"]).items()
-    assert "is this run's own run_dir, whose rollouts a run replaces; choose another run_dir" in text
+    assert "is this run's own run_dir, whose rollouts it would overwrite; choose another run_dir" in text
 
 
 def test_a_sequence_that_is_too_long(reading: list[str], recording: Path) -> None:

@@ -123,8 +123,13 @@ def test_what_is_unusually_short_can_be_left_out() -> None:
     ("kind", "figure", "samples", "text"),
     [
         ("code", "touched_harness", 2, None),
-        ("code", "idle_test", 4, "is not a figure of type code, which has touched_harness, idle_tests, equal_outputs"),
-        ("math", "touched_harness", 4, "is not a figure of type math, which has unusually_short"),
+        (
+            "code",
+            "idle_test",
+            4,
+            "is no sign that type code reports; it reports touched_harness, idle_tests, equal_outputs",
+        ),
+        ("math", "touched_harness", 4, "is no sign that type math reports; it reports unusually_short"),
         ("math", "unusually_short", 4, None),
         ("math", "unusually_short", 3, "compares at least 4 samples of a prompt"),
         ("mine:Environment", "anything", 4, None),

@@ -73,7 +73,7 @@ def test_a_machine_whose_namespaces_give_no_rights_really_refuses(monkeypatch: p
     monkeypatch.setattr(kernel, "_RULES", (("mount", errno.EACCES, ()),))
 
     def outcome() -> tuple[str, bool, str]:
-        kernel.gain_no_rights()
+        kernel.forbid_new_rights()
         kernel.filter_system_calls(counted=True)
         allowed = open_sandbox(SandboxConfig(required="limits"), "/usr/bin/python3")
         ran = allowed.run_python("print(1)").succeeded
