@@ -23,7 +23,7 @@ The life of a step:
    generated. A response has its token ids, the log-probability under which each token was drawn, the reason it stopped,
    and its weight versions. The driver gets lengths, rewards and references. With use_dynamic_sampling groups whose
    rewards are all equal are dropped, and sampling repeats until the step is full.
-3. Score (step_advantages.py). Rewards are scaled and shaped, once; groups with a learning signal are found.
+3. Make scores of the rewards (step_advantages.py): scale and shape them, once, and find groups with a learning signal.
 4. Batch (batch/step_batch.py). Sequences are assigned to partitions, whose tokens are put into the object store once.
    Later stages add fields by reference.
 5. Log-probabilities, only as far as the step needs them: of the reference policy for a KL term; of the policy itself

@@ -1,4 +1,4 @@
-"""Checks of chat templates with a sample conversation of each task."""
+"""Loads a run's prompts, and checks its chat templates with a sample conversation of each task."""
 
 from __future__ import annotations
 

@@ -89,6 +89,17 @@ def test_architecture_has_a_row_for_every_part() -> None:
     assert sorted(part for part in parts if f"`{part}/`" not in text) == []
 
 
+def test_architecture_names_functions_of_their_files() -> None:
+    named = re.findall(r"`((?:\w+/)*\w+\.py):(\w+)`", ARCHITECTURE.read_text())
+    assert len(named) > 40
+    missing = [
+        (file, name)
+        for file, name in named
+        if not re.search(rf"^ *(?:async def|def|class) {name}\b", (PACKAGE / file).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 def test_a_step_reads_in_few_files_and_lines() -> None:
     section = ARCHITECTURE.read_text().partition("## The files of a step")[2].partition("Off this path")[0]
     files = re.findall(r"`([\w/]+\.py)`", section)
