@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def export_checkpoint(
-    weights: Path,
+    checkpoint: Path,
     source: Path,
     shape: ModelShape,
     output: Path,
@@ -39,7 +39,7 @@ def export_checkpoint(
     """Load the model in this process and write it; a failure leaves no output.
 
     Args:
-        weights: folder of Megatron's distributed checkpoint.
+        checkpoint: folder of Megatron's distributed checkpoint, `megatron` in checkpoints/step_N.
         source: folder of the model that the run started from.
         adapters_of: write the adapters alone, for the base model of this name; None: merge them into a whole model.
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
@@ -55,7 +55,7 @@ def export_checkpoint(
     config = PolicyConfig(precision=precision, lora=lora)
     initialize_parallel(config.parallel, rank=0, store=HashStore(), seed=0, timeout_s=600)
     try:
-        chunks = _load_model(config, shape, weights, source, merges_adapters=bool(lora.rank) and adapters_of is None)
+        chunks = _load_model(config, shape, checkpoint, source, merges_adapters=bool(lora.rank) and adapters_of is None)
         try:
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
@@ -73,7 +73,7 @@ def export_checkpoint(
 
 
 def _load_model(
-    config: PolicyConfig, shape: ModelShape, weights: Path, source: Path, *, merges_adapters: bool
+    config: PolicyConfig, shape: ModelShape, checkpoint: Path, source: Path, *, merges_adapters: bool
 ) -> list[DecoderModel]:
     from megatron.core import dist_checkpointing
 
@@ -84,12 +84,12 @@ def _load_model(
     chunks = build_model(config, shape)
     if merges_adapters:
         load_hf_weights(chunks, shape, source)
-    with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
-        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
-        state = dist_checkpointing.load({"model": build_sharded_weights(chunks, metadata)}, str(weights))
+    with errors_in_one_line(f"{checkpoint} cannot be loaded as {source}"):
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(checkpoint))
+        state = dist_checkpointing.load({"model": build_sharded_weights(chunks, metadata)}, str(checkpoint))
         load_weights(chunks, state["model"])
     if merges_adapters and (faults := check_adapters(chunks, shape).faults):
-        raise RunError(f"{weights} is not exported: {'; '.join(faults)}")
+        raise RunError(f"{checkpoint} is not exported: {'; '.join(faults)}")
     return chunks
 
 

@@ -232,7 +232,7 @@ class ModelRank(ABC):
             microbatch = next(data)
             inner = getattr(module, "module", module)
             if inner.post_process:
-                inner.rows = microbatch.rows
+                inner.rows = microbatch.rows  # of the hidden states that `DecoderModel` returns
             # The rotary embedding takes its positions from the packed sequences.
             output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
             return output, lambda output: finish(output[0], microbatch)

@@ -104,17 +104,18 @@ class LinkMode(TransferMode):
         store = self.calls.store = open_store(find_node_address(), config.timeout_s)
         same_gpus = generation.is_colocated
         rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, same_gpus)
-        sources = split_policy(settings.config.parallel, shape)
+        policy_shards = split_policy(settings.config.parallel, shape)
         if config.mode == "broadcast":
-            engine = split_policy(ParallelConfig(), shape)  # each worker is an engine, whose rank keeps the full model
+            # Each worker counts as an engine of one rank, which keeps the full model.
+            engine_shards = split_policy(ParallelConfig(), shape)
         else:
-            engine = split_engine(generation.parallel, shape)
+            engine_shards = split_engine(generation.parallel, shape)
         dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
         limit = self.bucket_bytes // 2
-        count = receivers // len(engine)
-        pieces = plan_pieces(shape, sources, engine, count, dtypes, limit, same_devices=same_gpus)
+        engine_count = receivers // len(engine_shards)
+        pieces = plan_pieces(shape, policy_shards, engine_shards, engine_count, dtypes, limit, same_devices=same_gpus)
         scheduled = schedule_messages(pieces, self.bucket_bytes)
-        write_plan(store, scheduled, len(sources), receivers, dtypes, config.shared_memory)
+        write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
         receives = self.connect_engines(engines, config.mode, {"rendezvous": asdict(rendezvous)})
         self.calls.wait(sends, receives, time.monotonic() + config.timeout_s, "connecting the refit")

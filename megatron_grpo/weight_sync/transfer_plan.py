@@ -38,9 +38,9 @@ def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> l
 
 def plan_pieces(
     shape: ModelShape,
-    sources: Sequence[RankShard],
-    engine: Sequence[RankShard],
-    engines: int,
+    policy_shards: Sequence[RankShard],
+    engine_shards: Sequence[RankShard],
+    engine_count: int,
     dtypes: Sequence[str],
     limit: int,
     *,
@@ -49,8 +49,8 @@ def plan_pieces(
     """Plan each box of each engine rank, exactly once.
 
     Args:
-        sources: shards of the policy's ranks, in their order.
-        engine: shards of the ranks of one engine, in their order; all engines have this layout.
+        policy_shards: one for each rank of the policy, in their order.
+        engine_shards: one for each rank of an engine, in their order; all engines have this layout.
         dtypes: dtype in which tensors are sent, by row of the weight map.
         limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
         same_devices: whether ranks of the policy and of engines with the same number share a device; a box that both
@@ -59,23 +59,23 @@ def plan_pieces(
     Returns:
         Pieces in the order of the weight map, layer by layer.
     """
-    holders = _HolderSets(sources)
-    planned = list(_plan_engine(shape, sources[0], engine, dtypes, limit, holders))
+    holders = _HolderSets(policy_shards)
+    planned = list(_plan_engine(shape, policy_shards[0], engine_shards, dtypes, limit, holders))
     engine_pieces = np.concatenate([pieces for pieces, _ in planned])
     holder_sets = np.concatenate([numbers for _, numbers in planned])
-    pieces = np.tile(engine_pieces, engines)
-    pieces["target"] += np.repeat(np.arange(engines, dtype=np.int32) * len(engine), len(engine_pieces))
-    pieces["source"] = holders.assign_senders(holder_sets, engine_pieces["bytes"], engines)
+    pieces = np.tile(engine_pieces, engine_count)
+    pieces["target"] += np.repeat(np.arange(engine_count, dtype=np.int32) * len(engine_shards), len(engine_pieces))
+    pieces["source"] = holders.assign_senders(holder_sets, engine_pieces["bytes"], engine_count)
     if same_devices:
-        is_local = holders.contain(np.tile(holder_sets, engines), pieces["target"])
+        is_local = holders.contain(np.tile(holder_sets, engine_count), pieces["target"])
         pieces["source"][is_local] = pieces["target"][is_local]
     return pieces
 
 
 def _plan_engine(
     shape: ModelShape,
-    source: RankShard,
-    engine: Sequence[RankShard],
+    policy_shard: RankShard,
+    engine_shards: Sequence[RankShard],
     dtypes: Sequence[str],
     limit: int,
     holders: _HolderSets,
@@ -86,8 +86,8 @@ def _plan_engine(
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
         if entry.copy:
             continue
-        index, parts = indices[entry], source.find_split(entry).count
-        for rank, shard in enumerate(engine):
+        index, parts = indices[entry], policy_shard.find_split(entry).count
+        for rank, shard in enumerate(engine_shards):
             if not shard.keeps(entry, layer):
                 continue
             experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
@@ -163,21 +163,23 @@ class _HolderSets:
             numbers.append(self._numbers[key])
         return np.array(numbers)[inverse]
 
-    def assign_senders(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
-        """Choose senders, [engines * pieces]; ranks of a set send similar bytes.
+    def assign_senders(
+        self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engine_count: int
+    ) -> NDArray[np.int32]:
+        """Choose senders, [engine_count * pieces]; ranks of a set send similar bytes.
 
         `numbers`: [pieces], number of the set that holds each piece of an engine. `sizes`: [pieces], bytes.
         """
         # The pieces of a set, those of all engines one after the other, lie on a line of their bytes. The line is cut
         # into equal lengths, one a rank, and a piece goes to the rank in whose length its middle lies.
-        senders = np.empty((engines, len(numbers)), dtype=np.int32)
+        senders = np.empty((engine_count, len(numbers)), dtype=np.int32)
         order = np.argsort(numbers, kind="stable")
         bounds = np.searchsorted(numbers[order], np.arange(len(self._sets) + 1))
         for ranks, begin, end in zip(self._sets, bounds, bounds[1:], strict=False):
             pieces = order[begin:end]
             ends = np.cumsum(sizes[pieces])
-            middles = ends - sizes[pieces] / 2 + np.arange(engines)[:, None] * ends[-1]
-            senders[:, pieces] = np.array(ranks)[(middles * len(ranks) / (engines * ends[-1])).astype(np.int64)]
+            middles = ends - sizes[pieces] / 2 + np.arange(engine_count)[:, None] * ends[-1]
+            senders[:, pieces] = np.array(ranks)[(middles * len(ranks) / (engine_count * ends[-1])).astype(np.int64)]
         return senders.reshape(-1)
 
     def contain(self, numbers: NDArray[np.int64], ranks: NDArray[np.int32]) -> NDArray[np.bool_]:
