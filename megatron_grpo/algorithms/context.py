@@ -35,12 +35,12 @@ class EarlyStopState(TypedDict):
 
 
 class ProbErrorState(TypedDict):
-    """The noise in steps within the bound (prob_error.py), and the episode of others."""
+    """The probability errors of healthy steps, and the current episode of unhealthy ones (prob_error.py)."""
 
     precision: str  # of policy and engines when the noise was measured
-    fresh: list[float]  # excess of the first steps, for tokens drawn from the weights that train
-    stale: list[float]  # divergence of the latest steps, for older tokens
-    calm_steps: int | None  # steps within the bound since the last step beyond it; None: there is no episode
+    fresh: list[float]  # excess of token_mult_prob_error over 1 in the first steps, for tokens of the current weights
+    stale: list[float]  # gen_kl_error of the latest steps, for tokens of older weights
+    calm_steps: int | None  # healthy steps since the last unhealthy one; None: there is no episode
 
 
 class GRPOSaveState(TypedDict):

@@ -97,8 +97,8 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     run.callbacks.notify("on_step", step, metrics)
     if run.config.logger.log_completions:
         run.logger.show_completions(step, run.dumps.read_rows(step))
-    begins_a_replay = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
-    is_due = step % run.config.checkpointing.save_period == 0 or begins_a_replay or report.needs_checkpoint
+    is_replay_start = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
+    is_due = step % run.config.checkpointing.save_period == 0 or is_replay_start or report.needs_checkpoint
     if run.config.has_checkpoints and (is_due or run.callbacks.wants_checkpoint):
         save_checkpoint(run, metrics)
     return metrics
@@ -155,7 +155,7 @@ def _validate(run: SamplingRun) -> dict[str, float]:
 def _should_stop_early(run: SamplingRun) -> bool:
     reason = find_stop_reason(run.state["early_stop"], run.config.training_loop.early_stop)
     if reason is None and run.callbacks.wants_stop:
-        reason = "a callback of the script says so"
+        reason = "a callback asked for it"
     if reason is None and _has_stop_file(run):
         reason = f"the file {STOP_FILE} is in the run's folder"
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Which side has the devices, the models or the engines, and the refit that needs both."""
+"""Turns of models and engines on shared devices, and the refit, which needs both there."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 class Placement:
     """Moves models and engines into and out of shared devices.
 
-    Device memory holds either models or engines, and the weights of both during a refit. At construction the engines
-    sleep and the models, of which the policy is the first, are on the devices. Without `engines`, which have devices of
-    their own then, every call does nothing.
+    Device memory holds either the models or the engines; during a refit, the weights of both. It begins with the models
+    there and the engines asleep. The policy is the first of `models`. Without `engines`, which then have devices of
+    their own, every call does nothing.
     """
 
     def __init__(self, engines: VllmGeneration | None = None, models: Sequence[ModelRanks] = ()) -> None:
         self._engines, self._models = engines, models
-        self._sampling = False
+        self._has_engines_awake = False
         # True during a refit and after a failure, when engines may be partly awake or not answer.
         self._unsettled = False
 
     def wake_engines(self, timer: StepTimer) -> None:
-        """Wake the engines with the weights they already had; the models leave the devices."""
-        if not self._sampling:
+        """Wake the engines with the weights that they had; the models leave the devices."""
+        if not self._has_engines_awake:
             with self.refit(timer):
                 pass
 
@@ -58,7 +58,7 @@ class Placement:
             policy.offload(weights=True)
         with timer.phase("wake"):
             self._engines.wake("kv_cache")
-        self._sampling, self._unsettled = True, False
+        self._has_engines_awake, self._unsettled = True, False
 
     def offload_engines(self, timer: StepTimer) -> None:
         """Put engines to sleep and load the models.
@@ -66,7 +66,7 @@ class Placement:
         Raises:
             SamplingError: an engine failed.
         """
-        if self._engines is None or not (self._sampling or self._unsettled):
+        if self._engines is None or not (self._has_engines_awake or self._unsettled):
             return
         with timer.phase("sleep"):
             try:
@@ -81,7 +81,7 @@ class Placement:
         with timer.phase("onload"):
             for model in self._models:
                 model.onload()
-        self._sampling = self._unsettled = False
+        self._has_engines_awake = self._unsettled = False
 
 
 def publish(transport: WeightTransport, placement: Placement, version: int, timer: StepTimer) -> TransferReport:

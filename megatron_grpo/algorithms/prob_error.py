@@ -1,9 +1,9 @@
 """Warns when training and generation disagree more than noise explains, and refuses to learn beyond a limit.
 
 The figure is token_mult_prob_error, the mean over a step's tokens of exp(|training - generation|): 1 when both give the
-sampled tokens the same probabilities. Its excess over 1 is rounding. The noise of a run is that of its first steps, and
-stays the reference, so that an error that grows slowly leaves it, too. Until these steps are measured, and as the
-smallest bound, there are figures by precision, so that a run that is wrong from its first step on is noticed.
+sampled tokens the same probabilities. Its excess over 1 should be rounding noise. The first steps of a run measure this
+noise and stay the reference, so an error that grows slowly is noticed too. Bounds by precision apply until then, so a
+run that is wrong from its first step is noticed; and no later bound is below a floor by precision.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class NoiseBounds:
         if precision == "8 bits":
             return NoiseBounds(0.5, 0.25)
         # A near tie of scores sends a token to another expert on one side, unless the experts are replayed.
-        flips = 3.0 if shape.experts is not None and not config.policy.moe.replay_routing else 1.0
+        routing_factor = 3.0 if shape.experts is not None and not config.policy.moe.replay_routing else 1.0
         if precision in ("float32", "tf32"):
-            return NoiseBounds((1e-3 if precision == "float32" else 5e-3) * flips, 1e-4 * flips)
+            return NoiseBounds((1e-3 if precision == "float32" else 5e-3) * routing_factor, 1e-4 * routing_factor)
         # Errors of layers that round independently add up as in a random walk; measured with 8 layers.
         first = min(0.1, 0.03 * math.sqrt(shape.layers / 8))
-        return NoiseBounds(first * flips, first * flips / 2)
+        return NoiseBounds(first * routing_factor, first * routing_factor / 2)
 
 
-def make_prob_error_state(kind: str) -> ProbErrorState:
+def make_prob_error_state(precision: str) -> ProbErrorState:
     """Make the state of a run that has measured nothing."""
-    return ProbErrorState(precision=kind, fresh=[], stale=[], calm_steps=None)
+    return ProbErrorState(precision=precision, fresh=[], stale=[], calm_steps=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def compare_with_noise(
         state: noise and episode, which are updated.
         metrics: the step's metrics, with ERROR, WORST, DIVERGENCE and valid_tokens.
         age: updates between the weights that drew the oldest token and those that train on it.
-        limit: hard limit of the error. A step whose single worst token moves the mean beyond it is off as well.
+        limit: hard limit of the error; a step whose error exceeds it only by its worst token is off as well.
     """
     if age > 0:
         memory, keep, value = state["stale"], LATEST_STEPS, metrics[DIVERGENCE]
@@ -116,7 +116,7 @@ def compare_with_noise(
         memory, keep = state["fresh"], MEASURED_STEPS
         value = error_without_worst(metrics[ERROR], metrics[WORST], metrics["valid_tokens"]) - 1.0
         bound = max(bounds.floor, MARGIN * median(memory)) if len(memory) >= MEASURED_STEPS else bounds.first
-    is_off = not value <= bound or (limit is not None and metrics[ERROR] > limit)  # also if it is not a number
+    is_off = not value <= bound or (limit is not None and metrics[ERROR] > limit)  # NaN is off
     if not is_off and (age > 0 or len(memory) < keep):
         memory.append(max(value, 0.0))
         del memory[:-keep]
@@ -139,25 +139,25 @@ class Assessment:
 
 
 def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
-    """Compare the error of a learnt step with the run's noise, which is updated.
+    """Compare the error of a step with the run's noise, and update the noise.
 
-    If an episode begins, both checks of weights follow the refit of this step. Without an optimizer step `metrics` lack
-    the error.
+    If an episode begins, the refit of this step makes both checks of weights (canary, all weights), if enabled. A step
+    without an optimizer step has no error in `metrics`, and is not compared.
     """
     config, state, remarks = run.config, run.state.get("prob_error"), []
     penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
-    kind = f"{config.coarsest_precision}{penalties}"  # noise of another kind does not count
-    if state is None or state["precision"] != kind:
-        if run.state["total_steps"]:  # a first step begins it, also one that lacks the error
-            measured = f"that of the checkpoint is of {state['precision']}" if state else "the checkpoint has none"
+    precision = f"{config.coarsest_precision}{penalties}"  # noise of another precision is no reference
+    if state is None or state["precision"] != precision:
+        if run.state["total_steps"]:  # the first step of a run needs no remark
+            measured = f"the checkpoint's was measured in {state['precision']}" if state else "the checkpoint has none"
             remarks.append(f"the noise of {ERROR} is measured from this step on, since {measured}")
-        run.state["prob_error"] = state = make_prob_error_state(kind)
+        run.state["prob_error"] = state = make_prob_error_state(precision)
     if ERROR not in metrics:
         return Assessment({}, remarks)
     age = compute_oldest_age(run, outcomes)
     bounds = NoiseBounds.from_config(config, run.policy.shape)
     comparison = compare_with_noise(state, bounds, metrics, age, config.find_prob_error_limit(age))
-    if not config.needs_generation:  # recorded tokens may be of other weights on purpose
+    if not config.needs_generation:  # recorded tokens may come from other weights on purpose
         return Assessment(comparison.metrics)
     if not comparison.begins_episode:
         return Assessment(comparison.metrics, remarks)
@@ -165,7 +165,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         run.transport.require_checks()
     # The doctor examines a step from the checkpoint before it; the first one has the model folder.
     can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
-    remarks.append(_write_warning(run, step, metrics, comparison, can_examine))
+    remarks.append(_describe_disagreement(run, step, metrics, comparison, can_examine))
     return Assessment(comparison.metrics, remarks, needs_checkpoint=config.has_checkpoints and not can_examine)
 
 
@@ -174,7 +174,7 @@ def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
     return int(compute_age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
 
 
-def _write_warning(
+def _describe_disagreement(
     run: GRPORun, step: int, metrics: Mapping[str, float], comparison: NoiseComparison, can_examine: bool
 ) -> str:
     config, refit = run.config, run.config.refit
@@ -189,15 +189,15 @@ def _write_warning(
         f"training and generation disagree more than noise explains: {ERROR} is {metrics[ERROR]:.6g} (largest of a "
         f"token: {metrics[WORST]:.6g}){divergence}, and {comparison.figure} up to {comparison.bound:.6g} would be "
         f"noise.{compared} {advice}. refit.canary_share=1 and refit.weight_check_period=1 compare engines with the "
-        "policy in every refit; refit.prob_error_limit ends the run before it learns from such a step. Further steps "
-        f"are marked by the metric {IS_OFF}, and reported again after {CALM_STEPS} steps without"
+        "policy in every refit; refit.prob_error_limit ends the run before it learns from such a step. The metric "
+        f"{IS_OFF} marks further such steps; the next message comes only after {CALM_STEPS} steps within the bound"
     )
 
 
 def require_agreement(
     config: Config, batch: StepBatch, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> None:
-    """Refuse to learn from prev_logprobs that are beyond the hard limit (`refuse_step`)."""
+    """Refuse a step whose prev_logprobs are beyond the hard limit (`refuse_step`)."""
     # Without prev_logprobs the ranks check their own, before the only optimizer step (`ModelRank.is_beyond_limit`).
     limit, tokens = batch.prob_error_limit, float(batch.loss_tokens)
     if limit is None or "prev_logprobs" not in batch.fields or not tokens:

@@ -53,7 +53,7 @@ class RecordedSteps(Batches):
         self._position, self.epoch = state, int(state["epoch"])
 
     def require_start(self, step: int) -> None:
-        """Check that the recording does not begin after `step`."""
+        """Raise a ConfigError if the recording begins after `step`."""
         if min(self.files) > step:
             text = f"begins with step {min(self.files)}, and this run with step {step}; start from the checkpoint that "
             raise ConfigError([Problem(f"debug.rollouts_from={self.path}", f"{text}the recorded run started from")])

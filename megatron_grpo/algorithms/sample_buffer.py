@@ -129,8 +129,8 @@ class FirstComplete:
         # Prompts that no step has taken, by number, in the order of the data.
         self._prompts: dict[int, _BufferedPrompt] = {}
         self._next_number = 0
-        # Counts of the last take: prompts that an earlier take had passed over because they were still under way, and
-        # prompts that it passed over itself, which were begun before the newest one it took.
+        # Counts of the last take: prompts taken that an earlier take had passed over, and prompts that it passed over
+        # itself: still under way, although older than the newest one taken.
         self.resumed, self.passed_over = 0, 0
 
     def __len__(self) -> int:

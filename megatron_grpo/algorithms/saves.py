@@ -58,7 +58,7 @@ def save_checkpoint(
 
 
 def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Add a validation to the last step's checkpoint, which is older."""
+    """Add a validation to the last step's checkpoint, which was written before it."""
     step = run.state["total_steps"]
     state = read_state(run.checkpointer.locate(step))
     state["metrics"] |= metrics
@@ -91,7 +91,7 @@ def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> No
 
 
 def save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot | None = None) -> None:
-    """Save before a failure ends the run, if that is possible."""
+    """Save the finished steps before a failure ends the run, if possible."""
     step = run.state["total_steps"]
     if step == 0 or not run.config.has_checkpoints:
         return

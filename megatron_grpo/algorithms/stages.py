@@ -89,7 +89,7 @@ def add_logprobs(
         with timer.phase("logprobs"):
             fields, in_loss = ("sampled", "prev_logprobs", "generation_logprobs"), batch.in_loss
             is_flagged, metrics = rollouts.compute(flag_inconsistent_sequences, batch, fields, in_loss, threshold)
-        batch.in_loss = in_loss & ~is_flagged  # before the advantages, whose normalisation leaves them out, too
+        batch.in_loss = in_loss & ~is_flagged  # before the advantages, so that their normalisation excludes these, too
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
 
@@ -240,7 +240,7 @@ def publish_and_report(
     timing, passes = timer.seconds, 0.0
     if learned is not None:  # minibatches without a token in the loss had no optimizer step
         passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
-    figures = compute_throughput(
+    throughput = compute_throughput(
         policy.shape,
         [outcome.tokens for outcome in samples.outcomes],
         timing,
@@ -249,9 +249,9 @@ def publish_and_report(
         peak=find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
     )
     if learned is not None and learned.gpu_memory_gib:
-        figures["gpu_memory_gib"] = learned.gpu_memory_gib
-    figures |= {**samples.engines, **checks}
-    report = StepReport(metrics, timing, figures, samples.sampled, remarks, assessment.needs_checkpoint)
+        throughput["gpu_memory_gib"] = learned.gpu_memory_gib
+    throughput |= {**samples.engines, **checks}
+    report = StepReport(metrics, timing, throughput, samples.sampled, remarks, assessment.needs_checkpoint)
     if failure is not None:
         raise UnpublishedStepError(report, failure) from failure
     return report

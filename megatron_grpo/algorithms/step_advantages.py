@@ -91,9 +91,10 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 
 
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
-    """Add advantages to the batch, and for PPO returns; returns which sequences' are finite.
+    """Add advantages, and for PPO returns, to the batch.
 
-    There is one advantage a response if its tokens share it, else one a token. The result: [sequences], bool.
+    There is one advantage per response if its tokens share it, else one per token. The result, [sequences], bool, is
+    true where all advantages of a sequence are finite.
     """
     arguments: tuple[Any, ...] = (config, scores.rewards, batch.response_tokens)
     in_penalty = (choose_policy_logprobs(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
@@ -101,7 +102,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     is_finite: NDArray[np.bool_]
     if config.value_model is not None:
         arguments, fields = (*arguments, batch.in_loss), (*fields, "values")
-        if config.ppo.calculate_advantages_on_gpu:  # the driver's, to which the tokens have to come
+        if config.ppo.calculate_advantages_on_gpu:  # the driver's GPU, so the tokens have to come to the driver
             new_fields, is_finite = compute_over_tokens(compute_ppo_token_advantages, batch, fields, arguments)
             batch.fields |= new_fields
         else:

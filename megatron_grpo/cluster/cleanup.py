@@ -36,21 +36,21 @@ _SEGMENTS = re.compile("/dev/shm/(psm_|.*-cpushm)")
 _SEMAPHORES = "/dev/shm/sem.mp-"
 
 
-def find_shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
+def find_shared_files(process: psutil.Process, *, with_semaphores: bool = False) -> set[Path]:
     """Find the files of shared memory that a process has mapped.
 
-    `killed`: include semaphores, which a process that ends by itself removes.
+    `with_semaphores`: also those that remain only if the process is killed.
     """
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
     files = {line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line and "(deleted)" not in line}
-    return {Path(file) for file in files if _SEGMENTS.match(file) or (killed and file.startswith(_SEMAPHORES))}
+    return {Path(file) for file in files if _SEGMENTS.match(file) or (with_semaphores and file.startswith(_SEMAPHORES))}
 
 
 def remove_segments(segments: Iterable[Path]) -> None:
-    """Remove files of shared memory; the last user's end frees it."""
+    """Remove files of shared memory, which is freed when its last user ends."""
     for segment in segments:
         segment.unlink(missing_ok=True)
 
@@ -112,11 +112,11 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
 
 
 def _find_mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
-    return set().union(*(find_shared_files(process, killed=True) for process in processes))
+    return set().union(*(find_shared_files(process, with_semaphores=True) for process in processes))
 
 
 def _end_processes(driver: int, started: set[psutil.Process], shared: set[Path], *, driver_lives: bool) -> None:
-    """Kill the driver's processes that do not end by themselves, free memory.
+    """Kill the driver's processes that do not end; remove their shared memory.
 
     `driver_lives`: spare the driver's children and their shared memory.
     """

@@ -34,7 +34,7 @@ SHOWN_PHASES = 4  # most phases in a record, oldest first
 FROZEN_S = 10.0  # seconds without a beat after which a process logs its stacks: C code is holding the interpreter
 
 logger = logging.getLogger(__name__)
-_clock = threading.Lock()  # held while faulthandler's timer is set, and while the process forks
+_timer_lock = threading.Lock()  # held while faulthandler's timer is set, and while the process forks
 
 
 def read_beat_s() -> float:
@@ -42,13 +42,15 @@ def read_beat_s() -> float:
     return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
 
 
-def _stop_clock() -> None:
+def _stop_timer_before_fork() -> None:
     # The timer is a C thread whose locks would stay held in a forked process; the next beat sets it again.
-    _clock.acquire()
+    _timer_lock.acquire()
     faulthandler.cancel_dump_traceback_later()
 
 
-os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in_child=_clock.release)
+os.register_at_fork(
+    before=_stop_timer_before_fork, after_in_parent=_timer_lock.release, after_in_child=_timer_lock.release
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def build_file_stem(name: str) -> str:
 
 
 def identify_machine() -> str:
-    """Read the kernel's boot id and pid namespace, or the host name."""
+    """Identify the machine or container in which this process's pid is valid."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -104,7 +106,7 @@ class HeartbeatWriter:
     def stop(self) -> None:
         """Stop writing; idempotent."""
         THIS_PROCESS.on_enter = None
-        with _clock:  # otherwise the thread could set the timer again, after the log is closed
+        with _timer_lock:  # otherwise the thread could set the timer again, after the log is closed
             self._stopped.set()
             faulthandler.cancel_dump_traceback_later()
 
@@ -119,7 +121,7 @@ class HeartbeatWriter:
     def _run(self) -> None:
         while True:
             # Code that holds the interpreter's lock keeps this thread from resetting the timer; the dump needs no lock.
-            with _clock:
+            with _timer_lock:
                 if self._stopped.is_set():
                     return
                 faulthandler.dump_traceback_later(FROZEN_S, file=self._log)

@@ -41,7 +41,7 @@ def fill_in_address(cluster: ClusterConfig) -> None:
 
 
 def explain_origin(address: str) -> str:
-    """End a message about an address that comes from the environment."""
+    """Say, for the end of a message, if the address comes from the environment."""
     if address != read_environment_address():
         return ""
     return f"; the address is {ADDRESS_VARIABLE} of the environment: unset it to start Ray on this machine"
@@ -61,7 +61,8 @@ def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -
         return None
     return (
         f"cluster.gpus_per_node={cluster.gpus} on cluster.num_nodes={cluster.num_nodes}: the Ray cluster has "
-        f"{len(counts)} machine(s), with {', '.join(map(str, counts))} GPUs; give what they have, or start Ray on more"
+        f"{len(counts)} machine(s), with {', '.join(map(str, counts))} GPUs; set both keys to what it has, or start Ray "
+        "on more machines"
     )
 
 
@@ -110,7 +111,7 @@ RAY_SETTINGS = {
     # Network interface and address of the process groups of policy ranks and of vLLM.
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
-    # Ray's servers listen on loopback, as on the systems of the name; otherwise on every address of the machine.
+    # With 0 Ray's servers listen on loopback only, as by default on Windows and macOS, not on every address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray overwrites CUDA_VISIBLE_DEVICES of processes that request no GPU; our processes choose GPUs themselves.

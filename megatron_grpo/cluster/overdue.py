@@ -105,8 +105,8 @@ def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
     if log is None:
         return ""
     statuses = read_statuses(log)
-    overdue = [status for status in statuses if _belongs(status, processes)]
-    silent = [name for name in processes if not any(_belongs(status, [name]) for status in overdue)]
+    overdue = [status for status in statuses if _belongs_to(status, processes)]
+    silent = [name for name in processes if not any(_belongs_to(status, [name]) for status in overdue)]
     table = "\n".join(f"  {status}" for status in statuses)
     logger.error("%s is overdue; where the processes are:\n%s", phase_name, table)
     request_stacks(log, phase_name, overdue)
@@ -123,7 +123,7 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
     log = find_current_log()
     if log is None:
         return ""
-    hanging = [status for status in read_statuses(log) if status.is_hanging and _belongs(status, processes)]
+    hanging = [status for status in read_statuses(log) if status.is_hanging and _belongs_to(status, processes)]
     if hanging and overdue is not None:
         request_stacks(log, overdue, hanging)
     logs = (build_log_path(log.folder, status.heartbeat.name) for status in hanging if status.state == GONE)
@@ -152,7 +152,7 @@ def read_statuses(log: ProcessLog) -> list[ProcessStatus]:
     return sorted(statuses, key=lambda status: not status.is_hanging)
 
 
-def _belongs(status: ProcessStatus, processes: Iterable[str]) -> bool:
+def _belongs_to(status: ProcessStatus, processes: Iterable[str]) -> bool:
     name = status.heartbeat.name
     return any(name == process or name.startswith(f"{process} ") for process in processes)
 

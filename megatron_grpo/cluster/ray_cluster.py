@@ -29,7 +29,7 @@ from megatron_grpo.config.schema import ClusterConfig, ParallelConfig
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet
-# Environment variable of processes that use GPUs of policy ranks: Ray's names of these GPUs, separated by commas.
+# Environment variable of processes that use GPUs of policy ranks: Ray's ids of these GPUs, separated by commas.
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
 # Size of the object store on CPUs: batches of a tiny model are small, and Ray's default is a third of the memory.
 OBJECT_STORE_BYTES = 512 * 2**20
@@ -48,7 +48,7 @@ class RayCluster:
         self._ranks_per_engine = 1
         # Around the folder of Ray's session, which Ray opens to everybody; None: Ray was not started here.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        # Ray's names of the policy's GPUs if engines and the value model share them; else empty.
+        # Ray's ids of the policy's GPUs if engines and the value model share them; else empty.
         self._shared_gpus: list[str] = []
 
     def start(self, remove_if_killed: FolderRemover | None = None) -> None:
@@ -132,15 +132,15 @@ class RayCluster:
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
         """Let engines and the value model use the policy's GPUs.
 
-        `devices`: Ray's name of the GPU of each policy rank; empty on CPUs.
+        `devices`: Ray's id of the GPU of each policy rank; empty on CPUs.
         """
         self._shared_gpus, self._ranks_per_engine = devices, ranks_per_engine
 
     def _await_groups(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
-        ready, late = ray.wait(
+        ready, pending = ray.wait(
             [group.ready() for group in groups], num_returns=len(groups), timeout=self.config.startup_timeout_s
         )
-        if late:
+        if pending:
             free = ray.available_resources().get("GPU", 0)
             demand = ", ".join(f"{component} needs {count}" for component, count in needs.items())
             placed = f"{free:g} are still free after placing {len(ready)} of {len(groups)} groups"
@@ -232,7 +232,7 @@ def _schedule_in(group: PlacementGroup, bundle: int) -> PlacementGroupScheduling
 
 
 def list_assigned_gpus() -> list[str]:
-    """List Ray's names of this process's GPUs; empty on CPUs."""
+    """List Ray's ids of this process's GPUs; empty on CPUs."""
     shared = os.environ.get(SHARED_GPUS)
     return [str(gpu) for gpu in ray.get_gpu_ids()] if shared is None else shared.split(",")
 

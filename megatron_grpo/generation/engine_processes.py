@@ -92,7 +92,7 @@ def end_processes(engine: EngineProcesses) -> list[int]:
             process = psutil.Process(pid)
             if process.create_time() == started:
                 family |= {process, *process.children(recursive=True)}
-    segments = set().union(*(find_shared_files(process, killed=True) for process in family))
+    segments = set().union(*(find_shared_files(process, with_semaphores=True) for process in family))
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -84,7 +84,7 @@ def _exit_with_parent(parent: int) -> None:
     # A process started by multiprocessing knows its parent even if the parent is already gone.
     while os.getppid() == parent and not is_parent_gone():
         time.sleep(PARENT_CHECK_S)
-    remove_segments(find_shared_files(psutil.Process(), killed=True))
+    remove_segments(find_shared_files(psutil.Process(), with_semaphores=True))
     os._exit(1)  # however busy the other threads are
 
 

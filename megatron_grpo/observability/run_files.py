@@ -69,7 +69,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{path}:{number} is damaged, no line of JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number} is damaged: it holds {type(row).__name__}, and no object")
+            raise ValueError(f"{path}:{number} is damaged: it holds {type(row).__name__}, not an object")
         rows.append(row)
     return rows
 

@@ -339,4 +339,4 @@ class RunLogger:
                 self._trackers.remove(tracker)
                 logger.warning("a tracker failed", exc_info=error)
                 name, reason = type(tracker).__name__.removesuffix("Tracker"), f"{type(error).__name__}: {error}"
-                self.note(f"{name} gets no more figures, and the run goes on without it: {reason}")
+                self.note(f"{name} gets no more figures, and the run goes on: {reason}")

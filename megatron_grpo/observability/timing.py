@@ -56,7 +56,7 @@ PEAK_TFLOPS_BF16 = {
 
 
 def find_peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
-    """The configured or published peak of a device, TFLOP/s; None: not known."""
+    """Find the configured or published peak of a device, TFLOP/s; None: unknown."""
     if configured is not None or precision != "bfloat16":
         return configured
     return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
@@ -91,5 +91,5 @@ def compute_throughput(
 
 
 def compute_rates(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
-    """Samples and tokens per second of a step whose sequences have these lengths."""
+    """Compute samples and tokens per second of a step with sequences of these lengths."""
     return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

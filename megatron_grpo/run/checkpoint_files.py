@@ -140,7 +140,7 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Atomically replace the driver's state in a checkpoint."""
     if (folder / MANIFEST_FILE).exists():
         write_with_checksum(folder / STATE_FILE, state)
-    else:  # a digest of the state would mean that the manifest is missing
+    else:  # an earlier version wrote it: a state with a digest would mean that its manifest is lost
         write_text(folder / STATE_FILE, json.dumps(dict(state)))
 
 

@@ -89,16 +89,18 @@ class Checkpointer:
         # queued again has the same command line.
         if resume == "auto" or (is_foreign and (steps or self._list_set_aside())):
             return self._find_newest_intact(stop)
-        begin = 0
+        start_step = 0
         if path is not None:
             self._require_intact(path, stop)
-            begin = 0 if is_foreign else read_state(path)["save_state"]["total_steps"]
-        if steps and steps[-1] > begin:
-            text = f"would go on after step {begin}, and {self.folder} has later checkpoints, up to step {steps[-1]}"
-            raise self._refuse(f"{text}; choose another run_dir, or delete them")
+            start_step = 0 if is_foreign else read_state(path)["save_state"]["total_steps"]
+        if steps and steps[-1] > start_step:
+            later = f"{self.folder} has later checkpoints, up to step {steps[-1]}"
+            raise self._make_refusal(
+                f"would go on after step {start_step}, and {later}; choose another run_dir, or delete them"
+            )
         return path
 
-    def _refuse(self, text: str) -> ConfigError:
+    def _make_refusal(self, text: str) -> ConfigError:
         return ConfigError([Problem(f"checkpointing.resume={self.config.resume}", text)])
 
     def list_steps(self) -> list[int]:
@@ -237,18 +239,18 @@ class Checkpointer:
         faults = [str(error) for error in damaged.values()]
         faults = faults or [f"{path} was set aside" for path in self._list_set_aside()]
         text = f"finds no intact checkpoint in {self.folder}, and will not begin anew over what this run has written"
-        raise self._refuse(f"{text}: {'; '.join(faults)}. Put intact files back, or begin in another run_dir")
+        raise self._make_refusal(f"{text}: {'; '.join(faults)}. Put intact files back, or begin in another run_dir")
 
     def _require_intact(self, path: Path, stop: Event | None) -> None:
         """Check the checkpoint that checkpointing.resume names."""
         try:
             if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
-                raise self._refuse(f"is not a checkpoint: it has no {STATE_FILE}")
+                raise self._make_refusal(f"is not a checkpoint: it has no {STATE_FILE}")
             remark = verify_checkpoint(path, stop)
         except CheckpointError as error:
-            raise self._refuse(f"cannot be started from: {error}; name another checkpoint") from None
+            raise self._make_refusal(f"cannot be started from: {error}; name another checkpoint") from None
         except OSError as error:
-            raise self._refuse(f"cannot be read: {error}") from None
+            raise self._make_refusal(f"cannot be read: {error}") from None
         if remark:
             _print_warning(remark)
 

@@ -1,4 +1,4 @@
-"""The folder of a run: names of its files, its lock, and the configuration of its last start, perhaps changed."""
+"""The folder of a run: names of its files, its lock, and the configuration of its last start."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def lock_run_directory(path: str) -> Iterator[Path]:
 
 
 def is_in_use(path: str) -> bool:
-    """Tell whether a live run holds the lock of the folder."""
+    """True if a live run holds the lock of the folder."""
     try:
         with Path(path, LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -232,7 +232,7 @@ def compare_data(folder: Path, config: Config) -> list[str]:
 
 
 def is_composition(name: str) -> bool:
-    """Tell whether an argument composes the configuration from files."""
+    """True if an argument composes the configuration from files."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read about 10 GB.
-AT_ONCE_S = 10.0
+SEARCH_WAIT_S = 10.0
 # Lines that announce the parts of a start-up, by name of the part.
 _ANNOUNCEMENTS = {
     "imports": "importing torch",
@@ -48,17 +48,17 @@ _ANNOUNCEMENTS = {
 
 
 @contextmanager
-def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
+def in_background(work: Callable[[Event], T], wait_s: float = SEARCH_WAIT_S) -> Iterator[Future[T]]:
     """Run `work` in a thread during the body, and yield its future.
 
-    An error within the first `at_once_s` seconds is raised before the body begins. `work` gets an event that is set
-    when the body ends, and should check it now and then.
+    The body begins after `wait_s` seconds, or as soon as `work` ends; an error until then is raised instead. `work`
+    gets an event that is set when the body ends, and should check it now and then.
     """
     stop = Event()
     with ThreadPoolExecutor(1, "background") as pool:
         try:
             future = pool.submit(work, stop)
-            if wait([future], at_once_s).done:
+            if wait([future], wait_s).done:
                 future.result()
             yield future
         finally:

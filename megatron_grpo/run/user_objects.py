@@ -125,9 +125,9 @@ class ScriptData(ExitStack):
     def select_file(self, file: Path, argument: str) -> Path:
         """Select the file to read a dataset from.
 
-        It is one with the same rows in the folder of the run, else `file`; files that were not written at a path of
-        `reserve_path` are the user's own. `argument`: that of the script, for messages. Raises ConfigError if run_dir
-        has a run that began with other rows.
+        It is a file with the same rows in the run's folder, if there is one, and `file` is deleted; else `file`. Files
+        that were not written where `reserve_path` said are the user's own, and stay. `argument`: that of the script,
+        for messages. Raises ConfigError if run_dir has a run that began with other rows.
         """
         if file.parent != self._aside:
             return file

@@ -21,11 +21,11 @@ LEAST_GAP = -40.0  # limit of log ratios, as in the metrics of a step
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"  # what SentencePiece tokenizers write for a space
 # These three limits of a run are divided equally over its steps.
-ROWS = 160_000  # most rows in all tables
-READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, which takes about ten seconds
-TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
-HEAD = 160  # most characters of a prompt, and of a response that is not shown in full
-LONGEST = 1_200_000  # most characters of a response that is shown in full; the page says that longer ones are cut
+MAX_ROWS = 160_000  # most rows in all tables
+MAX_READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, which takes about ten seconds
+MAX_FULL_TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
+EXCERPT = 160  # most characters of a prompt, and of a response that is not shown in full
+MAX_FULL_LENGTH = 1_200_000  # most characters and tokens of a response shown in full; the page says if it is cut
 _COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
 
 
@@ -89,8 +89,8 @@ def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tu
     files = find_recorded_steps(folder)
     for step, file in files.items():
         try:
-            rows = _read_first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
-            yield step, count_rollouts(file), _make_table(rows, vocabulary, TOKENS // len(files))
+            rows = _read_first_rows(step, file, rows=MAX_ROWS // len(files), tokens=MAX_READ_TOKENS // len(files))
+            yield step, count_rollouts(file), _make_table(rows, vocabulary, MAX_FULL_TOKENS // len(files))
         except (ValueError, TypeError, LookupError, OSError) as error:
             if str(file) in str(error):
                 raise
@@ -132,9 +132,9 @@ def _make_table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None
         elif str(row["group"]) not in prompts:
             length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
             text = vocabulary.decode_text(row["token_ids"][:length])
-            prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # the end, because prompts often begin alike
+            prompts[str(row["group"])] = " ".join(text.split())[-EXCERPT:]  # the end, because prompts often begin alike
     advantages = (compute_mean_advantage(row["advantages"]) for row in rows)
-    lengths = (LONGEST if index in full_rows else HEAD for index in range(len(rows)))
+    lengths = (MAX_FULL_LENGTH if index in full_rows else EXCERPT for index in range(len(rows)))
     return {
         **{name: [row[name] for row in rows] for name in _COPIED_COLUMNS},
         "suspect": [list_suspicions(row["reward_metrics"]) for row in rows],
@@ -174,7 +174,7 @@ def _describe_in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> 
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full
-    full |= {"ids": row["token_ids"][:LONGEST].tolist(), "logprobs": _round_values(row["logprobs"])}
+    full |= {"ids": row["token_ids"][:MAX_FULL_LENGTH].tolist(), "logprobs": _round_values(row["logprobs"])}
     if row["advantages"] is not None:
         advantages = _round_values(row["advantages"])
         full["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages

@@ -42,7 +42,7 @@ SCRIPTS = tuple(
 )
 # JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters.
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
-_DIGITS = 10  # significant digits of a number in the page: some metrics are 1 and a millionth
+_DIGITS = 10  # significant digits of a number in the page: some metrics differ from 1 by a millionth
 # Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first.
 _CLOCK_FIGURES = ("timing", "throughput")
 logger = logging.getLogger(__name__)
@@ -59,13 +59,13 @@ def make_packed_element(name: str, value: Any) -> str:
 
 
 def format_escaped_json(value: Any) -> str:
-    """Write ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
+    """Format as ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
     text = json.dumps(replace_non_finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)
 
 
 def render_page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
-    """Write a page whose security policy allows this script alone.
+    """Render a page whose security policy allows this script alone.
 
     `body` is HTML of this package, without data of a run; `data` has elements that hold escaped or packed JSON.
     """
@@ -120,7 +120,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{file}:{number} is damaged: it has no number under step")
         for group in _CLOCK_FIGURES:
             if not isinstance(row.get(group, {}), dict):
-                raise ValueError(f"{file}:{number} is damaged: {group} is {type(row[group]).__name__}, and no object")
+                raise ValueError(f"{file}:{number} is damaged: {group} is {type(row[group]).__name__}, not an object")
     return rows
 
 
@@ -164,7 +164,7 @@ def write_report(folders: Sequence[Path]) -> Path:
 
 
 def render_report(folders: Sequence[Path]) -> str:
-    """Write the HTML of `write_report`."""
+    """Render the HTML of `write_report`."""
     runs, data = [], []
     for number, folder in enumerate(folders):
         run, model = read_run_data(folder), read_config(folder).get("policy.model.path")

@@ -87,7 +87,7 @@ def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: py
         ("checkpoint", 3),
         ("end", 3),
     ]
-    assert run.ends == [("early_stop", "a callback of the script says so")]
+    assert run.ends == [("early_stop", "a callback asked for it")]
 
 
 def test_a_file_in_the_folder_ends_training_with_a_checkpoint_and_no_validation(

@@ -216,7 +216,7 @@ def test_noise_that_is_measured_anew_is_told(tmp_path: Path) -> None:
     assert text == "the noise of token_mult_prob_error is measured from this step on, since the checkpoint has none"
     run.run.state["prob_error"]["precision"] = "bfloat16"
     (report,) = run.steps(0)
-    assert "since that of the checkpoint is of bfloat16" in report.remarks[0]
+    assert "since the checkpoint's was measured in bfloat16" in report.remarks[0]
 
 
 def test_a_run_whose_policy_begins_to_learn_later_measures_nothing_anew(tmp_path: Path) -> None:

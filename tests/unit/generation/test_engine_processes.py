@@ -95,4 +95,4 @@ def test_all_kinds_of_shared_memory_that_vllm_leaves_are_found() -> None:
             stack.enter_context(mmap.mmap(stack.enter_context(file.open("r+b")).fileno(), 0))
         own = psutil.Process()
         assert find_shared_files(own) & {*files} == {files[0]}
-        assert find_shared_files(own, killed=True) & {*files} == {*files[:2]}
+        assert find_shared_files(own, with_semaphores=True) & {*files} == {*files[:2]}

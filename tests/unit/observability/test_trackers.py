@@ -218,7 +218,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
         log_step(logger, step)
     logger.close()
     assert calls == [1]
-    text = "TensorBoard gets no more figures, and the run goes on without it: FileNotFoundError: no folder tensorboard"
+    text = "TensorBoard gets no more figures, and the run goes on: FileNotFoundError: no folder tensorboard"
     assert capsys.readouterr().out.count(text) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

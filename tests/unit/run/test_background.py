@@ -25,7 +25,7 @@ def until_stopped(stop: Event) -> bool:
 
 
 def test_a_result_that_comes_late_is_there_when_it_is_asked_for() -> None:
-    with in_background(lambda stop: stop.wait(0.2), at_once_s=0.0) as future:
+    with in_background(lambda stop: stop.wait(0.2), wait_s=0.0) as future:
         assert not future.done()
         assert future.result() is False
 
@@ -38,13 +38,13 @@ def test_what_fails_soon_fails_before_the_body() -> None:
 
 
 def test_what_fails_late_fails_where_the_result_is_asked_for() -> None:
-    with in_background(fail_late, at_once_s=0.0) as future, pytest.raises(ValueError, match="damaged"):
+    with in_background(fail_late, wait_s=0.0) as future, pytest.raises(ValueError, match="damaged"):
         future.result()
 
 
 def test_the_end_of_the_body_ends_the_work() -> None:
     began, threads = time.monotonic(), threading.active_count()
-    with pytest.raises(KeyboardInterrupt), in_background(until_stopped, at_once_s=0.0):
+    with pytest.raises(KeyboardInterrupt), in_background(until_stopped, wait_s=0.0):
         raise KeyboardInterrupt
     assert time.monotonic() - began < 30
     assert threading.active_count() == threads

@@ -160,12 +160,12 @@ def test_what_is_damaged_is_told_and_nothing_more(
 @pytest.mark.parametrize(
     ("file", "line", "reason"),
     [
-        ("metrics.jsonl", b"[1, 2]", "it holds list, and no object"),
+        ("metrics.jsonl", b"[1, 2]", "it holds list, not an object"),
         ("metrics.jsonl", b"{step: 1}", "no line of JSON: Expecting property name"),
         ("validation.jsonl", b"\xff\xfe\x00", "no line of JSON: 'utf-"),
         ("validation.jsonl", b'{"reward": 1}', "it has no number under step"),
-        ("metrics.jsonl", b'{"step": 1, "timing": [3]}', "timing is list, and no object"),
-        ("starts.jsonl", b"3", "it holds int, and no object"),
+        ("metrics.jsonl", b'{"step": 1, "timing": [3]}', "timing is list, not an object"),
+        ("starts.jsonl", b"3", "it holds int, not an object"),
     ],
 )
 def test_a_damaged_line_is_told_with_its_place(
