@@ -61,8 +61,8 @@ def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -
         return None
     return (
         f"cluster.gpus_per_node={cluster.gpus} on cluster.num_nodes={cluster.num_nodes}: the Ray cluster has "
-        f"{len(counts)} machine(s), with {', '.join(map(str, counts))} GPUs; set both keys to what it has, or start Ray "
-        "on more machines"
+        f"{len(counts)} machine(s), with {', '.join(map(str, counts))} GPUs; set both keys to what it has, or start "
+        "Ray on more machines"
     )
 
 

@@ -116,8 +116,8 @@ def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
 
 
 def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectories, "TOKENS", 3 * 60)  # two answers of each step
-    monkeypatch.setattr(trajectories, "ROWS", 3 * 4)
+    monkeypatch.setattr(trajectories, "MAX_FULL_TOKENS", 3 * 60)  # two answers of each step
+    monkeypatch.setattr(trajectories, "MAX_ROWS", 3 * 4)
     data = embedded(write_report([run]))
     told = data["runs"][0]["trajectories"]
     assert (told["written"], told["rows"], told["full"]) == (18, 12, 6)
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch
 
 
 def test_a_long_step_ends_the_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectories, "READ_TOKENS", 3 * 50)
+    monkeypatch.setattr(trajectories, "MAX_READ_TOKENS", 3 * 50)
     assert embedded(write_report([run]))["runs"][0]["trajectories"]["rows"] == 6, "two of each step"
 
 
