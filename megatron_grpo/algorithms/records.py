@@ -86,7 +86,7 @@ class RolloutDumps:
         if self._config.rollouts != "off" or needs_all:
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not needs_all else None
             record = StepRecord(self._facts, facts)
-            self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, sample=limit)
+            self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, max_rollouts=limit)
 
     def finish(self, step: int) -> None:
         """Wait until the rollouts of a step are on disk."""

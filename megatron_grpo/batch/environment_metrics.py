@@ -18,8 +18,6 @@ _MAX_CHARACTERS = 120  # of a metric's name; trackers refuse names of more than 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 logger = logging.getLogger(__name__)
-
-
 # The same message about every response would fill the log.
 _warn_once = cache(logger.warning)
 
@@ -42,7 +40,7 @@ def name_reported_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def make_metric_name(name: str) -> str:
-    """Make env/NAME, or keep suspect/NAME, for a reported name."""
+    """Prefix a reported name with env/, unless it is suspect/NAME."""
     # No part between slashes is empty, "." or "..", because trackers store names as paths.
     parts = _UNPRINTABLE.sub("_", name)[:_MAX_CHARACTERS].split("/")
     clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
@@ -51,8 +49,7 @@ def make_metric_name(name: str) -> str:
 
 
 def make_step_metric_name(name: str) -> str:
-    """Name a response's metric in a step."""
-    # Recordings of earlier versions have bare names.
+    """Name a response's metric in a step; recordings of earlier versions have bare names."""
     is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
     return name if is_named else make_metric_name(name)
 

@@ -39,9 +39,10 @@ class SamplingSettings:
 
 
 def make_sampling_settings(generation: GenerationConfig, stops: StopConditions) -> SamplingSettings:
+    # The fields have the names of configuration keys; a tokenizer may have added to the configured stops.
     settings = {field.name: getattr(generation, field.name) for field in fields(SamplingSettings)}
-    ends = {"stop_token_ids": stops.token_ids, "stop_strings": stops.strings}
-    return SamplingSettings(**{**settings, "bad_words": tuple(generation.bad_words), **ends})
+    settings |= {"bad_words": tuple(generation.bad_words)}
+    return SamplingSettings(**settings | {"stop_token_ids": stops.token_ids, "stop_strings": stops.strings})
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that pickles ten times slower

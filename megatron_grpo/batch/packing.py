@@ -41,7 +41,7 @@ TOKEN_COST = Cost(per_token=1.0, per_pair=0.0)  # cost by length alone, as if at
 # pipelines and expert parallelism a collective per layer), so there should be as few as the memory of one allows. And
 # replicas wait for each other at every optimizer step, so all should need equally long, which is a matter of cost and
 # not of tokens: because of attention, one sequence of 8,000 tokens costs more than eight of 1,000. So the number of
-# microbatches is settled by tokens, as the fewest found that the sequences fit into, and the sequences are spread over
+# microbatches is decided by tokens: the fewest for which the packer finds room. The sequences are then spread over
 # this number by cost: longest first, each goes to the bin with the least cost that still has room (Graham 1969,
 # "longest processing time"). The same rule then deals whole bins to replicas, equally many to each, because replicas
 # that share experts go through their microbatches in step.
@@ -79,7 +79,7 @@ class SequencePacker:
         Returns lists of indices into each replica's lengths, costliest first; equally many on each replica that has
         enough sequences.
         """
-        # Replicas that share experts go through their microbatches in step, so the neediest decides for all.
+        # Replicas that share experts go through their microbatches in step: the one that needs most decides for all.
         count = max(len(self._fill_fewest_bins(lengths, 1)) for lengths in replicas)
         while True:
             filled = [self._fill_bins(lengths, min(count, len(lengths))) for lengths in replicas]
@@ -112,17 +112,17 @@ class SequencePacker:
         bins: list[list[int]] = [[] for _ in range(count)]
         room = [self.microbatch_tokens] * count
         # Two heaps keep this O(n log n). Widths only fall, so a bin that is too full for this sequence may have room
-        # for a later one: it waits in `full`, sorted by room, until a narrow enough sequence comes.
+        # for a later one: it waits in `full_bins`, sorted by room, until a narrow enough sequence comes.
         open_bins = [(0.0, number) for number in range(count)]  # by cost
-        full: list[tuple[int, int, float]] = []  # by room, the most first
+        full_bins: list[tuple[int, int, float]] = []  # by room, the most first
         for index in sorted(range(len(widths)), key=lambda i: (-widths[i], i)):
             width = widths[index]
-            while full and -full[0][0] >= width:
-                _, number, cost = heapq.heappop(full)
+            while full_bins and -full_bins[0][0] >= width:
+                _, number, cost = heapq.heappop(full_bins)
                 heapq.heappush(open_bins, (cost, number))
             while open_bins and bins[open_bins[0][1]] and room[open_bins[0][1]] < width:
                 cost, number = heapq.heappop(open_bins)
-                heapq.heappush(full, (-room[number], number, cost))
+                heapq.heappush(full_bins, (-room[number], number, cost))
             if not open_bins:
                 return None
             cost, number = heapq.heappop(open_bins)
@@ -189,6 +189,7 @@ class SequencePadder:
         return [order[start : start + rows] for start, rows in rectangles]
 
     def count_microbatches(self, lengths: Lengths) -> int:
+        """Count the fewest rectangles that the sequences fit into."""
         return len(_cut(self._sort_by_length(lengths)[1], self.microbatch_tokens))
 
     def _sort_by_length(self, lengths: Lengths) -> tuple[list[int], list[int]]:
@@ -201,7 +202,7 @@ class SequencePadder:
         # Binary search: a larger area never needs more rectangles, because each then reaches at least as far.
         areas = range(1, self.microbatch_tokens)
         smallest = 1 + bisect_left(areas, True, key=lambda area: len(_cut(widths, area)) <= microbatches)
-        # While there are too few, the largest rectangle of several sequences (of equal ones, the first) is halved.
+        # While there are too few rectangles, the largest one of several sequences (of equal ones, the first) is halved.
         parts = _cut(widths, smallest)
         singles: list[tuple[int, int]] = []
         heap: list[tuple[int, int, int]] = []

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
 # Distributions whose versions are recorded, where they are installed.
-_PACKAGES = ("megatron_grpo", "torch", "megatron-core", "transformer-engine", "triton", "vllm", "transformers", "numpy")
+_RECORDED_LIBRARIES = (
+    "megatron_grpo",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "triton",
+    "vllm",
+    "transformers",
+    "numpy",
+)
 WATCHED_TOKENS = 32  # most tokens of a step whose hidden states are recorded
 _STATE = "hidden state"
 
@@ -33,6 +42,15 @@ class TensorFigure:
     name: str
     norm: float
     sketch: list[float]  # random projections (`trainer.step_record.sketch`)
+
+
+def find_library_versions() -> dict[str, str]:
+    """Find the installed versions of the libraries that compute."""
+    versions = {}
+    for name in _RECORDED_LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def choose_watched_tokens(tokens: int) -> NDArray[np.int64]:
@@ -51,12 +69,15 @@ class StateFigure:
 
 
 def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
-    """Add up the sketches that the ranks have parts of."""
+    """Add up the ranks' partial sketches of hidden states.
+
+    Of each rank: (point, token indices [n], sketches [n, projections]).
+    """
     sums: dict[tuple[str, int], NDArray[np.float64]] = {}
     for point, tokens, sketches in chain.from_iterable(ranks):
         for token, sketch in zip(tokens.tolist(), sketches, strict=True):
             sums[point, token] = sums[point, token] + sketch if (point, token) in sums else sketch
-    # Rounded, because the parts of a layout add up to float64's last digits in another order.
+    # Rounded to float32, because the order in which a layout adds its parts changes float64's last digits.
     return [StateFigure(point, token, total.astype(np.float32).tolist()) for (point, token), total in sums.items()]
 
 
@@ -70,17 +91,9 @@ class StepFigures:
     tensors: list[TensorFigure]
     config: dict[str, Any]  # the configuration of the run when it made the step
     device: str  # name that the vendor gives the device of a rank; "cpu" without a GPU
-    versions: dict[str, str] = field(default_factory=lambda: find_library_versions())
+    versions: dict[str, str] = field(default_factory=find_library_versions)
     states: list[StateFigure] = field(default_factory=list)
     """Hidden states of the watched tokens; empty: an earlier version recorded none."""
-
-
-def find_library_versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def locate_figures_file(run_dir: Path, step: int) -> Path:

@@ -75,8 +75,8 @@ def write_rollouts(
 ) -> None:
     """Write trajectories as Parquet, completely or not at all.
 
-    `groups` are pairs of the number to write as `group`, and the group's rollouts with their values in the step that
-    trains on them (None: no step does).
+    `groups` are pairs of the number to write as `group`, and the group's rollouts, each with its values in training
+    (None: no step trains on it).
     """
     import pyarrow.parquet as pq
 
@@ -164,12 +164,12 @@ DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of th
 
 def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     """Read one file's rollouts lazily, as `read_rollouts`; ValueError if it is damaged."""
-    with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
+    with _translate_damage(file):
         yield from _decode_rows(step, file)
 
 
 @contextmanager
-def _translate_damage(before: str = "", after: str = "") -> Iterator[None]:
+def _translate_damage(file: Path | None = None) -> Iterator[None]:
     import pyarrow as pa
 
     try:
@@ -178,7 +178,9 @@ def _translate_damage(before: str = "", after: str = "") -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:  # pyarrow's have none
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{before}is damaged or was not written to its end: {reason}{after}") from None
+        problem = f"is damaged or was not written to its end: {reason}"
+        # Without a file the caller puts its name in front.
+        raise ValueError(problem if file is None else f"{file} {problem}; {DAMAGE_ADVICE}") from None
 
 
 def _decode_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
@@ -196,24 +198,24 @@ def count_rollouts(file: Path) -> int:
     """Count the rollouts of a file; raises as `read_rows`."""
     import pyarrow.parquet as pq
 
-    with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
+    with _translate_damage(file):
         rows: int = pq.read_metadata(file).num_rows
     return rows
 
 
 METADATA_KEY = b"megatron_grpo"  # key of the Parquet file's own metadata
-_TOKEN_IDS = "token_ids.list.element"
+_TOKEN_IDS_COLUMN = "token_ids.list.element"  # path in the schema of Parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Facts that all steps of a recorded run share."""
 
-    prompts_per_step: int  # those that the step trains on
+    prompts_per_step: int  # prompts that a step trains on
     samples_per_prompt: int
     max_num_steps: int  # planned, because learning-rate schedules depend on it
-    vocab: int  # number of tokens in the model's vocabulary
-    vocabulary: str | None  # digest of the tokens with their numbers (`compute_vocabulary_digest`); None: not known
+    vocab: int  # size: number of tokens in the model's vocabulary
+    vocabulary: str | None  # digest of the tokens and their ids (`compute_vocabulary_digest`); None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +276,8 @@ def find_recorded_folder(path: str | Path) -> Path:
 def examine_file(file: Path) -> RecordedFile:
     """Read the metadata of a step's file.
 
-    Raises ValueError if it is damaged or of another version, with a text that continues a message that begins with its
-    name, and OSError if it cannot be read.
+    Raises ValueError if it is damaged or of another version, and OSError if it cannot be read. Callers put the file's
+    name in front of the message ("is damaged ...").
     """
     import pyarrow.parquet as pq
 
@@ -284,7 +286,7 @@ def examine_file(file: Path) -> RecordedFile:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     # The largest token tells whether the rollouts fit a model's vocabulary, without reading them.
-    statistics = [column.statistics for column in columns if column.path_in_schema == _TOKEN_IDS]
+    statistics = [column.statistics for column in columns if column.path_in_schema == _TOKEN_IDS_COLUMN]
     has_largest = bool(statistics) and all(chunk is not None and chunk.has_min_max for chunk in statistics)
     record = StepRecord.from_metadata(metadata.metadata)
     return RecordedFile(record, metadata.num_rows, max(chunk.max for chunk in statistics) if has_largest else None)

@@ -37,10 +37,10 @@ def find_stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Pa
         ids.add(tokenizer.eos_token_id)
     added = list_added_tokens(tokenizer)
     for text in generation.stop_strings:
-        number = added.get(text)
-        if number is not None:
-            ids.add(number)
-        if number is None or not is_special(tokenizer, number):
+        token_id = added.get(text)
+        if token_id is not None:
+            ids.add(token_id)
+        if token_id is None or not is_special(tokenizer, token_id):
             strings.append(text)
     return StopConditions(tuple(sorted(ids)), tuple(strings))
 
@@ -73,25 +73,26 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopR
 def find_unstopped_turn_end(
     tokenizer: Any, stops: StopConditions, render: Callable[[list[dict[str, str]]], str]
 ) -> tuple[str, int] | None:
-    """Find an added token, and its number, that ends messages and no response.
+    """Find an added token that ends the model's messages but not its responses.
 
-    `render` renders a conversation by the chat template, without a prompt for the next message.
+    `render` renders a conversation by the chat template, without a prompt for the next message. Returns the token's
+    text and id; None: responses end where messages do.
     """
-    numbers = {number: token for token, number in list_added_tokens(tokenizer).items()}
-    uncovered: list[tuple[str, int]] = []
+    added_texts = {token_id: text for text, token_id in list_added_tokens(tokenizer).items()}
+    unstopped: list[tuple[str, int]] = []
     question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": _PROBE_CONTENT}
     # Templates may end the last message otherwise than earlier messages (gpt-oss), or end a message only by the
     # beginning of the next (GLM), so that either of two tokens has to end a response.
     for messages in ([question, answer], [question, answer, question]):
         try:
-            _, mark, rest = render(messages).rpartition(_PROBE_CONTENT)
-        except Exception:  # noqa: BLE001 - a template may raise anything, and the prompts of the rows tell its errors
+            _, probe, rest = render(messages).rpartition(_PROBE_CONTENT)
+        except Exception:  # noqa: BLE001 - a template may raise anything; rendering the rows' prompts reports it
             continue
         rest = rest.lstrip()
-        if not mark or not rest:
+        if not probe or not rest:
             continue
         first = tokenizer(rest, add_special_tokens=False)["input_ids"][:1]
         if any(text in rest for text in stops.strings) or set(first) & set(stops.token_ids):
             return None
-        uncovered += [(numbers[token], token) for token in first if token in numbers]
-    return uncovered[0] if uncovered else None
+        unstopped += [(added_texts[token_id], token_id) for token_id in first if token_id in added_texts]
+    return unstopped[0] if unstopped else None

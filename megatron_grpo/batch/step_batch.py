@@ -15,7 +15,7 @@ from megatron_grpo.batch.packing import TOKEN_COST, Cost, make_packer
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 
-StoredArray = Any  # Ray's ObjectRef to an array. Losses read this module, and know nothing of Ray.
+StoredArray = Any  # Ray's ObjectRef to an array; losses import this module without Ray
 TokenArrays = dict[str, NDArray[Any]]
 """Arrays of a step's tokens by field, [tokens of the step]: sequences end to end in the step's order."""
 
@@ -24,7 +24,8 @@ TokenArrays = dict[str, NDArray[Any]]
 class StepBatch:
     """The sequences that a step trains on, without their tokens.
 
-    The samples of a prompt are neighbours. A partition is the sequences whose tokens lie together in the object store.
+    The samples of a prompt are neighbours. A partition is a set of sequences whose tokens share arrays in the object
+    store.
 
     Example: three sequences on two replicas
         StepBatch(
@@ -49,7 +50,7 @@ class StepBatch:
     prob_error_limit: float | None = None
     """Largest token_mult_prob_error that the policy learns from; None: there is no limit."""
     partitions: list[NDArray[np.int64]] = field(default_factory=list)
-    """Indices of the sequences of each partition, int64, ascending. Every replica has whole partitions."""
+    """Indices of the sequences of each partition, int64, ascending. A partition is never divided among replicas."""
     fields: dict[str, list[StoredArray]] = field(default_factory=dict)
     """By stored field (`STORED_DTYPES`), an array for each partition: [tokens of the partition]."""
 
@@ -61,6 +62,7 @@ class StepBatch:
         multiplier is 0 and, with overlong_filtering, those that were cut off.
         """
         overlong, nll_weight = config.training_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
+        # A multiplier of 0 leaves the rollout out by `in_loss`: its weight is 1, so that equal weights remain None.
         weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
         return StepBatch(
             lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
@@ -112,9 +114,9 @@ def partition_sequences(config: Config, batch: StepBatch, cost: Cost = TOKEN_COS
     count = math.lcm(*(model.parallel.data for model in trained))
     if count == 1:
         return [np.arange(len(batch))]
-    # An optimizer step waits for its slowest replica, so every minibatch is divided equally by itself. The models may
-    # have different minibatches: the sequences between two ends of either are divided, so that each replica has a
-    # sequence in every minibatch.
+    # An optimizer step waits for its slowest replica, so each minibatch is divided equally by itself. Policy and value
+    # model may have minibatches of different sizes: the step is cut wherever a minibatch of either ends, and each
+    # stretch is divided, so that every replica has sequences in each minibatch of both.
     sizes = [model.train_global_batch_samples or len(batch) for model in trained]
     ends = sorted({int(indices[-1]) + 1 for size in sizes for indices in batch.split_minibatches(size)})
     partitions: list[list[int]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The batch of a rank: tensors with an entry for each token, of sequences laid end to end."""
+"""The batch of a rank: tensors with a value for each token, of sequences laid end to end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_grpo.batch.step_batch import StepBatch
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """Tensors with an entry for each token; None: not needed or not computed yet.
+    """Tensors with a value for each token; None: not needed or not computed yet.
 
     All tensors share one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
-    with zeros on the right. An entry describes the token at its own index: `prev_logprobs[t]` is the log-probability of
+    with zeros on the right. A value describes the token at its own index: `prev_logprobs[t]` is the log-probability of
     `token_ids[t]` given the tokens before it in its sequence, and 0 at the first token, which nothing predicts.
 
     Example: two sequences, of 4 and of 3 tokens, whose last two tokens were sampled
@@ -32,7 +32,7 @@ class TokenFields:
     """
 
     token_ids: Tensor | None = None
-    """Vocabulary entries: [...], int32 in storage, int64 in a padded batch."""
+    """Token ids: [...], int32 in storage, int64 in a padded batch."""
     sampled: Tensor | None = None
     """True where the policy drew the token: [...], bool."""
     loss_mask: Tensor | None = None
@@ -44,9 +44,9 @@ class TokenFields:
     reference_logprobs: Tensor | None = None
     """Log-probability in training, under the reference policy: [...], float32."""
     unfiltered_logprobs: Tensor | None = None
-    """Log-probability under the policy over the whole vocabulary, while a filter removes tokens: [...], float32, in
-    training with gradient. The other log-probabilities of the policy are then over the tokens that the filter keeps,
-    and -inf for a token that it removes."""
+    """Log-probability under the policy over the full vocabulary: [...], float32, in training with gradient. None: no
+    filter removes tokens. With one, the policy's other log-probabilities are over the tokens that it keeps, and -inf
+    for those that it removes."""
     advantages: Tensor | None = None
     """Advantage of the token, 0 where none was sampled: [...], float32."""
     positive: Tensor | None = None
@@ -146,9 +146,9 @@ def scatter_sampled(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.
 
 
 def find_token_indices(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Find the indices of some sequences' tokens among those of all sequences.
+    """Find the token indices of chosen sequences: [tokens of these sequences], int64.
 
-    `lengths` are of all sequences. Returns [tokens of the chosen sequences], int64, one sequence after the other.
+    `lengths` are those of all sequences, whose tokens lie end to end.
     """
     # Arithmetic on whole arrays: a Python loop over 16,384 sequences would cost more than fetching their tokens.
     all_lengths = lengths.astype(np.int64)

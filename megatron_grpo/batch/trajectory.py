@@ -49,11 +49,11 @@ class Outcome:
     """Number of the prompt in its generation batch, or in the step; the samples of one prompt share it."""
     sample: int  # number of the sample in its group
     reward: float | None = 0.0
-    """None: no reward function gave one, or it failed, and baselines and loss leave the rollout out."""
+    """None: no reward function gave one, or the rollout failed. Baselines and the loss leave it out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
     reward_errors: int = 0
-    """Number of reward functions that failed for the response, and count as if they had given no reward."""
+    """Number of reward functions that failed for the response; they count as if they had given no reward."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
     correct: bool | None = False  # None: the environment cannot say
@@ -78,7 +78,7 @@ class Outcome:
 class Trajectory(Outcome):
     """An outcome with its tokens and text, outside the driver.
 
-    Token ids are the truth; the text is only for people and environments. Counts are taken from the arrays when a
+    Training uses the token ids; the text is only for people and environments. Counts are taken from the arrays when a
     trajectory is made: `replace` it rather than assign other arrays.
 
     Example: two tokens sampled after a prompt of three

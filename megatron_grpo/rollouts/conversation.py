@@ -35,7 +35,7 @@ class Conversation:
         compute_seed: Callable[[int], int],
         max_length: int,
     ) -> None:
-        # `compute_seed` is a function of a response's number; `max_length` is of prompts and responses together.
+        # `compute_seed`: from the number of a response. `max_length`: tokens of prompts and responses together.
         self.pieces: list[NDArray[np.int32]] = []
         """Context and sampled tokens, alternating, [tokens] each, int32."""
         self.outputs: list[GenerationOutput] = []
@@ -46,7 +46,7 @@ class Conversation:
         self._compute_seed, self._max_length = compute_seed, max_length
         # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
         self._history: list[ChatMessage] | str | None = None
-        self._lock = asyncio.Lock()  # an agent may call again before it has its answer; each call continues the last
+        self._lock = asyncio.Lock()  # one call at a time, because each continues the last
         self._sampling: asyncio.Task[GenerationOutput] | None = None
         self._is_over = False
 

@@ -52,15 +52,15 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
 
 
 class Endpoint:
-    """Answers calls in open rollouts, so that every token is trained on."""
+    """The HTTP server of a rollout worker, for the calls of its agents."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._open: dict[str, Conversation] = {}
         self.tokenizer: Any = None  # from transformers; set by `start`, like the port
         self.port = 0
-        self._renderers: dict[str, PromptRenderer] = {}  # of each task whose agents have called
-        # Connections are aiohttp's protocols.
+        self._renderers: dict[str, PromptRenderer] = {}  # by task
+        # Connections (aiohttp's protocols) with a request, and the others with the time since when they have none.
         self._busy: set[Any] = set()
         self._idle_since: dict[Any, float] = {}
 

@@ -20,14 +20,14 @@ from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.rollouts.failures import RolloutFailure
 
-LOOK_S = 0.5  # between two checks for overdue engines
+OVERDUE_CHECK_S = 0.5  # between two checks for overdue engines
 
 
 @dataclass(slots=True)
 class _OpenRequest:
     """A request that has not been answered yet."""
 
-    request: GenerationRequest
+    content: GenerationRequest
     settings: SamplingSettings
     answer: asyncio.Future[GenerationOutput]
     call: str = ""  # name of the call in which the request was sent; empty: not sent yet
@@ -51,14 +51,14 @@ class EngineClient:
         self.name, self.number = ENGINE_NAME(index), index
         self.load = 0  # rollouts that are assigned to this engine and still sampling
         self.loss: EngineLoss | None = None
-        # The client puts itself into this queue when its engine is lost; `Engines` gives its clients a common one.
+        # The client puts itself here when its engine is lost; `Engines` gives its clients a common queue.
         self.losses: asyncio.Queue[EngineClient] = asyncio.Queue()
         self.restarts = 0  # replacements of the engine
         self.replaced_at = 0.0  # on the clock of the event loop
         self._actor = actor
-        self._settled = asyncio.Event()  # not set while a lost engine may still be replaced
-        self._settled.set()
-        self._look: asyncio.Task[None] | None = None
+        self._is_decided = asyncio.Event()  # not set while a lost engine may still be replaced
+        self._is_decided.set()
+        self._hang_check: asyncio.Task[None] | None = None
         self._calls = (f"{user}.{number}" for number in count())
         self._unsent: list[_OpenRequest] = []
         self._pending: set[asyncio.Future[GenerationOutput]] = set()
@@ -75,8 +75,8 @@ class EngineClient:
             raise SamplingError(self.loss.reason) if self.loss.is_final else EngineLostError(self.loss.reason)
         loop = asyncio.get_running_loop()
         open_request = _OpenRequest(request, settings, loop.create_future())
-        # Samples ask in the same round of the event loop; one message carries their requests in this order, on which
-        # equal responses depend.
+        # The samples of a batch send their requests in one round of the event loop. One message carries them in this
+        # order, because responses are only reproducible if the engine gets all of them at once.
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.append(open_request)
@@ -100,37 +100,37 @@ class EngineClient:
         """Mark the engine as lost; waiting callers get EngineLostError."""
         if self.loss is None:
             self.loss = EngineLoss(self.restarts, reason)
-            self._settled.clear()
-            _fail(self._pending, EngineLostError(reason))
+            self._is_decided.clear()
+            _set_error(self._pending, EngineLostError(reason))
             self.losses.put_nowait(self)
 
     def replace(self, actor: Any) -> None:
         self._actor, self.loss = actor, None
         self.restarts += 1
         self.replaced_at = asyncio.get_running_loop().time()
-        _fail(self._pending, EngineLostError(f"{self.name} was replaced"))
-        self._settled.set()
+        _set_error(self._pending, EngineLostError(f"{self.name} was replaced"))
+        self._is_decided.set()
 
     def give_up(self, reason: str) -> None:
         self.loss = EngineLoss(self.restarts, reason, is_final=True)
-        _fail(self._pending, SamplingError(reason))
-        self._settled.set()
+        _set_error(self._pending, SamplingError(reason))
+        self._is_decided.set()
 
     async def wait_replaced(self) -> None:
         """Wait until the engine is usable; SamplingError if never."""
-        await self._settled.wait()
+        await self._is_decided.wait()
         if self.loss is not None and self.loss.is_final:
             raise SamplingError(self.loss.reason)
 
     async def is_lost(self) -> bool:
-        """Check whether an overdue engine is lost or hangs."""
+        """True if the engine is lost; one that hangs is marked so."""
         if self.loss is None:
-            if self._look is None or self._look.done():
-                self._look = asyncio.create_task(self._look_for_hanging())
-            await asyncio.shield(self._look)
+            if self._hang_check is None or self._hang_check.done():
+                self._hang_check = asyncio.create_task(self._check_hanging())
+            await asyncio.shield(self._hang_check)  # callers share it, and one may be cancelled
         return self.loss is not None
 
-    async def _look_for_hanging(self) -> None:
+    async def _check_hanging(self) -> None:
         restarts = self.restarts
         # On a thread, because it reads heartbeats and stacks; the engine may be replaced meanwhile.
         hanging = await asyncio.to_thread(report_hanging, [self.name], "generation")
@@ -150,13 +150,13 @@ class EngineClient:
             request.call, request.index = call, index
         restarts = self.restarts
         try:
-            message = wrap_for_pickling([request.request for request in requests])
+            message = wrap_for_pickling([request.content for request in requests])
             stream = stream_actor(self._actor, Engine.generate, message, requests[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:
                     answer = requests[index].answer
                     if isinstance(output, str):
-                        _fail([answer], RolloutFailure(output))
+                        _set_error([answer], RolloutFailure(output))
                     elif not answer.done():
                         answer.set_result(output)
         except RayError as error:
@@ -165,10 +165,10 @@ class EngineClient:
             # The end of a previous actor is no loss of the current one.
             if is_lost(error) and restarts == self.restarts:
                 self.mark_lost(reason)
-            _fail((request.answer for request in requests), SamplingError(reason))
+            _set_error((request.answer for request in requests), SamplingError(reason))
         finally:
             text = f"generation: {self.name} ended a call without an answer"
-            _fail((request.answer for request in requests), SamplingError(text))
+            _set_error((request.answer for request in requests), SamplingError(text))
 
     def _send_aborts(self) -> None:
         aborted, self._aborted = self._aborted, []
@@ -176,7 +176,7 @@ class EngineClient:
             call_actor(self._actor, Engine.abort, call, [request.index for request in run])
 
 
-def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception) -> None:
+def _set_error(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception) -> None:
     for answer in answers:
         if not answer.done():
             answer.set_exception(error)
@@ -218,12 +218,12 @@ class Engines:
         return assigned
 
     async def mark_overdue_lost(self, deadline_s: float) -> None:
-        """Mark engines as lost that are overdue from now, until it is cancelled."""
+        """Mark engines as lost that stay busy for `deadline_s`; runs until cancelled."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
-            await asyncio.sleep(min(LOOK_S, deadline_s))
-            # A new engine has the whole deadline, since it begins with the requests of the lost one.
+            await asyncio.sleep(min(OVERDUE_CHECK_S, deadline_s))
+            # A new engine has the full deadline, since it starts over with the requests of the lost one.
             limit = loop.time() - deadline_s
             slow = [client for client in self.clients if client.is_busy and max(began, client.replaced_at) <= limit]
             if not slow:
@@ -237,6 +237,7 @@ class Engines:
                     client.mark_lost(reason)
 
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
+        """Wait for lost engines; returns all losses so far, by number."""
         while True:
             clients = [await self._losses.get()]
             while not self._losses.empty():
@@ -248,6 +249,7 @@ class Engines:
 
 
 def _compute_water_level(loads: Sequence[int], amount: int) -> float:
+    """Compute the load (rollouts) up to which `amount` fills the least loaded engines."""
     # Loads join in ascending order until the common level would stay below the next one.
     lowest: list[int] = []
     for load in sorted(loads):

@@ -33,7 +33,7 @@ class _Call:
     method: Callable[..., Any]  # of `EnvironmentWorker`
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
-    is_alone: bool = False  # sent by itself, as the last attempt
+    is_alone: bool = False  # sent without other calls
 
     def settle(self, outcome: Any) -> None:
         """Set the result or exception, unless the call has ended."""
@@ -76,52 +76,53 @@ class EnvironmentClient:
         """Return the first state of a rollout; None if single-turn."""
         if not self.is_multi_turn:
             return None
-        return await self._ask_or_fail(EnvironmentWorker.reset, prompt, extra_env_info)
+        return await self._call_with_retry(EnvironmentWorker.reset, prompt, extra_env_info)
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
         """Return the turn after a response; the last one if single-turn."""
         if not self.is_multi_turn:
             return Turn()
-        return await self._ask_or_fail(EnvironmentWorker.step, state, response, last_token)
+        return await self._call_with_retry(EnvironmentWorker.step, state, response, last_token)
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         """Run the agent in its own process; returns the state."""
-        return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
+        return await self._call_with_retry(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """Return a score for each sample, or the reason why it has none."""
         try:
-            return await self._ask(EnvironmentWorker.score, requests)
+            return await self._call(EnvironmentWorker.score, requests)
         except RolloutFailure:
             return await asyncio.gather(*map(self._score_alone, requests))
 
     async def _score_alone(self, request: EnvironmentRequest) -> Scored:
         try:
-            (scored,) = await self._ask(EnvironmentWorker.score, [request], is_alone=True)
+            (scored,) = await self._call(EnvironmentWorker.score, [request], is_alone=True)
         except RolloutFailure as failure:
             return str(failure)
         return scored
 
-    async def _ask_or_fail(
+    async def _call_with_retry(
         self,
         method: Callable[[EnvironmentWorker, *Arguments], Answer | str],
         *arguments: *Arguments,
         is_alone: bool = False,
     ) -> Answer:
+        """Call, and again by itself if the process was lost; a text is a failure's reason."""
         try:
-            answer = await self._ask(method, *arguments, is_alone=is_alone)
+            answer = await self._call(method, *arguments, is_alone=is_alone)
         except RolloutFailure:
             if is_alone:
                 raise
-            answer = await self._ask(method, *arguments, is_alone=True)
+            answer = await self._call(method, *arguments, is_alone=True)
         if isinstance(answer, str):
             raise RolloutFailure(answer)
         return answer
 
-    async def _ask(
+    async def _call(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
     ) -> Answer:
-        """Return an answer; RolloutFailure if its process was lost."""
+        """Queue a call; RolloutFailure if its process was lost."""
         if self._error is not None:
             raise self._error
         call = _Call(method, arguments, asyncio.get_running_loop().create_future(), is_alone)

@@ -23,7 +23,7 @@ TokenFunction = Callable[..., tuple[TokenArrays, Any]]
 """Function of (lengths, arrays by field, ...) that returns arrays of new fields, and a summary."""
 OBJECT_BYTES = 2**20  # size of token data that shares one Ray object
 TOKEN_BYTES = 8  # of a token id and its log-probability
-FETCHED_GROUPS = 64  # at a time, to be written
+WRITTEN_GROUPS = 64  # most groups in memory at a time while rollouts are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,18 @@ def pack_groups(groups: Sequence[SampledGroup]) -> PackedGroups:
 def store_groups(groups: Sequence[Sequence[Trajectory]]) -> PackedGroups:
     """Put groups into the object store, in their order."""
     references: list[Any] = []
-    together: list[Sequence[Trajectory]] = []
+    current: list[Sequence[Trajectory]] = []  # groups of the next object
     indices, size = np.zeros((len(groups), 2), dtype=np.int32), 0
     # Every Ray object has a cost of its own, so groups are put together until they have OBJECT_BYTES. Larger objects
     # would stay in memory as long as any of their groups, such as one that waits for a later step.
     for number, trajectories in enumerate(groups):
-        indices[number] = len(references), len(together)
-        together.append(trajectories)
+        indices[number] = len(references), len(current)
+        current.append(trajectories)
         for trajectory in trajectories:
             size += TOKEN_BYTES * trajectory.tokens + (0 if trajectory.routed is None else trajectory.routed.nbytes)
         if size >= OBJECT_BYTES or number == len(groups) - 1:
-            references.append(ray.put(wrap_for_pickling(together)))
-            together, size = [], 0
+            references.append(ray.put(wrap_for_pickling(current)))
+            current, size = [], 0
     return PackedGroups(references, indices, [[trajectory.outcome for trajectory in group] for group in groups])
 
 
@@ -184,10 +184,10 @@ def compute_over_tokens(
     return {name: [ray.put(part) for part in new_parts] for name, new_parts in split.items()}, summary
 
 
-def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[int]]:
-    """Choose sequences spread evenly over all groups."""
+def choose_evenly(group_sizes: Sequence[int], count: int | None) -> list[list[int]]:
+    """Choose samples spread evenly over all groups: by group, their indices; None: all."""
     total = sum(group_sizes)
-    indices = np.arange(total) if number is None or number >= total else np.arange(number) * total // number
+    indices = np.arange(total) if count is None or count >= total else np.arange(count) * total // count
     chosen: list[list[int]] = [[] for _ in group_sizes]
     for group, index in locate_sequences([indices], group_sizes)[0]:
         chosen[group].append(index)
@@ -197,10 +197,10 @@ def choose_evenly(group_sizes: Sequence[int], number: int | None) -> list[list[i
 def dump_rollouts(
     groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
 ) -> None:
-    """Write the `chosen` samples of each group to Parquet; the file appears when complete.
+    """Write chosen samples of each group to Parquet; the file appears when complete.
 
-    Advantages and log-probabilities come from `batch`, which has the sequences in this order; None: the run does not
-    train.
+    `chosen` are indices in the groups. Advantages and log-probabilities come from `batch`, which has the sequences in
+    the order of `groups`; None: the run does not train.
     """
     values = None if batch is None else fetch_trained_values(batch)
 
@@ -211,8 +211,8 @@ def dump_rollouts(
         samples = record.run.samples_per_prompt
         written = [number for number, indices in enumerate(chosen) if indices]
         # A few groups at a time: a step's trajectories need not fit into the memory of one worker.
-        for begin in range(0, len(written), FETCHED_GROUPS):
-            numbers = written[begin : begin + FETCHED_GROUPS]
+        for begin in range(0, len(written), WRITTEN_GROUPS):
+            numbers = written[begin : begin + WRITTEN_GROUPS]
             for number, trajectories in zip(numbers, groups.select(numbers).fetch(), strict=True):
                 yield number, [add_values(trajectories[index], number * samples + index) for index in chosen[number]]
 

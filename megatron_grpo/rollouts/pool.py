@@ -40,27 +40,30 @@ GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose
 
 
 RestoreEngines = Callable[[Mapping[int, str]], None]
-"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
+"""Replaces lost engines, whose reasons it gets by engine number; SamplingError: it cannot."""
 
 
 def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
-    """Raise SamplingError with the reasons; replaces no engine."""
+    """Raise SamplingError with the reasons, as a `RestoreEngines` that cannot."""
     raise SamplingError("; ".join(dict.fromkeys(lost_engines.values())))
 
 
 class EngineReplacer:
-    """Replaces the engines that rollout workers report as lost; `restore` puts actors into `engines`."""
+    """Replaces the engines that rollout workers report as lost.
+
+    `restore` puts the new actors into the list `engines`, in place of the lost ones.
+    """
 
     def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
         self._engines, self._restore = engines, restore
         self._announced = list(engines)  # the actors that workers use
         self._restarts = [0] * len(engines)
-        self._users: list[tuple[Any, Sequence[int]]] = []
+        self._workers: list[tuple[Any, Sequence[int]]] = []  # each with the numbers of its engines
         self._reports: dict[Any, Any] = {}  # open calls of `wait_for_losses`, each with its worker
 
     def watch(self, worker: Any, numbers: Sequence[int]) -> None:
         """Listen to the reports of a worker that uses these engines."""
-        self._users.append((worker, numbers))
+        self._workers.append((worker, numbers))
         self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
 
     def announce_replacements(self) -> None:
@@ -69,11 +72,11 @@ class EngineReplacer:
             if actor is not self._announced[number]:
                 self._announced[number] = actor
                 self._restarts[number] += 1
-                for worker in self._list_users(number):
+                for worker in self._list_workers(number):
                     call_actor(worker, RolloutWorker.replace_engine, number, actor)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Return the next call that ends; None: lost engines were replaced. Raises TimeoutError."""
+        """Return the next call that ends, or None after lost engines; raises TimeoutError."""
         # Reports are open calls like any other, so one wait notices both.
         self.announce_replacements()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
@@ -86,19 +89,21 @@ class EngineReplacer:
             losses = ray.get(ready[0])
             self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
             # Another worker may have reported the loss, and the engine may be replaced already.
-            lost_engines = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+            lost_engines = {
+                number: loss.reason for number, loss in losses.items() if loss.restarts == self._restarts[number]
+            }
         try:
             if lost_engines:
                 self._restore(lost_engines)
         except SamplingError as error:
             for number in lost_engines:
-                for user in self._list_users(number):
+                for user in self._list_workers(number):
                     call_actor(user, RolloutWorker.give_up_engine, number, str(error))
         self.announce_replacements()
         return None
 
-    def _list_users(self, number: int) -> list[Any]:
-        return [worker for worker, numbers in self._users if number in numbers]
+    def _list_workers(self, engine: int) -> list[Any]:
+        return [worker for worker, numbers in self._workers if engine in numbers]
 
 
 class CompletePrompt(NamedTuple):
@@ -167,7 +172,7 @@ class RolloutPool(RolloutWorkers):
 
     def start(self) -> None:
         super().start()
-        for worker, numbers in zip(self.actors, self._engines_of, strict=True):
+        for worker, numbers in zip(self.actors, self._engine_numbers, strict=True):
             self._replacer.watch(worker, numbers)
 
     def make_settings(
@@ -202,12 +207,12 @@ class RolloutPool(RolloutWorkers):
         # Workers get prompts in proportion to their engines. Rounding the bounds, not the sizes, gives every prompt to
         # exactly one worker.
         bounds = [round(len(numbered) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
-        by_worker = {number: numbered[begin:end] for number, (begin, end) in enumerate(pairwise(bounds)) if begin < end}
+        parts = {worker: numbered[begin:end] for worker, (begin, end) in enumerate(pairwise(bounds)) if begin < end}
         streams = {
-            stream_actor(self.actors[number], RolloutWorker.collect, batch, settings, part): number
-            for number, part in by_worker.items()
+            stream_actor(self.actors[worker], RolloutWorker.collect, batch, settings, part): worker
+            for worker, part in parts.items()
         }
-        sampled = {number: call_actor(self.actors[number], RolloutWorker.wait_sampled, batch) for number in by_worker}
+        sampled = {worker: call_actor(self.actors[worker], RolloutWorker.wait_sampled, batch) for worker in parts}
         return PendingBatch(batch, sampled, streams)
 
     def finish(self, batch: PendingBatch, timer: StepTimer) -> list[SampledGroup]:
@@ -235,7 +240,7 @@ class RolloutPool(RolloutWorkers):
         """Return newly complete prompts, without waiting; SamplingError if an engine or environment failed."""
         complete: list[CompletePrompt] = []
         streams = {stream: (batch, worker) for batch in batches for stream, worker in batch.streams.items()}
-        # One question for all workers, since this is called for every prompt or two that become complete.
+        # One wait for all workers, since this is called for every prompt or two that become complete.
         while streams and (ready := ray.wait(list(streams), num_returns=len(streams), timeout=0)[0]):
             for stream in ready:
                 batch, worker = streams[stream]
@@ -253,7 +258,7 @@ class RolloutPool(RolloutWorkers):
         by_worker: defaultdict[int, list[CompletePrompt]] = defaultdict(list)
         for prompt in complete:
             by_worker[prompt.worker].append(prompt)
-        # One call a worker: it packs small groups into common objects, which a call a prompt would not allow.
+        # One call for all prompts of a worker, so that it can pack small groups into common objects.
         calls = {
             worker: call_actor(
                 self.actors[worker], RolloutWorker.hand_over, [(prompt.batch, prompt.number) for prompt in prompts]
@@ -269,7 +274,7 @@ class RolloutPool(RolloutWorkers):
         try:
             outcomes = [outcome for group in groups for outcome in group.outcomes]
             require_few_failures(outcomes, self._config.max_failed_fraction)
-        except SamplingError as error:  # a hanging engine misses rollout deadlines before the generation deadline
+        except SamplingError as error:  # the cause may be an engine that hangs: rollouts have shorter deadlines
             engines = [ENGINE_NAME(number) for number in range(len(self.engines))]
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups

@@ -26,7 +26,7 @@ from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
 
 ATTEMPTS = 2  # at a rollout, and at scoring it
-_SHORT_SHARE = 0.25  # of the median length of a group, below which a rewarded response is unusually short
+_SHORT_SHARE = 0.25  # a rewarded response below this share of its group's median length is unusually short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class GroupRollout:
         environment: EnvironmentClient,
         endpoint: Endpoint | None = None,
     ) -> None:
-        """Take a prompt with its number; without `endpoint` the environment has no agent."""
+        """`group` is the prompt's number; `endpoint` is for environments with an agent."""
         self._group, self._datum, self._settings = group, datum, settings
         self._engines, self._environment, self._endpoint = engines, environment, endpoint
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
@@ -98,7 +98,7 @@ class GroupRollout:
         if sampled:
             for (trajectory, _), scored in zip(sampled, await self._request_scores(sampled), strict=True):
                 if isinstance(scored, str):
-                    _fail(trajectory, scored)
+                    _mark_failed(trajectory, scored)
                 else:
                     trajectory.reward, trajectory.correct = scored.reward, scored.correct
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
@@ -150,7 +150,7 @@ class GroupRollout:
         finally:
             engine.load -= 1
         trajectory = self._make_trajectory(sample, [self._prompt_ids], [], "stop")
-        _fail(trajectory, reason)
+        _mark_failed(trajectory, reason)
         return trajectory, None
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
@@ -186,7 +186,7 @@ class GroupRollout:
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
-            # The environment's text is context of a next response; without room for one, the rollout is cut off.
+            # An observation is only context for a further response: without room for one, it is dropped.
             is_full = not turn.done and length >= settings.max_total_sequence_length
             stop_reason: StopReason = "length" if is_full else output.stop_reason
             if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
@@ -254,7 +254,7 @@ class GroupRollout:
         )
 
 
-def _fail(trajectory: Trajectory, reason: str) -> None:
+def _mark_failed(trajectory: Trajectory, reason: str) -> None:
     trajectory.failure, trajectory.reward, trajectory.correct, trajectory.reward_parts = reason, None, None, {}
 
 
@@ -265,8 +265,8 @@ def _concatenate(pieces: list[NDArray[Any]]) -> NDArray[Any]:
 def flag_suspicious(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
     """Flag unusually short rewarded responses in a prompt's samples; remove suspect rewards.
 
-    A response with a figure of `leave_out` (names without suspect/) above 0 loses its reward, so it is in no baseline
-    and not in the loss. It counts as incorrect: nothing shows that it is right.
+    A response loses its reward if one of its suspicions is in `leave_out` (names without suspect/): baselines and the
+    loss leave it out. It counts as incorrect, because nothing shows that it is right.
     """
     scored = [(trajectory, trajectory.reward) for trajectory in group if trajectory.reward is not None]
     # The environment may call a response correct; where it does not say, a reward above the mean counts.

@@ -33,8 +33,8 @@ def compute_task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) ->
     """Compute task_reward/NAME, task_accuracy/NAME and task_response_length/NAME of several environments."""
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
-        of_task = [outcome for outcome in outcomes if outcome.task_name == task]
-        task_metrics = compute_rollout_metrics(of_task) if of_task else {}
+        task_outcomes = [outcome for outcome in outcomes if outcome.task_name == task]
+        task_metrics = compute_rollout_metrics(task_outcomes) if task_outcomes else {}
         metrics |= {f"task_{name}/{task}": task_metrics[name] for name in TASK_METRICS if name in task_metrics}
     return metrics
 
@@ -100,7 +100,7 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
 
 
 def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
-    """Compute ages of trajectories, and their numbers of versions; 0 without a token.
+    """Compute trajectories' ages and numbers of weight versions; 0 without a token.
 
     The age is in steps from the weights of a trajectory's oldest token to `version`, with which the step begins.
     """

@@ -42,10 +42,10 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """`engines` and `environments`: this worker's part, by number and by task name."""
+        """`engines` by number and `environments` by task name: those that this worker uses."""
         begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
-        self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])
+        self._engines = Engines([EngineClient(actor, number, f"worker{index}") for number, actor in engines.items()])
         self._environments = {name: EnvironmentClient(handle) for name, handle in environments.items()}
         self._endpoint = None if endpoint is None else Endpoint(endpoint)
         self._sampled: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)  # by number of the batch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,37 +45,38 @@ class RolloutWorkers:
 
     def __init__(
         self,
-        number: int | None,
+        count: int | None,
         engines: Sequence[Any],
         environments: Mapping[str, EnvironmentPool],
         timeout_s: float,
         routed: RoutedForm | None = None,
         endpoint: EndpointSettings | None = None,
     ) -> None:
-        self._endpoint = endpoint
-        # `number`: workers; None: one for every ENGINES_PER_WORKER engines. The rest: see `RolloutPool`.
-        self._number, self.engines, self._environments = number, engines, environments
-        self._timeout_s, self._routed = timeout_s, routed
+        # `count` of workers; None: one for every ENGINES_PER_WORKER engines. Other parameters as in `RolloutPool`.
+        self._count, self.engines, self._environments = count, engines, environments
+        self._timeout_s, self._routed, self._endpoint = timeout_s, routed, endpoint
         self.actors: list[Any] = []
-        self._engines_of: list[range] = []  # by worker, the numbers of its engines
+        self._engine_numbers: list[range] = []  # by worker, the numbers of its engines
         self._shares: list[float] = []  # of the prompts, by worker
-        self._turn = count()
+        self._calls = itertools.count()  # of calls that any worker can answer
         self._starting: dict[int, Any] = {}
         self._started_at = 0.0
 
     def start(self) -> None:
         self._started_at = time.monotonic()
         engines = len(self.engines)
-        workers = self._number or max(1, round(engines / ENGINES_PER_WORKER))
+        workers = self._count or max(1, round(engines / ENGINES_PER_WORKER))
         handles = {name: environment.start(workers) for name, environment in self._environments.items()}
         # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
         starts = [engines * worker // workers for worker in range(workers + 1)]
-        self._engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
+        self._engine_numbers = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
         # A worker's share of the prompts is that of its engines; an engine of several workers counts in parts.
-        users = [sum(engine in numbers for numbers in self._engines_of) for engine in range(engines)]
-        self._shares = [sum(1 / users[engine] for engine in numbers) / max(engines, 1) for numbers in self._engines_of]
+        users = [sum(engine in numbers for numbers in self._engine_numbers) for engine in range(engines)]
+        self._shares = [
+            sum(1 / users[engine] for engine in numbers) / max(engines, 1) for numbers in self._engine_numbers
+        ]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
-        for index, numbers in enumerate(self._engines_of):
+        for index, numbers in enumerate(self._engine_numbers):
             endpoint = self._endpoint
             if endpoint is not None and endpoint.port:  # workers listen on consecutive ports
                 endpoint = replace(endpoint, port=endpoint.port + index)
@@ -88,7 +91,7 @@ class RolloutWorkers:
         self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
 
     def wait_ready(self) -> None:
-        """Wait until all is up; RunError after STARTUP_S."""
+        """Wait until workers and environments are up; RunError after STARTUP_S."""
         remaining_s = STARTUP_S - (time.monotonic() - self._started_at)
         self._gather(self._starting, max(remaining_s, 0.0), "start of rollouts")
 
@@ -103,8 +106,8 @@ class RolloutWorkers:
     ) -> dict[str, list[Any]]:
         """Make the workers store a step's tokens as arrays, by partition.
 
-        Returns `StepBatch.fields` with what `concatenate_trajectories` makes, at once: fetching an array waits until it
-        is stored, and raises if its worker failed.
+        Returns `StepBatch.fields` with the arrays of `concatenate_trajectories`, without waiting for them: fetching an
+        array waits until it is stored, and raises if its worker failed.
         """
         fields = list_rollout_fields(self._routed)
         located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
@@ -114,14 +117,14 @@ class RolloutWorkers:
             assigned = range(number, len(partitions), workers)
             # A worker gets only the groups of its own partitions, numbered anew.
             needed = sorted({group for partition in assigned for group, _ in located[partition]})
-            position = {group: index for index, group in enumerate(needed)}
+            new_index = {group: index for index, group in enumerate(needed)}
             # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
-            pairs = ([(position[group], sample) for group, sample in located[partition]] for partition in assigned)
-            among_needed = [np.array(sequences, dtype=np.int32).reshape(-1, 2) for sequences in pairs]
+            pairs = ([(new_index[group], sample) for group, sample in located[partition]] for partition in assigned)
+            renumbered = [np.array(sequences, dtype=np.int32).reshape(-1, 2) for sequences in pairs]
             packed = pack_groups([groups[group] for group in needed])
             results = len(fields) * len(assigned)
             references = iter(
-                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, among_needed, self._routed)
+                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, renumbered, self._routed)
             )
             for partition in assigned:
                 for name in fields:
@@ -166,15 +169,15 @@ class RolloutWorkers:
         run_dir: Path,
         record: StepRecord,
         *,
-        sample: int | None = None,
+        max_rollouts: int | None = None,
     ) -> Any:
         """Begin to write a step's rollouts into rollouts/step_N.parquet; returns the argument of `wait_dump`.
 
         The column `group` of the file is the index in `groups`. Advantages and log-probabilities are written as far as
-        `batch` has them (None: the run does not train). With `sample` only this many rollouts are written, evenly
-        spread over the step.
+        `batch` has them (None: the run does not train). `max_rollouts` are spread evenly over the step; None: all are
+        written.
         """
-        chosen = choose_evenly([len(group.outcomes) for group in groups], sample)
+        chosen = choose_evenly([len(group.outcomes) for group in groups], max_rollouts)
         file = locate_rollouts_file(run_dir, step)
         return self._call_next(RolloutWorker.dump, pack_groups(groups), chosen, batch, file, record)
 
@@ -185,7 +188,7 @@ class RolloutWorkers:
     def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, Any]:
-        worker = next(self._turn) % len(self.actors)
+        worker = next(self._calls) % len(self.actors)
         return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
 
     @staticmethod

@@ -207,7 +207,7 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
         by_token.fields["advantages"].append(ray.put(np.concatenate(of_token).astype(np.float32)))
         by_token.fields["prev_logprobs"].append(ray.put(-np.concatenate(of_token).astype(np.float32)))
     quiet.wait_dump(quiet.dump(4, groups, by_response, tmp_path, record))
-    quiet.wait_dump(quiet.dump(5, groups, by_token, tmp_path, record, sample=3))
+    quiet.wait_dump(quiet.dump(5, groups, by_token, tmp_path, record, max_rollouts=3))
     rows = list(read_rollouts(tmp_path, 4))
     assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
     for row, one in zip(rows, flat, strict=True):
