@@ -60,19 +60,21 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments
 
 
-async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+async def read_recorded_experts(
+    llm: AsyncLLM, outputs: Sequence[RequestOutput], form: RoutedForm
+) -> list[NDArray[Any]]:
     """Read the experts that `PipelineCPUWorker` has recorded for finished requests.
 
-    Returns for each request what vLLM returns on a GPU: [prompt and response tokens but the last, layers, experts of a
+    Returns for each request, as vLLM does on a GPU, [prompt and response tokens but the last, layers, experts of a
     token], int16.
     """
-    stages = await llm.collective_rpc("take_routing", args=([final.request_id for final in finals],))
+    stages = await llm.collective_rpc("take_routing", args=([output.request_id for output in outputs],))
     merged = []
-    for final in finals:
-        tokens = len(final.prompt_token_ids or ()) + len(final.outputs[0].token_ids)
+    for output in outputs:
+        tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids)
         experts = np.full((max(tokens - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
         for stage in stages:
-            for layer, buffer in stage.get(final.request_id, {}).items():
+            for layer, buffer in stage.get(output.request_id, {}).items():
                 rows = np.frombuffer(buffer, dtype=np.int16).reshape(-1, form.top_k)
                 # A stop string is found after its tokens were sampled, so the engine may have computed more tokens.
                 experts[: len(rows), layer] = rows[: len(experts)]
@@ -87,7 +89,7 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
     cores = assign_cores(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     if settings.config.engine.enforce_eager:
-        # vLLM would still compile the computation of a token's rank: seconds, for a number that nobody reads.
+        # vLLM would still compile the computation of each token's rank, for seconds, and nobody reads the ranks.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload(["megatron_grpo.generation.cpu_preload"])

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 def prepare_processes(settings: VllmSettings, name: str) -> None:
     """Set vLLM's environment variables where the user has not."""
     os.environ[ENGINE_MARKER] = name
-    os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
+    os.environ["PYTHONSAFEPATH"] = "1"  # child processes import modules before they get this process's import path
     os.environ.setdefault("VLLM_LOGGING_LEVEL", choose_library_level())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # for the other workers when one has died
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the other workers when one has died
     if settings.config.engine.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if detect_platform().name == "cpu":
@@ -131,10 +131,10 @@ class VllmEngine(Engine):
                 pending = await self._add(call, requests, settings)
                 async for tasks in vllm_requests.iterate_finished(pending):
                     self._gate.leave(len(tasks))
-                    finals = {index: task.result() for index, task in tasks.items()}
-                    self._statistics.count_tokens(sum(len(final.outputs[0].token_ids) for final in finals.values()))
+                    outputs = {index: task.result() for index, task in tasks.items()}
+                    self._statistics.count_tokens(sum(len(output.outputs[0].token_ids) for output in outputs.values()))
                     yield wrap_for_pickling(
-                        await vllm_requests.make_responses(self._llm, finals, self._settings.routed, self._tokenizer)
+                        await vllm_requests.make_responses(self._llm, outputs, self._settings.routed, self._tokenizer)
                     )
             finally:
                 # If the caller is gone, vLLM must forget the requests before the gate may pause it.
@@ -173,7 +173,7 @@ class VllmEngine(Engine):
         calls.append(await_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
             calls.append(await_alive(llm, llm.reset_prefix_cache()))
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # wait for all, even if one fails
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # waits for all, even if one fails
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -200,18 +200,18 @@ class VllmEngine(Engine):
                 )
                 for number, tokens in enumerate(prompt.sequences)
             ]
-            # Requests in flight continue meanwhile, since the scheduler runs all or none; if the comparison fails, the
-            # run ends without using their tokens. It runs only now, so that the scheduler sees the whole canary.
+            # The scheduler runs only from here on, so that it sees the full canary at once. Requests in flight continue
+            # too, since the scheduler runs all or none; if the comparison fails, the run ends without their tokens.
             async with self._gate.running_scheduler():
-                finals = await asyncio.gather(*(queue.get() for queue in queues))
+                outputs = await asyncio.gather(*(queue.get() for queue in queues))
                 if self._settings.routed is not None:  # recorded for every request, and kept until it is read
-                    await await_alive(llm, vllm_requests.read_chosen_experts(llm, finals, self._settings.routed))
+                    await await_alive(llm, vllm_requests.read_chosen_experts(llm, outputs, self._settings.routed))
                 logprobs = [
                     [
                         candidates[token].logprob
-                        for token, candidates in zip(tokens[1:], final.prompt_logprobs[1:], strict=True)
+                        for token, candidates in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
                     ]
-                    for tokens, final in zip(prompt.sequences, finals, strict=True)
+                    for tokens, output in zip(prompt.sequences, outputs, strict=True)
                 ]
                 error = prompt.require_agreement(logprobs)
         await self._gate.open("weights")

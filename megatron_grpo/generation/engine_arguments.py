@@ -29,7 +29,7 @@ class VllmSettings:
     max_total_sequence_length: int  # of prompt and response together, in tokens
     routed: RoutedForm | None = None  # form of the experts recorded for responses; None: none are recorded
     in_flight: AsyncGRPOConfig | None = None
-    """Settings for weight changes under responses in flight; None: there are none."""
+    """Settings for weight changes while responses are in flight; None: weights change only between them."""
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 

@@ -12,7 +12,7 @@ from megatron_grpo.config.errors import CanaryError
 # With prompt_logprobs vLLM computes every token of the prompt, whatever its prefix cache has, and returns the
 # log-probability of each, before temperature and filters.
 SAMPLING_ARGUMENTS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-NEARER = 2.0  # an engine without the adapters is at least this many times nearer to the base model than to the policy
+BASE_RATIO = 2.0  # an engine without adapters is this many times nearer to the base model than to the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +27,31 @@ class CanaryPrompt:
     expected: tuple[tuple[float, ...], ...]
     """Log-probability of every token but the first of each sequence, at temperature 1."""
     limit: float  # largest difference, in nats, that rounding explains (`require_agreement`)
-    rounding: float = 0.0  # difference, in nats, below which an engine is not taken for one without adapters
+    rounding: float = 0.0  # difference, in nats, that does not show missing adapters
     base: tuple[tuple[float, ...], ...] | None = None
     """Log-probabilities without the policy's adapters; None: it has none."""
 
     def require_agreement(self, actual: Sequence[Sequence[float]]) -> float:
         """Compare an engine's log-probabilities of every token but the first with the policy's.
 
-        Returns the median of the absolute differences in the sequence where it is largest, in nats. Raises CanaryError
-        if this is beyond the limit or not finite, or if the engine computes what the policy does without its adapters.
+        Returns the largest of the sequences' medians of absolute differences, in nats. Raises CanaryError if it is
+        beyond the limit or not finite, or if the engine computes as the policy does without its adapters.
         """
         medians = _compute_medians(self.expected, actual)
         error = max(medians)
         if error > self.limit:
             lengths = [len(sequence) for sequence in self.sequences]
-            text = ", ".join(f"{median:.3g} ({tokens} tokens)" for median, tokens in zip(medians, lengths, strict=True))
+            pairs = zip(medians, lengths, strict=True)
+            text = ", ".join(f"{difference:.3g} ({tokens} tokens)" for difference, tokens in pairs)
             raise CanaryError(
                 f"with version {self.version} of the weights its log-probabilities of the canary differ from the "
                 f"policy's by {error:.3g} (median), more than {self.limit:.3g} (refit.canary_limit); sequence by "
                 f"sequence, in the order in which they are packed: {text}"
             )
-        # The limit cannot tell a policy of few steps from its base model. How far the engine is from the one and from
-        # the other can, as soon as the adapters move log-probabilities by about twice the rounding.
+        # A policy of few steps is within the limit of its base model. Comparing the engine's distances from the two
+        # tells them apart as soon as the adapters move log-probabilities by about twice the rounding.
         from_base = math.inf if self.base is None else max(_compute_medians(self.base, actual))
-        if error > max(NEARER * from_base, self.rounding):
+        if error > max(BASE_RATIO * from_base, self.rounding):
             raise CanaryError(
                 f"with version {self.version} of the weights its log-probabilities of the canary are the base model's: "
                 f"they differ from those by {from_base:.3g} and from the policy's by {error:.3g} (medians), so it has "

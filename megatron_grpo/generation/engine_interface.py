@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """What an engine's actor reports once it is up."""
+    """The report of an engine's actor once it can sample."""
 
-    seconds: dict[str, float]  # that the start took, by part
-    processes: EngineProcesses  # which the driver ends if the actor no longer can
+    seconds: dict[str, float]  # duration of each part of the start
+    processes: EngineProcesses  # for the driver to end if the actor no longer can
     settings: dict[str, Any]
-    """Settings with which it computes, in JSON types (`describe_settings`); empty for a server, which hides them."""
+    """Settings in JSON types (`vllm_requests.describe_settings`); empty for a server, which does not show them."""
 
 
 class Engine(Protocol):
@@ -35,8 +35,8 @@ class Engine(Protocol):
     ) -> AsyncIterator[Any]:
         """Sample all requests, and yield responses as they become complete.
 
-        It is called as a streaming generator of Ray, with a name among the calls in flight, for `abort`. Yields pickled
-        list[tuple[int, GenerationOutput | str]]: numbers of requests, each with its response, or with the reason why
+        It is called as a streaming generator of Ray. `call` is a name for `abort`, unique among calls in flight. Yields
+        pickled list[tuple[int, GenerationOutput | str]]: indices of requests, each with its response or the reason why
         there is none. Raises EngineLostError if a process of the engine has ended, and RuntimeError with the reason if
         the engine cannot sample.
         """
@@ -50,18 +50,21 @@ class Engine(Protocol):
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
 
-        `source` is the weight map, and `rendezvous`; with files, `folder` and `session`. `first_receiver` is the total
-        number of workers of the engines before this one.
+        `source` has `model_map` and `rendezvous`; with files, `folder` and `session` in its place. `first_receiver` is
+        the total number of workers of the engines before this one.
         """
 
     async def receive_weights(self, version: int) -> None:
         """Receive a version; requests are refused or wait until its commit."""
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the weights if every worker confirms them, or only after `check_canary`."""
+        """Commit weights that every worker confirms; served now, or after `check_canary`."""
 
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if `CanaryPrompt.require_agreement` does not raise; returns the same."""
+        """Compare the canary; if it agrees, serve the committed weights.
+
+        Returns and raises as `CanaryPrompt.require_agreement`.
+        """
 
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]: ...
 
@@ -69,7 +72,7 @@ class Engine(Protocol):
 
 
 class EngineWorker(Protocol):
-    """Methods that a refit adds to vLLM's workers (`weight_sync.engine_worker.RefitWorker`).
+    """Our methods of vLLM's workers (`weight_sync.engine_worker.RefitWorker`).
 
     They return the text of an error and never raise.
     """

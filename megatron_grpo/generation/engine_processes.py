@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-DEATH_CHECK_S = 1.0  # between two checks that vLLM's processes still live, during a call of them
+DEATH_CHECK_S = 1.0  # between two checks, during a call, that vLLM's processes still live
 END_S = 20.0  # for killed processes to disappear; a process inside a device driver's call ends when it returns
-LOOK_S = 0.05
-GRACE_S = 5.0  # for vLLM's processes to end by themselves; killed processes leave their shared memory behind
+POLL_S = 0.05
+GRACE_S = 5.0  # for vLLM's processes to end by themselves, since killed ones leave shared memory behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def end_child_processes(llm: AsyncLLM) -> None:
     """End the actor's children, and free their shared memory."""
     actor = psutil.Process()
     children = actor.children(recursive=True)
-    # Which memory they share is known only while they live.
+    # The memory that processes share can be listed only while they live.
     segments = set().union(*(find_shared_files(process) for process in [actor, *children]))
     llm.shutdown(timeout=GRACE_S)
     kill_stopped(children)
@@ -98,6 +98,6 @@ def end_processes(engine: EngineProcesses) -> list[int]:
             process.kill()
     deadline = time.monotonic() + END_S
     while (alive := [process.pid for process in family if is_alive(process)]) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     remove_segments(segments)
     return alive

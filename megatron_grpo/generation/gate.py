@@ -25,8 +25,8 @@ from megatron_grpo.generation.engine_processes import await_alive
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-LEAVE_S = 10.0  # for aborted requests to drain before an operation that needs a paused engine is refused
-LOOK_S = 0.05
+DRAIN_S = 10.0  # an operation that needs a paused engine waits this long for aborted requests
+POLL_S = 0.05
 
 Cause = Literal["weights", "memory"]
 """What is missing while the gate is closed: complete weights, or the device memory of a sleeping engine."""
@@ -50,9 +50,9 @@ class Gate:
         self._in_flight = 0
         self._reasons: dict[Cause, str] = {}
         self._admission_lock = asyncio.Lock()  # held while requests are added, and by `close` while weights change
-        self._is_holding = False
-        # The task that pauses the scheduler, which is paused when it is done; None: responses are in flight.
-        self._parking: asyncio.Task[None] | None = None
+        self._is_held_closed = False  # `close` holds the lock
+        # The task that pauses the scheduler; once it has ended, the scheduler is paused. None: the scheduler runs.
+        self._pause_task: asyncio.Task[None] | None = None
         self.pause()
 
     def require_open(self) -> None:
@@ -68,35 +68,35 @@ class Gate:
         """Refuse new requests with this reason, or let them wait, until no cause remains."""
         self._reasons[cause] = reason
         if cause == "weights" and self._updates_in_flight:
-            if not self._is_holding:
+            if not self._is_held_closed:
                 await self._admission_lock.acquire()  # wait until requests that are being added are in flight
-                self._is_holding = True
-            if self._parking is None:
+                self._is_held_closed = True
+            if self._pause_task is None:
                 self.pause()
 
     async def open(self, cause: Cause) -> None:
         """Let requests enter and continue, unless another cause remains."""
         self._reasons.pop(cause, None)
         if cause == "weights":
-            if self._in_flight and self._parking is not None:
+            if self._in_flight and self._pause_task is not None:
                 await self._resume()
-            if self._is_holding:
-                self._is_holding = False
+            if self._is_held_closed:
+                self._is_held_closed = False
                 self._admission_lock.release()
 
     def pause(self) -> None:
         """Begin a pause; `wait_paused` waits until the scheduler has stopped."""
         call = self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_cache)
-        self._parking = asyncio.create_task(await_alive(self._llm, call))
+        self._pause_task = asyncio.create_task(await_alive(self._llm, call))
 
     async def wait_paused(self) -> AsyncLLM:
-        """Wait for the pause; RuntimeError if responses stay LEAVE_S."""
+        """Wait for the pause; RuntimeError: responses are in flight after DRAIN_S."""
         began = time.monotonic()
-        while self._parking is None and time.monotonic() < began + LEAVE_S:
-            await asyncio.sleep(LOOK_S)  # aborted requests may still be draining
-        if self._parking is None:
+        while self._pause_task is None and time.monotonic() < began + DRAIN_S:
+            await asyncio.sleep(POLL_S)  # aborted requests may still be draining
+        if self._pause_task is None:
             raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
-        await self._parking
+        await self._pause_task
         return self._llm
 
     @asynccontextmanager
@@ -105,10 +105,10 @@ class Gate:
         async with self._admission_lock:
             self._count(requests)  # from here on no pause begins
             try:
-                if self._parking is not None:
-                    await self._parking
+                if self._pause_task is not None:
+                    await self._pause_task
                 yield
-                if self._parking is not None:
+                if self._pause_task is not None:
                     await self._resume()
             except BaseException:
                 self.leave(requests)
@@ -117,7 +117,7 @@ class Gate:
     def leave(self, requests: int) -> None:
         """Record ended requests; the last one pauses the engine."""
         self._count(-requests)
-        if requests and not self._in_flight and self._parking is None:
+        if requests and not self._in_flight and self._pause_task is None:
             self.pause()
 
     @asynccontextmanager
@@ -137,5 +137,5 @@ class Gate:
         self._on_change(self._in_flight)
 
     async def _resume(self) -> None:
-        self._parking = None
+        self._pause_task = None
         await await_alive(self._llm, self._llm.resume_generation())

@@ -45,7 +45,7 @@ def find_refusal(
         return 403, "requests of web pages (Origin) are not answered"
     if bearer is not None:
         authorization = headers.get("authorization", "").encode("utf-8", "replace")
-        # In constant time: the time of an answer must not tell how much of a token was right.
+        # In constant time, so that the time of an answer does not tell how much of a token was right.
         if not secrets.compare_digest(authorization, b"Bearer " + bearer.encode()):
             return 401, "wrong or missing token"
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -34,7 +34,7 @@ from megatron_grpo.generation.vllm_requests import iterate_finished, make_sampli
 from megatron_grpo.models.families import read_model_shape
 
 CONNECT_S = 10.0
-PROBE_S = 1.0  # between two attempts to reach a server that does not answer
+PROBE_S = 1.0  # between two requests to a server that does not answer
 NAN_LOGPROB = -9999.0  # the server writes this number for a log-probability that is NaN
 ERROR_CHARACTERS = 500  # of a server's error that a message repeats
 
@@ -52,8 +52,8 @@ class OtherWeightsError(Exception):
 class ServerEngine(Engine):
     """Ray actor that stands for one external server.
 
-    The server names each version of the weights with a prefix that is unique to the run. So every response tells
-    whether this run's weights sampled it; a restarted server is detected, given the current version, and asked again.
+    Names of versions have a prefix that is unique to the run, so every response shows whether this run's weights
+    sampled it. A server that was restarted shows by its version: it gets the current version, and the request again.
     """
 
     _session: aiohttp.ClientSession  # set by `start`, inside the event loop
@@ -71,7 +71,7 @@ class ServerEngine(Engine):
         self._version: int | None = None  # committed last; None: no version was committed
         # Set while the server may sample: not during a change of weights, nor after a failed one.
         self._serving = asyncio.Event()
-        self._repairing = asyncio.Lock()
+        self._version_lock = asyncio.Lock()  # held while the server gets a version
 
     @phase("start")
     async def start(self) -> EngineStart:
@@ -135,7 +135,7 @@ class ServerEngine(Engine):
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
         self._serving.clear()
-        async with self._repairing:
+        async with self._version_lock:
             await self._receive(version)
 
     @phase("commit weights")
@@ -212,8 +212,8 @@ class ServerEngine(Engine):
         )
 
     async def _ensure_current_version(self) -> None:
-        """Give the current version to a restarted server again; RuntimeError if that fails."""
-        async with self._repairing:
+        """Send the current version to a server that was restarted; RuntimeError if impossible."""
+        async with self._version_lock:
             version = self._version
             try:
                 served = await self._fetch_version_name()
@@ -222,7 +222,8 @@ class ServerEngine(Engine):
                 served = await self._fetch_version_name()
             if version is None or served == f"{self._prefix}{version}":
                 return
-            mode, *_ = self._source or ("none",)
+            assert self._source is not None, "a version was committed, so the server is connected"
+            mode = self._source[0]
             if mode != "files":
                 raise RuntimeError(
                     f"{self._url} was restarted and has lost version {version}, which refit.mode={mode} sends "

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmGeneration:
-    """The run's engines or external servers, an actor each."""
+    """The run's engines or external servers, each with a Ray actor."""
 
     def __init__(
         self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
@@ -42,8 +42,8 @@ class VllmGeneration:
         self._started_at = 0.0
         self.engines: list[Any] = []  # Ray actors (`Engine`), in the order of their index
         self._starting: list[ray.ObjectRef] = []
-        self._starts: list[EngineStart] = []  # of each engine in use
-        self.startup_s: list[dict[str, float]] = []  # by part, of each of the first engines
+        self._starts: list[EngineStart] = []  # of the engines in use
+        self.startup_s: list[dict[str, float]] = []  # of the first engines, by part
         self.settings_in_use: list[dict[str, Any]] = []  # as each engine reported them at its start
         self.restarts = [0] * self.config.parallel.data
 
@@ -61,7 +61,7 @@ class VllmGeneration:
         self.settings_in_use = [start.settings for start in self._starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
-        """Replace engines, given with reasons; they must not serve before a refit.
+        """Replace engines, with reasons by number; they must not serve before a refit.
 
         Raises RunError if an engine was already replaced generation.engine_restarts times or does not start, or if
         engines share devices with models, which would have to be offloaded first.

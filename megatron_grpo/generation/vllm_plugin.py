@@ -22,7 +22,8 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts
 from megatron_grpo.platform.hooks import check_hooks
 
-# Environment variables of the processes of our engines, with the engine's name, and of servers (`megatron_grpo.serve`).
+# Environment variables that mark vLLM's processes: those of an engine of ours, by its name, and those of a server
+# (`megatron_grpo.serve`).
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 SERVER_MARKER = "MEGATRON_GRPO_SERVER"
 
@@ -92,7 +93,7 @@ load_engine_tokenizer = cache(load_tokenizer)
 
 
 class EngineTokenizer:
-    """Stands in vLLM's registry for tokenizers of Hugging Face folders."""
+    """Loads the run's tokenizer where vLLM would load its own."""
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *_: Any, **options: Any) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-PACE_S = 0.02  # for which a complete response waits for others to be sent with it, which saves messages
+PACE_S = 0.02  # a complete response waits this long for others, so that one message carries them
 
 # Fields of SamplingSettings that have the same name in vLLM.
 _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -40,7 +40,7 @@ async def iterate_finished(
 
 
 def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
-    """Return workers' answers; RuntimeError with those that are texts, which are errors."""
+    """Return workers' answers; RuntimeError if some are texts, which are errors."""
     errors = [f"{prefix}{answer}" for answer in answers if isinstance(answer, str)]
     if errors:
         raise RuntimeError("; ".join(errors))
@@ -65,7 +65,8 @@ def make_sampling_params(request: GenerationRequest, settings: SamplingSettings,
 def make_sampling_arguments(request: GenerationRequest, settings: SamplingSettings, max_length: int) -> dict[str, Any]:
     """Convert a request to vLLM's sampling parameters, in JSON types.
 
-    Requests share no mutable value. Raises ValueError if the prompt leaves no room for a response within `max_length`.
+    Mutable values are made anew for each request. Raises ValueError if the prompt leaves no room for a response within
+    `max_length`.
     """
     room = max_length - len(request.prompt_ids)
     max_tokens = min(request.max_new_tokens, settings.max_new_tokens, room)
@@ -111,33 +112,32 @@ def describe_settings(config: VllmConfig) -> dict[str, Any]:
     return json_settings
 
 
-async def read_chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+async def read_chosen_experts(llm: AsyncLLM, outputs: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
     """Read requests' experts: [prompt and response tokens but the last, experts recorded]."""
     from megatron_grpo.platform.device import detect_platform  # imports torch, which rollout workers do without
 
     if detect_platform().name == "cpu":
         from megatron_grpo.generation.cpu_engine import read_recorded_experts
 
-        return [form.from_engine(experts) for experts in await read_recorded_experts(llm, finals, form)]
+        return [form.from_engine(experts) for experts in await read_recorded_experts(llm, outputs, form)]
     # A request that was aborted before its first token has no experts.
-    recorded = [final.outputs[0].routed_experts for final in finals]
+    recorded = [output.outputs[0].routed_experts for output in outputs]
     return [form.concatenate([]) if experts is None else form.from_engine(experts) for experts in recorded]
 
 
 async def make_responses(
-    llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
+    llm: AsyncLLM, outputs: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
 ) -> list[tuple[int, GenerationOutput | str]]:
     """Convert finished requests, by number, to responses or the reasons why there are none."""
-    outputs = list(finals.values())
     routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
     if form is not None:
-        routed = await await_alive(llm, read_chosen_experts(llm, outputs, form))
-    responses = [_make_response(final, tokenizer, experts) for final, experts in zip(outputs, routed, strict=True)]
-    return list(zip(finals, responses, strict=True))
+        routed = await await_alive(llm, read_chosen_experts(llm, list(outputs.values()), form))
+    pairs = zip(outputs.items(), routed, strict=True)
+    return [(index, _make_response(output, tokenizer, experts)) for (index, output), experts in pairs]
 
 
-def _make_response(final: RequestOutput, tokenizer: Any, routed: NDArray[Any] | None) -> GenerationOutput | str:
-    completion = final.outputs[0]
+def _make_response(output: RequestOutput, tokenizer: Any, routed: NDArray[Any] | None) -> GenerationOutput | str:
+    completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return f"vLLM ended a request early: {completion.finish_reason}"
     logprobs = completion.logprobs.logprobs

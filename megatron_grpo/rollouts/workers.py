@@ -71,10 +71,9 @@ class RolloutWorkers:
         starts = [engines * worker // workers for worker in range(workers + 1)]
         self._engine_numbers = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
         # A worker's share of the prompts is that of its engines; an engine of several workers counts in parts.
-        users = [sum(engine in numbers for numbers in self._engine_numbers) for engine in range(engines)]
-        self._shares = [
-            sum(1 / users[engine] for engine in numbers) / max(engines, 1) for numbers in self._engine_numbers
-        ]
+        users = Counter(itertools.chain.from_iterable(self._engine_numbers))
+        shares = [sum(1 / users[engine] for engine in numbers) for numbers in self._engine_numbers]
+        self._shares = [share / max(engines, 1) for share in shares]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(self._engine_numbers):
             endpoint = self._endpoint

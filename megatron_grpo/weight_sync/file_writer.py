@@ -60,7 +60,7 @@ class FileWriter:
             written[name] = WrittenTensor(file, digest, copy.nbytes)
         if bucket:
             write_atomically(self.folder / file, partial(save_tensors, bucket))
-        self._written = written  # set at the end: after a failure all tensors are written again
+        self._written = written  # only at the end, so that after a failure all tensors are written again
         return written
 
 

@@ -40,7 +40,7 @@ _SEEDS = {"rows": 1, "columns": 2, "probes": 3}
 # Columns of a linear layer's matrix that are computed at a time.
 _COLUMNS = 256
 
-# Largest differences, relative to the norm, that rounding explains.
+# Largest differences, relative to the norm, that rounding explains:
 # Both sides hold the same numbers. One element of 10^8 in bfloat16 that is off by its last bit is 4e-7.
 EXACT_TOLERANCE = 1e-8
 # Outputs of an expert: a few roundings of intermediate values, each of 2^-24, 2^-11 or 2^-9.
@@ -66,7 +66,9 @@ class Sketch:
         """Add the next columns, [rows, columns], of any float type."""
         values, width = block.double(), block.shape[1]
         row_vectors = _draw_vectors("rows", self._rows, values.device)
-        column_vectors = _draw_vectors("columns", -(-(self._columns + width) // 1024) * 1024, values.device)
+        # Rounded up, so that few sizes are drawn and cached; longer vectors begin with the shorter ones.
+        size = -(-(self._columns + width) // 1024) * 1024
+        column_vectors = _draw_vectors("columns", size, values.device)
         columns = column_vectors[:, self._columns : self._columns + width]
         projected = ((row_vectors @ values) * columns).sum(dim=1)
         sums = torch.cat([projected, values.square().sum()[None]])
@@ -100,10 +102,12 @@ def measure_difference(expected: Fingerprint, actual: Fingerprint) -> float:
 def find_differing(
     expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint], rounding: float = 0.0
 ) -> dict[str, float]:
-    """Find relative differences of tensors and experts that rounding does not explain.
+    """Find the relative differences, by name, that rounding does not explain.
 
-    `expected` are the policy's, cut as one worker keeps them. `rounding` explains other dtypes of the two sides.
+    `expected` are the policy's, cut as one worker keeps them; `actual` are that worker's, with tolerances. `rounding`
+    is added to these if the two sides have different dtypes.
     """
+    # Engines add derived matrices, "NAME in attention", which must equal the tensor NAME.
     errors = {name: measure_difference(expected[name.partition(" ")[0]], values) for name, values in actual.items()}
     # "not <=", so that NaN counts as a difference.
     return {name: error for name, error in errors.items() if not error <= actual[name][DIRECTIONS + 1] + rounding}
@@ -131,7 +135,7 @@ def draw_probes(hidden: int, device: torch.device) -> Tensor:
 
 @cache
 def _draw_vectors(kind: str, size: int, device: torch.device) -> Tensor:
-    """Draw [DIRECTIONS, size], float64: the same in every process, and for larger sizes."""
+    """Draw [DIRECTIONS, size], float64, equal everywhere; larger sizes begin with these."""
     generator = torch.Generator().manual_seed(_SEEDS[kind])
     return torch.randn(size, DIRECTIONS, dtype=torch.float64, generator=generator).T.contiguous().to(device)
 

@@ -51,22 +51,22 @@ class Links(ABC):
         self._store = store = rendezvous.connect()
         plan = json.loads(store.get("plan"))
         self._rank, self._entries = rank, entries
-        # Dtype in which tensors are sent, by row of the weight map; then of each of the rank's messages, by turn: its
-        # pieces, the number of the rank at the other end, the positions of its pieces, and its bytes.
-        self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]
+        self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]  # on the wire, by row of the weight map
+        # The rank's messages by turn: their pieces, the rank at the other end, the pieces' positions, and their bytes.
         self.messages = split_messages(np.frombuffer(zlib.decompress(store.get(f"{self.side}/{rank}")), dtype=PIECE))
         self._peers = [int(pieces[self.peer_side][0]) for pieces in self.messages]
         layouts = [lay_out_pieces(pieces, self.dtypes) for pieces in self.messages]
         self.packed_pieces = [packed for packed, _ in layouts]
         self.sizes = [size + TRAILER_BYTES for _, size in layouts]
-        # The kind of shared memory that links may use, if any. Tensors that go through the group are then on the CPU.
+        # The kind of shared memory that links may use. If there is one, tensors that go through the group are on the
+        # CPU.
         self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
         self._group_device = device if self._memory is None else torch.device("cpu")
-        self._first_members = {"source": 0, "target": plan["sources"]}  # numbers in the group
+        self._first_members = {"source": 0, "target": plan["sources"]}  # rank in the group of each side's rank 0
         self._group: TransferGroup | None = None
         self._watch = Watch(store, rendezvous.timeout_s)
-        self._shared: dict[int, Tensor] = {}  # the source's buffers in shared memory, by peer that uses them
-        self._notices = torch.arange(BUFFERS)  # of pending messages in shared memory: the index of the buffer
+        self._shared: dict[int, Tensor] = {}  # the source's buffers in shared memory, by peer; others get messages sent
+        self._notices = torch.arange(BUFFERS)  # sent in place of messages in shared memory: the buffer's index
         self._buffer_bytes = BUFFERS * align(max(self.sizes, default=0))
         # [BUFFERS * bytes], uint8: the rank's buffers; None on a target to which all messages are handed over.
         self._buffers: Tensor | None = None
@@ -83,7 +83,7 @@ class Links(ABC):
         """Move the first notice over a link; return memory that both share, if any."""
 
     def view_buffer(self, number: int) -> Tensor:
-        """The message of this number, [bytes with the trailer], uint8."""
+        """View a message's buffer: [bytes with the trailer], uint8."""
         assert self._buffers is not None, "messages outside shared memory have buffers"
         return self._buffers.view(BUFFERS, -1)[number % BUFFERS, : self.sizes[number]]
 
@@ -104,7 +104,7 @@ class Links(ABC):
         try:
             yield
         except BaseException as error:
-            # Before gloo closes connections: peers would notice that first, and report it as the failure.
+            # Before `close`: peers of gloo would notice the closed connection, and report it as the failure.
             self._watch.report_failure(f"{SIDE_NAMES[self.side]} {self._rank}: {error}")
             self.close()
             raise
@@ -115,9 +115,9 @@ class Links(ABC):
                 self._wait(transfer)
         except RuntimeError as error:
             first = format_tensor_name(self._entries, self.messages[number][0])
-            way = "reach" if self.side == "source" else "come from"
+            verb = "reach" if self.side == "source" else "come from"
             message = f"message {number} of {len(self.messages)}, which begins with {first},"
-            raise RuntimeError(f"{message} did not {way} {self._name_peer(self._peers[number])}: {error}") from error
+            raise RuntimeError(f"{message} did not {verb} {self._name_peer(self._peers[number])}: {error}") from error
 
     def _wait(self, transfer: Transfer) -> None:
         self._watch.wait_until(transfer.is_completed)
@@ -133,7 +133,7 @@ class Links(ABC):
         return start([tensor.reshape(-1).view(torch.uint8)], self._first_members[self.peer_side] + peer, 0)
 
     def _open_links(self) -> None:
-        """Test every link before a refit."""
+        """Exchange a first notice over every link, which tests it."""
         for peer in dict.fromkeys(self._peers):
             link = [self._rank, peer] if self.side == "source" else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._group_device)

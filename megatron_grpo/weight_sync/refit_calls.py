@@ -36,7 +36,7 @@ class PolicyLostError(RefitError, ModelLostError):
 
 
 class AttemptError(Exception):
-    """One attempt failed; `lost_engines` says by number why engines must be replaced."""
+    """One attempt failed; `lost_engines`: reasons to replace engines, by number."""
 
     def __init__(self, text: str, lost_engines: Mapping[int, str]) -> None:
         super().__init__(text)
@@ -77,7 +77,7 @@ class RefitCalls:
             if self.store is not None:
                 record_failure(self.store, str(error))
             lost_engines = find_lost_engines(sends, receives, str(error))
-            self.store = None  # closed with its last reference: a process that comes later fails at once
+            self.store = None  # its last reference closes it: a process that connects later fails at once
             raise AttemptError(str(error), lost_engines) from error
 
 
@@ -104,7 +104,7 @@ def find_lost_engines(
     overdue = [RANK_NAME(rank) for rank, call in enumerate(sends) if call not in ended]
     _require_policy([RANK_NAME(rank) for rank in find_lost_calls(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
-    # Ranks may hang in a library only until a lost engine's processes are ended, so they are stuck only without one.
+    # Ranks that wait for a lost engine go on once its processes are ended, so without one overdue ranks are stuck.
     if not lost_engines:
         _require_policy(overdue, "stuck", failure)
     return lost_engines

@@ -9,7 +9,7 @@ are then the base model's, since both are taken of published weights. The canary
 its adapters, but allows what rounding may explain, and adapters move log-probabilities by less for many steps, in
 bfloat16 perhaps for ever. So at every refit the policy's ranks compare the weights that they publish with what their
 layers compute (`models/adapter_check.py`); weights of engines are compared until adapters have moved, since before they
-equal the base model's; and the canary also tells an engine that is nearer to the base model than to the policy.
+equal the base model's; and the canary also detects an engine that is nearer to the base model than to the policy.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ _CONVERSION_ROUNDING = 2.0**-7
 
 
 class Canary:
-    """Decides which checks follow a refit: canary, comparison of all weights.
+    """The canary's sequences and limits, and when it and the comparison of weights are due.
 
-    The canary is a few sequences whose log-probabilities are compared between policy and engines. `rounding` is the
-    difference of a tensor, relative to its norm, that another dtype of engines explains.
+    `rounding` is the difference of a tensor, relative to its norm, that another dtype of engines explains.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Canary:
         self._config, self._bounds = config, bounds
         self._noise: float | None = None  # largest difference of a canary after a refit whose weights were right
         self._next_at = -math.inf  # time (monotonic) from which on a refit is followed by the canary
-        # Numbers of checks that follow the next refits, whatever time has passed.
+        # Numbers of coming refits that are checked, whatever time has passed.
         self._first_canaries, self._due_comparisons = FIRST_CANARIES, FIRST_COMPARISONS
 
     @staticmethod
@@ -122,7 +121,7 @@ class Canary:
         return self._config.canary and (has_time or self._first_canaries > 0)
 
     def should_compare_weights(self, version: int, *, new: bool) -> bool:
-        """Whether weights are compared; `new`: engines have had none before."""
+        """Whether weights are compared; `new`: with links that were just made."""
         period = self._config.weight_check_period
         return period is not None and (new or self._due_comparisons > 0 or version % period == 0)
 
@@ -144,9 +143,9 @@ class Canary:
 
 
 def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Draw random token ids, for many rows and experts.
+    """Draw sequences of random token ids, which use many embeddings and experts.
 
-    `longest`: most tokens of a prompt and a response, which has one token here.
+    `longest`: most tokens of a prompt and its response; the canary's response has one token.
     """
     draw = random.Random(seed)
     return tuple(tuple(draw.choices(range(vocabulary), k=min(length, longest - 1))) for length in CANARY_LENGTHS)

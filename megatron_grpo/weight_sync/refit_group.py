@@ -21,21 +21,20 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from megatron_grpo.platform.device import connect_store, environment
 
-# Seconds to reach a store, less than `refit_calls.SETTLE_S`. A store listens before its address is sent, so a store
-# that cannot be reached was closed, because another member of the attempt has failed.
+# Seconds to connect to a store, less than `refit_calls.SETTLE_S`. A store listens before its address is sent: one that
+# does not answer was closed, because another member of the attempt has failed.
 CONNECT_STORE_S = 10.0
 
 # Key in the store for the first failure of any member, in words: who failed, and why.
 FAILURE = "failure"
 
-# How often a waiting member checks for a failure. At 0.5 s, 1,500 members cause 3,000 reads a second.
+# Seconds between a waiting member's checks for a failure: with 1,500 members the store serves 3,000 reads a second.
 FAILURE_CHECK_S = 0.5
 
 # Shortest and longest pause between two polls of a transfer, in seconds.
 _POLL_S = 20e-6, 5e-3
 
-# Most transfers of a member that are pending at once over gloo: two buffers, each with a notice and its answer, and as
-# many to spare.
+# Threads that wait for transfers of gloo: two buffers have up to four pending transfers, and four are to spare.
 _GLOO_WAITS = 8
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ class Rendezvous:
     receivers: int  # number of workers of all engines
     timeout_s: float  # limit of making the group, and of each use of it
     same_gpus: bool = False
-    """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
+    """Whether both sides compute on the same GPUs, which excludes NCCL: it allows one rank per GPU."""
 
     def connect(self) -> Store:
         """Connect to the store; RuntimeError: none listens there within CONNECT_STORE_S."""
@@ -79,7 +78,7 @@ class TransferGroup(Protocol):
 
 
 class Watch:
-    """Waits for other members, which end at a deadline or soon after a failure.
+    """Waits for other members until a deadline or the first failure of any.
 
     `store` is a client of the rendezvous' store that no other thread uses. The deadline is `timeout_s` after `restart`.
     """
@@ -92,11 +91,11 @@ class Watch:
         self._end = time.monotonic() + self._timeout_s
 
     def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Return once `is_over()` is true; RuntimeError: too late, or others failed."""
-        # NCCL reports to nobody that a process is gone: a transfer to it stays pending, and so does every transfer that
-        # waits for that one, until the last timeout of the last member. So no member waits inside of the library. It
-        # polls, and now and then looks for FAILURE in the store. The first member to fail leaves it there, or else the
-        # driver, which learns from Ray that a process is gone.
+        """Return once `is_over()` is true; RuntimeError: deadline, or another failed."""
+        # NCCL does not report that a process is gone: a transfer to it stays pending, and so does every transfer that
+        # waits for that one, until each member's timeout. So members do not wait inside of the library. They poll, and
+        # now and then look for FAILURE in the store, which is written by the first member that fails or by the driver,
+        # which learns from Ray that a process is gone.
         began = last_check = time.monotonic()
         while not is_over():
             now = time.monotonic()
@@ -110,7 +109,7 @@ class Watch:
             time.sleep(min(max((now - began) / 10, shortest), longest))  # adds a tenth to a wait, at most
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that may block; a failed wait leaves its thread behind."""
+        """Call a function that may block, in a thread that a failed wait abandons."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -129,7 +128,7 @@ class Watch:
 
 
 def record_failure(store: Store, reason: str) -> None:
-    """Leave a failure for all waiting members; an earlier one stays."""
+    """Record a failure for all waiting members, unless there is an earlier one."""
     store.compare_set(FAILURE, "", reason)
 
 
@@ -141,10 +140,10 @@ def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.devic
 
 
 def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -> TransferGroup:
-    # Without a communicator made beforehand torch would make one of two ranks for each pair that exchanges a message:
-    # dozens for each rank of a large model, each with buffers of its own, and each made inside of a send that blocks
-    # the host. With it, all transfers of a process go one after the other through one stream, which is safe in the
-    # order of `schedule_messages`.
+    # Torch would make a communicator for each pair of ranks that exchanges a message: dozens for each rank of a large
+    # model, each with its own buffers, and each made inside of a send that blocks the host. So one communicator of all
+    # ranks is made beforehand. All transfers of a process then go one after the other through one stream, which is safe
+    # in the order of `schedule_messages`.
     from torch.distributed import ProcessGroupNCCL
 
     settings = {
@@ -170,7 +169,7 @@ def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> 
 
 
 class _ThreadTransfer:
-    """A transfer that a thread waits for, since gloo's cannot be polled."""
+    """A transfer of gloo, which cannot be polled, so that a thread waits for it."""
 
     def __init__(self, wait: Future[Any]) -> None:
         self.is_completed, self.wait = wait.done, wait.result

@@ -66,8 +66,8 @@ class SourceLinks(Links):
         return [self._start(peer, notice, sends=True), self._start(peer, answer, sends=False)]
 
     def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
-        # Where the source offers memory the notice comes back, since messages there are answered. Elsewhere it does
-        # not: NCCL keeps buffers for each direction that was ever used.
+        # The target answers the notice only where the source offers memory, because messages there are answered too.
+        # Elsewhere an answer would cost: NCCL keeps buffers for each direction that was ever used.
         address = None if self._offered is None else self._offered.export_address()
         self._store.set(f"memory/{self._rank}/{peer}", json.dumps(address))
         self._move_first(peer, notice, sends=True)
@@ -86,7 +86,7 @@ def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
     packed.view_values(message).copy_(values)
 
 
-# One parameter of the full model: (row of the weight map, layer, expert).
+# Key of a parameter of the full model: (row of the weight map, layer, expert).
 _Key = tuple[int, int, int]
 # Position of a piece in this rank's parameters: (parameter, index of one of its tensors, rows, columns).
 _Cut = tuple[_Key, int, slice, slice]
@@ -117,19 +117,19 @@ class ShardSender:
 
     def _fill(self, number: int, message: Tensor) -> None:
         for cut, packed in zip(self._cuts[number], self.links.packed_pieces[number], strict=True):
-            key, tensor, rows, columns = cut
+            key, tensor_index, rows, columns = cut
             if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
                 bound = self._bound[key]
                 tensors = split_parameter(bound.entry, bound.compute_weight(), self._list_slices(key), self._rank.shape)
                 self._split_key = key
                 self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
-            pack_piece(packed, message, self._split_tensors[tensor][rows, columns])
+            pack_piece(packed, message, self._split_tensors[tensor_index][rows, columns])
 
     def _find_cut(self, piece: Any) -> _Cut:
-        key, tensor = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
-        box = find_box(self._list_slices(key)[tensor])
+        key, tensor_index = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
+        box = find_box(self._list_slices(key)[tensor_index])
         rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
-        return key, tensor, slice(*rows), slice(*columns)
+        return key, tensor_index, slice(*rows), slice(*columns)
 
     def _list_slices(self, key: _Key) -> list[WeightSlice]:
         entry, layer, expert = self._entries[key[0]], key[1], key[2]

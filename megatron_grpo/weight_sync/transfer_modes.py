@@ -31,8 +31,8 @@ from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_text_digest
 
-# When the files hold more than this many times the bytes of a version, the next version is written completely.
-_UNREAD_SHARE = 2.0
+# When the files have more than this many times the bytes of a version, the next version is written completely.
+_MAX_STORED_RATIO = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TransferMode(ABC):
     ) -> TransferReport:
         """Bring one version into connected engines, which verify it until the deadline (monotonic).
 
-        `on_sent` is called as soon as calls of ranks run only after they have sent.
+        `on_sent` is called once ranks will run any further call only after they have sent.
 
         Raises:
             AttemptError: a process failed, a checksum differed, or the deadline passed.
@@ -105,15 +105,15 @@ class LinkMode(TransferMode):
         same_gpus = generation.is_colocated
         rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, same_gpus)
         policy_shards = split_policy(settings.config.parallel, shape)
-        if config.mode == "broadcast":
-            # Each worker counts as an engine of one rank, which keeps the full model.
+        if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
             engine_shards = split_policy(ParallelConfig(), shape)
         else:
             engine_shards = split_engine(generation.parallel, shape)
         dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
-        limit = self.bucket_bytes // 2
-        engine_count = receivers // len(engine_shards)
-        pieces = plan_pieces(shape, policy_shards, engine_shards, engine_count, dtypes, limit, same_devices=same_gpus)
+        engine_count, piece_bytes = receivers // len(engine_shards), self.bucket_bytes // 2
+        pieces = plan_pieces(
+            shape, policy_shards, engine_shards, engine_count, dtypes, piece_bytes, same_devices=same_gpus
+        )
         scheduled = schedule_messages(pieces, self.bucket_bytes)
         write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
@@ -143,7 +143,8 @@ class FilesMode(TransferMode):
             run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             self.folder = Path(config.directory).absolute() / f"{run_dir.name}-{run}"
         self.session = secrets.token_hex(8)
-        self._writes, self._rewrites = 0, True  # versions written; whether the next one is written completely
+        self._writes = 0  # versions written
+        self._rewrites = True  # the next version is written completely
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -177,7 +178,7 @@ class FilesMode(TransferMode):
         with _disk_errors_as_attempts(self.folder):
             remove_unread(self.folder, manifest)
             stored_bytes = sum(file.stat().st_size for file in self.folder.glob("*/*"))
-        self._rewrites = stored_bytes > _UNREAD_SHARE * sum(tensor.nbytes for tensor in tensors.values())
+        self._rewrites = stored_bytes > _MAX_STORED_RATIO * sum(tensor.nbytes for tensor in tensors.values())
         changed = [tensor for tensor in tensors.values() if tensor.file.startswith(f"{part}/")]
         nbytes, files = sum(tensor.nbytes for tensor in changed), {tensor.file for tensor in changed}
         return TransferReport(version, nbytes, len(changed), len(files))

@@ -42,25 +42,26 @@ def plan_pieces(
     engine_shards: Sequence[RankShard],
     engine_count: int,
     dtypes: Sequence[str],
-    limit: int,
+    piece_bytes: int,
     *,
     same_devices: bool = False,
 ) -> Pieces:
-    """Plan each box of each engine rank, exactly once.
+    """Plan the pieces that bring each engine rank its shard, each byte once.
 
     Args:
-        policy_shards: one for each rank of the policy, in their order.
-        engine_shards: one for each rank of an engine, in their order; all engines have this layout.
+        policy_shards: shards of the policy's ranks, in their order.
+        engine_shards: shards of the ranks of one engine, in their order.
+        engine_count: number of engine_count, which all have this layout.
         dtypes: dtype in which tensors are sent, by row of the weight map.
-        limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
-        same_devices: whether ranks of the policy and of engines with the same number share a device; a box that both
-            hold is then sent by that policy rank and no other.
+        piece_bytes: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
+        same_devices: whether policy rank n and engine rank n share a device; a box that both hold is then sent by that
+            policy rank and no other.
 
     Returns:
         Pieces in the order of the weight map, layer by layer.
     """
     holders = _HolderSets(policy_shards)
-    planned = list(_plan_engine(shape, policy_shards[0], engine_shards, dtypes, limit, holders))
+    planned = list(_plan_engine(shape, engine_shards, dtypes, piece_bytes, holders))
     engine_pieces = np.concatenate([pieces for pieces, _ in planned])
     holder_sets = np.concatenate([numbers for _, numbers in planned])
     pieces = np.tile(engine_pieces, engine_count)
@@ -74,38 +75,37 @@ def plan_pieces(
 
 def _plan_engine(
     shape: ModelShape,
-    policy_shard: RankShard,
     engine_shards: Sequence[RankShard],
     dtypes: Sequence[str],
-    limit: int,
+    piece_bytes: int,
     holders: _HolderSets,
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
-    """Yield an engine's pieces, and the set that holds each."""
+    """Yield an engine's pieces, and the number of the set that holds each."""
     entries = build_weight_map(shape)
     indices = {entry: index for index, entry in enumerate(entries)}
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
         if entry.copy:
             continue
-        index, parts = indices[entry], policy_shard.find_split(entry).count
+        index, parts = indices[entry], holders.shards[0].find_split(entry).count
         for rank, shard in enumerate(engine_shards):
             if not shard.keeps(entry, layer):
                 continue
             experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
-            for tensor, part, box, nbytes in _find_routes(entry, shape, parts, shard, dtypes[index], limit):
+            for tensor, part, box, nbytes in _find_routes(entry, shape, parts, shard, dtypes[index], piece_bytes):
                 pieces = np.zeros(len(experts), dtype=PIECE)
                 pieces["target"], pieces["entry"], pieces["tensor"] = rank, index, tensor
                 pieces["layer"], pieces["expert"] = layer, experts
                 pieces["rows"], pieces["columns"], pieces["bytes"] = box[:2], box[2:], nbytes
-                yield pieces, holders.find_numbers(entry, layer, part, experts)
+                yield pieces, holders.find_sets(entry, layer, part, experts)
 
 
 def _find_routes(
-    entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
+    entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, piece_bytes: int
 ) -> Iterator[tuple[int, int, Box, int]]:
     """Find the boxes of a row, in every layer, that an engine rank receives.
 
-    Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, its bytes, at
-    most `limit` unless a row is longer).
+    Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, its bytes); a
+    box has at most `piece_bytes`, unless a row is longer.
     """
     # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.list_slices` for Megatron-Core's ranks,
     # and `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so the data that travel
@@ -124,7 +124,7 @@ def _find_routes(
             common = boxes[tensor].find_overlap(kept_box)
             if common.rows <= 0 or common.columns <= 0:
                 continue
-            rows = limit // (common.columns * element_bytes)
+            rows = piece_bytes // (common.columns * element_bytes)
             # At least one row; in FP8 at least the rows of one block.
             height = max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
             for row in range(common.row, common.row_end, height):
@@ -139,13 +139,13 @@ class _HolderSets:
     """Numbered sets of policy ranks that hold equal parts of matrices."""
 
     def __init__(self, shards: Sequence[RankShard]) -> None:
-        self._shards = shards
-        self._sets: dict[tuple[int, ...], int] = {}
+        self.shards = shards
+        self._sets: dict[tuple[int, ...], int] = {}  # number of each set of ranks
         self._numbers: dict[tuple[object, ...], int] = {}
         self._experts = max(shards[0].experts[1] - shards[0].experts[0], 1)
 
-    def find_numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the set that holds a part of each expert's matrices: [experts]."""
+    def find_sets(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Find the number of the set that holds each expert's part: [experts]."""
         parameter = layer if is_per_layer(entry.megatron[0]) else entry.megatron
         first_experts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
         numbers = []
@@ -154,7 +154,7 @@ class _HolderSets:
             if key not in self._numbers:
                 ranks = tuple(
                     rank
-                    for rank, shard in enumerate(self._shards)
+                    for rank, shard in enumerate(self.shards)
                     if shard.keeps(entry, layer)
                     and (entry.axis is None or shard.find_split(entry).index == part)
                     and (not entry.per_expert or shard.experts[0] == first_expert)

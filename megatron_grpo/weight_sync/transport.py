@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RefitState(Enum):
-    """How far the engines' current version has come."""
+    """Progress of the engines' current version."""
 
     UNLINKED = auto()
     LINKED = auto()
@@ -43,10 +43,10 @@ class WeightTransport:
         self._engines = tuple(range(calls.generation.config.parallel.data))
         self._checks = RefitChecks(calls, canary)
         self._state = RefitState.UNLINKED
-        self._linked: tuple[int, ...] = ()  # engines that the policy was connected with last
+        self._linked: tuple[int, ...] = ()  # engines in the current links
         self._version = 0  # the version that was published last
-        self._replaced: list[str] = []  # engines that were replaced since the last report, with the reason
-        self._retries = config.retries  # attempts at the current version that may still fail
+        self._replaced: list[str] = []  # a text on each engine that was replaced since the last report
+        self._remaining_retries = config.retries  # of the current version
         self._failures: list[str] = []  # failed attempts at the current version
 
     def connect(self) -> None:
@@ -72,9 +72,9 @@ class WeightTransport:
     def admit(self, report: TransferReport) -> TransferReport:
         """Let engines serve their committed version, if the canary allows it.
 
-        Engines that share the policy's devices have memory to compute only once the policy has left the devices, so
-        this is a call of its own. Without a canary that is due, engines serve since their commit. The returned report
-        has the figures of the checks.
+        If no canary is due, engines serve since their commit. This is a call of its own because engines that share the
+        policy's devices have memory to compute only once the policy has left them. The returned report has the figures
+        of the checks.
 
         Raises:
             RefitError: an engine failed, or does not compute what the policy does; it does not serve.
@@ -123,7 +123,7 @@ class WeightTransport:
         self._mode.close()
 
     def _publish_to(self, engines: tuple[int, ...], version: int) -> TransferReport:
-        self._retries, self._failures = self._config.retries, []
+        self._remaining_retries, self._failures = self._config.retries, []
         return self._attempt_until_committed(engines, version)
 
     def _attempt_until_committed(self, engines: tuple[int, ...], version: int) -> TransferReport:
@@ -181,8 +181,8 @@ class WeightTransport:
         # has a limit of its own. The other engines receive the version once more.
         if error.lost_engines:
             self._replace(error.lost_engines)
-        elif self._retries:
-            self._retries -= 1
+        elif self._remaining_retries:
+            self._remaining_retries -= 1
         else:
             raise RefitError("; tried again: ".join(self._failures)) from None
 

@@ -1,4 +1,4 @@
-"""The folder through which policy and engines exchange weights with refit.mode=files, and its reading by workers.
+"""The folder of weights with refit.mode=files, and its reader in an engine's worker.
 
 FOLDER/manifest.json        written last, by rename: readers see one version or the next, never a part of it
 FOLDER/000001/rank-0-0000.safetensors
@@ -37,7 +37,7 @@ class Manifest:
     """The files that hold one version of the weights."""
 
     session: str
-    """Identifies the start of the run that wrote it: version 3 of another run is not this version 3."""
+    """Random text of the process that wrote it: another run also has a version 3."""
     version: int
     tensors: Mapping[str, WrittenTensor]
     """All tensors by their Hugging Face names, in the order of the layers."""
@@ -75,7 +75,7 @@ def compute_digest(tensor: Tensor) -> str:
 
 
 class FileReceiver:
-    """Reads the folder; ValueError: it is not the policy's."""
+    """Loads versions of a folder into a worker's model; ValueError: another run's folder."""
 
     def __init__(self, worker: Any, source: Mapping[str, Any]) -> None:
         self._reload = ModelReload(worker)

@@ -179,9 +179,9 @@ class FakeRollouts:
         run_dir: Path,
         record: StepRecord,
         *,
-        sample: int | None = None,
+        max_rollouts: int | None = None,
     ) -> Any:
-        self.dumped.append((step, groups, batch, run_dir, record, sample))
+        self.dumped.append((step, groups, batch, run_dir, record, max_rollouts))
         return f"rollouts of step {step}"
 
     def wait_dump(self, dump: Any) -> None:

@@ -81,7 +81,7 @@ def test_responses_that_stay_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - began >= 0.3
         assert one.llm.runs
 
-    monkeypatch.setattr(engine_gate, "LEAVE_S", 0.3)
+    monkeypatch.setattr(engine_gate, "DRAIN_S", 0.3)
     asyncio.run(scene())
 
 

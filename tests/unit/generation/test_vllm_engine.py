@@ -100,7 +100,7 @@ def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) 
 
 
 def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_gate, "LEAVE_S", 0.1)
+    monkeypatch.setattr(engine_gate, "DRAIN_S", 0.1)
 
     async def scene() -> None:
         started(engine)
