@@ -20,12 +20,12 @@ from megatron_grpo.models.weight_map import WeightSlice
 
 # Configuration, tokenizer and template files that travel with the weights.
 _SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-# Files that describe other weights, or how they came about.
-_LEFT_BEHIND = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json")
+# Files that describe other weights, or the training of these.
+_EXCLUDED_FILES = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json")
 
 
 class HFFolderReader:
-    """Reads slices of tensors from a folder's safetensors files, or else ValueError."""
+    """Reads slices of tensors from safetensors files; ValueError: a folder without weights."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -121,8 +121,8 @@ def write_hf_folder(
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Make a folder under a temporary name; rename it afterwards.
 
-    An empty folder that was there lends its permissions. Whoever may read the folder may read its files, and whoever
-    may write into it may write them. ValueError: `output` already holds something.
+    The permissions are those of an empty folder that was there; files get them too, but are not executable. ValueError:
+    `output` already holds something.
     """
     target = Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -198,7 +198,7 @@ def _list_side_files(source: Path) -> Iterator[Path]:
 
 def _is_side_file(file: Path) -> bool:
     has_suffix = file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
-    return has_suffix and file.name not in _LEFT_BEHIND
+    return has_suffix and file.name not in _EXCLUDED_FILES
 
 
 def _replace_templates(folder: Path, template: str) -> None:

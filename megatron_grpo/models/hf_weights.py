@@ -28,7 +28,7 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
         widths = count_group_rows(model)
         group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
         return torch.cat(group_parts, dim=1).flatten(0, 1)
-    if entry.merge in ("qkv", "gate_up"):  # for qkv: a piece of one group
+    if entry.merge in ("qkv", "gate_up"):  # qkv: the rank has rows of one key/value head's group alone
         return torch.cat(parts)
     if entry.merge == "vocab":
         return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
@@ -95,7 +95,8 @@ class BoundEntry:
 def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
     """Bind every parameter of a rank's unwrapped GPTModels to its map row.
 
-    An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
+    An adapter belongs to the weight of its layer. AssertionError: the map lacks a parameter or adapter, or the model
+    one.
     """
     return [bound for chunk in chunks for bound in _bind_chunk(chunk, shape)]
 
@@ -104,10 +105,10 @@ def _bind_chunk(model: Any, shape: ModelShape) -> list[BoundEntry]:
     parameters = dict(model.named_parameters())
     # Layers with adapters are found by the names of their parameters, not by isinstance() of a runtime-checkable
     # protocol: since Python 3.12 that looks attributes up statically, and torch keeps parameters in a dictionary.
-    of_adapters = [name for name in parameters if name.rpartition(".")[2] in ADAPTER_PARAMETERS]
-    for name in of_adapters:
+    adapter_names = [name for name in parameters if name.rpartition(".")[2] in ADAPTER_PARAMETERS]
+    adapters = {name.rpartition(".")[0] for name in adapter_names}
+    for name in adapter_names:
         del parameters[name]
-    adapters = {name.rpartition(".")[0] for name in of_adapters}
     # Biases of expert selection have no gradient, so they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -148,12 +149,12 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
     Raises:
         ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
     """
-    reader, groups = HFFolderReader(folder), chunks[0].pg_collection
+    reader, process_groups = HFFolderReader(folder), chunks[0].pg_collection
     experts = _list_rank_experts(chunks[0], shape)
     for bound in bind_entries(chunks, shape):
         entry = bound.entry
-        split = groups.expt_tp if entry.per_expert else groups.tp
-        slices = entry.list_slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
+        splitters = process_groups.expt_tp if entry.per_expert else process_groups.tp
+        slices = entry.list_slices(shape, bound.layer, splitters.rank(), splitters.size(), experts[bound.expert])
         if entry.zero_if_absent and not any(reader.has(part.name) for part in slices):
             bound.parameter.zero_()
             continue
@@ -173,25 +174,25 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Gather full Hugging Face tensors of a pipeline stage, which is collective.
 
-    `chunks` are the rank's unwrapped GPTModels; `value` is the tensor to export for a parameter, if any.
+    `chunks` are the rank's unwrapped GPTModels; `value` maps a parameter to the tensor to export, or to None.
 
     Yields:
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
         Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
-    groups, rank_experts = chunks[0].pg_collection, len(_list_rank_experts(chunks[0], shape))
+    process_groups, rank_experts = chunks[0].pg_collection, len(_list_rank_experts(chunks[0], shape))
     for bound in bind_entries(chunks, shape):
         local = None if bound.entry.copy else value(bound)
         if local is None:
             continue
-        # group: ranks that together hold the parameter; split: ranks that split one matrix; replicas: equal parts.
-        group, split, replicas = groups.tp, groups.tp, groups.dp_cp
+        # Process groups of the ranks that together hold the row, that split one matrix, and that hold equal parts.
+        holders, splitters, replicas = process_groups.tp, process_groups.tp, process_groups.dp_cp
         if bound.entry.per_expert:
-            group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
+            holders, splitters, replicas = process_groups.tp_ep, process_groups.expt_tp, process_groups.expt_dp
         # Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
-        size, parted = split.size(), bound.entry.axis is not None or bound.entry.per_expert
-        shards = _gather(local, group, parted=parted) if replicas.rank() == 0 else []
-        for part in range(group.size() // size):
+        size, is_split = splitters.size(), bound.entry.axis is not None or bound.entry.per_expert
+        shards = _gather(local, holders, is_split=is_split) if replicas.rank() == 0 else []
+        for part in range(holders.size() // size):
             expert = part * rank_experts + bound.expert
             names = [tensor.name for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1, expert)]
             if shards:
@@ -206,23 +207,23 @@ def iter_adapter_tensors(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Gather full matrices of a stage's adapters, as `iter_hf_tensors`.
 
-    Hugging Face matrices of one Megatron parameter share its A: it comes once for each. Names are peft's, without its
-    prefix. `value` is the tensor to export for a parameter, in its shape.
+    The Hugging Face matrices of one Megatron parameter share its A, which is yielded for each of them. Names are
+    peft's, without its prefix. `value` maps a parameter to the tensor to export, in the same shape.
     """
-    groups = chunks[0].pg_collection
+    process_groups = chunks[0].pg_collection
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
         names = [tensor.name.removesuffix(".weight") for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1)]
         for part, letter in (("lora_a", "A"), ("lora_b", "B")):
-            parted = bound.adapted.split_matrix == part
+            is_split = bound.adapted.split_matrix == part
             local = value(getattr(bound.adapted, part))
-            shards = _gather(local, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
+            shards = _gather(local, process_groups.tp, is_split=is_split) if process_groups.dp_cp.rank() == 0 else []
             tensors: list[Tensor | None] = [None] * len(names)
-            if shards and part == "lora_a" and not parted:
+            if shards and part == "lora_a" and not is_split:
                 tensors = [local] * len(names)
             elif shards:
-                tensors = [*_join_shards(bound, shards if parted else [local], shape)]
+                tensors = [*_join_shards(bound, shards if is_split else [local], shape)]
             yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
 
 
@@ -235,10 +236,10 @@ def _list_rank_experts(model: Any, shape: ModelShape) -> range:
     return range(group.rank() * count, (group.rank() + 1) * count)
 
 
-def _gather(local: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
-    """Gather a parameter's values on a group's first rank, sent only if parted."""
+def _gather(local: Tensor, group: dist.ProcessGroup, *, is_split: bool) -> list[Tensor]:
+    """Gather the parts of a split parameter, or a common one, on the first rank."""
     local, is_first = local.contiguous(), group.rank() == 0
-    if group.size() == 1 or not parted:
+    if group.size() == 1 or not is_split:
         return [local] * group.size() if is_first else []
     received = [torch.empty_like(local) for _ in range(group.size())] if is_first else []
     dist.gather(local, received or None, group=group, group_dst=0)
@@ -256,4 +257,4 @@ def _join_shards(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> 
     ]
     if size == 1:
         return [part.contiguous() for part in parts[0]]
-    return [torch.cat(of_tensor, dim=entry.axis) for of_tensor in zip(*parts, strict=True)]
+    return [torch.cat(tensor_parts, dim=entry.axis) for tensor_parts in zip(*parts, strict=True)]

@@ -1,4 +1,4 @@
-"""The experts that an engine chose for each token, in the form in which they are sent to the router."""
+"""Layout of the experts that an engine chose for each token, as training's router replays them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RoutedForm:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Smallest signed type that numbers every expert."""  # UNKNOWN needs the sign
+        """Smallest type for the number of every expert, signed because of UNKNOWN."""
         return np.dtype(np.int8 if self.experts <= 2**7 else np.int16)
 
     def from_engine(self, chosen: NDArray[np.integer]) -> NDArray[Any]:

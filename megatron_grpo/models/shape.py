@@ -121,7 +121,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Read a whole number above 0 from config.json, or else ValueError.
+    """Read a whole number above 0 from config.json; ValueError: it is not one.
 
     `default`: result when the key is missing or null; None: the key is required.
     """
@@ -138,7 +138,7 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Read a number above 0 from config.json, or else ValueError."""
+    """Read a number above 0 from config.json; ValueError: it is not one."""
     value = raw.get(key)
     if value is None:
         return default
@@ -148,7 +148,7 @@ def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """Read a boolean from config.json, or else ValueError."""
+    """Read a boolean from config.json; ValueError: it is not one."""
     value = raw.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{key}={to_text(value)} must be true or false")
@@ -156,7 +156,7 @@ def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def read_section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """Read the first non-empty object among keys, or else ValueError."""
+    """Read the first non-empty object among keys; ValueError: it is no object."""
     for key in keys:
         value = raw.get(key)
         if value:

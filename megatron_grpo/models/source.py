@@ -64,7 +64,7 @@ def download_config(path: str) -> str | None:
 
 
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
-    """Find or download a complete model's folder, or else RunError."""
+    """Find or download a complete model's folder; RunError: the download failed."""
     if not is_hub_name(path):
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -76,7 +76,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
 
 
 def require_folder(folder: str) -> None:
-    """Require the driver's model folder on this machine."""
+    """Require the driver's model folder on this machine; RunError: it is not there."""
     if not Path(folder, "config.json").is_file():
         text = f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines"
         raise RunError(f"{text} of a run share, those of the hub too (environment variable HF_HOME)")
@@ -95,20 +95,20 @@ def _describe_error(error: Exception) -> str:
 
 
 def find_model_shape(config: Config) -> ModelShape | None:
-    """Find the policy's sizes; None: the model is not here yet."""
+    """Find the policy's sizes; None: no readable model on this machine yet."""
     if is_made_before_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         return parse_model_shape(PREPARED_MODELS[config.prepare.name])
-    return None if config.policy.model.path == MISSING else _shape_here(config.policy.model.path)
+    return None if config.policy.model.path == MISSING else _read_local_shape(config.policy.model.path)
 
 
 def find_value_shape(config: Config) -> ModelShape | None:
-    """Find the sizes of value.model.path; None: it is not here yet."""
+    """Find the sizes of value.model.path; None: no readable model on this machine yet."""
     assert config.value.model.path is not None
-    return _shape_here(config.value.model.path, reward_models=True)
+    return _read_local_shape(config.value.model.path, reward_models=True)
 
 
-def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
+def _read_local_shape(path: str, *, reward_models: bool = False) -> ModelShape | None:
     folder = find_local_folder(path)
     try:
         return None if folder is None else read_model_shape(folder, reward_models=reward_models)

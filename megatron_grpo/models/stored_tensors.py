@@ -56,7 +56,7 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Read each tensor's file from a safetensors index, or else ValueError."""
+    """Read each tensor's file from a safetensors index; ValueError: it is not one."""
     try:
         located = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in located.values()):
@@ -99,14 +99,14 @@ def has_own_head(folder: Path) -> bool:
         return False
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return True
-    # A file's time and size change when it is written anew.
+    # The comparison is cached, until a file's time or size shows that it was written anew.
     versions = [(file.stat().st_mtime_ns, file.stat().st_size) for file in (head.file, embedding.file)]
     return not _are_equal(head.file, embedding.file, tuple(versions))
 
 
 @lru_cache(maxsize=64)
 def _are_equal(head: Path, embedding: Path, versions: tuple[tuple[int, int], ...]) -> bool:
-    """Compare the bytes of head and embedding in files of these versions."""
+    """Compare the bytes of head and embedding; `versions` is only a key of the cache."""
     with head.open("rb") as first, embedding.open("rb") as second:
         for stream, name in ((first, HEAD), (second, EMBEDDING)):
             size = int.from_bytes(stream.read(8), "little")

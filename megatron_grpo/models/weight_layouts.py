@@ -34,14 +34,14 @@ class RankShard:
     expert_tensor: Split = Split()  # the rank's part of every matrix of an expert
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
-        """Whether the rank has a parameter of a row."""
+        """Whether the rank has a row's parameter, in this layer if it is in layers."""
         name = entry.megatron[0]
         if is_per_layer(name):
             return layer in self.layers
         return self.has_embedding if name.startswith("embedding.") else self.has_output
 
     def find_split(self, entry: WeightEntry) -> Split:
-        """The rank's part of a row's matrices, if they are split."""
+        """Find the rank's part of a row's matrices, if they are split."""
         return self.expert_tensor if entry.per_expert else self.tensor
 
 
@@ -52,14 +52,14 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
     shards = []
     for stage, layers in enumerate(_assign_layers(parallel, shape.layers)):
         for rank in range(parallel.world_size // parallel.pipeline):
-            sharing = rank // parallel.expert_tensor % parallel.expert
+            expert_rank = rank // parallel.expert_tensor % parallel.expert
             shards.append(
                 RankShard(
                     layers=layers,
                     has_embedding=stage == 0,
                     has_output=stage == parallel.pipeline - 1,
                     tensor=Split(rank % parallel.tensor, parallel.tensor),
-                    experts=(sharing * per_rank, (sharing + 1) * per_rank),
+                    experts=(expert_rank * per_rank, (expert_rank + 1) * per_rank),
                     expert_tensor=Split(rank % parallel.expert_tensor, parallel.expert_tensor),
                 )
             )
@@ -70,15 +70,15 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
     """Assign layers to pipeline ranks, by chunks in turn when interleaved."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     configured = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
-    ends = {stage: layers for stage, layers in configured.items() if layers is not None}
+    fixed = {stage: layers for stage, layers in configured.items() if layers is not None}
+    # Embedding and loss may count as a layer each of the chunk that has them.
     counted = {0: parallel.count_embedding, stages * chunks - 1: parallel.count_loss}
-    middle = count + sum(counted.values()) - sum(ends.values())
-    even = middle // max(stages - len(ends), 1)
+    even = (count + sum(counted.values()) - sum(fixed.values())) // max(stages - len(fixed), 1)
     layers: list[list[int]] = [[] for _ in range(stages)]
     begin = 0
     for chunk in range(stages * chunks):
         stage = chunk % stages
-        size = ends.get(stage, even) // chunks - counted.get(chunk, False)
+        size = fixed.get(stage, even) // chunks - counted.get(chunk, False)
         layers[stage] += range(begin, begin + size)
         begin += size
     assert begin == count, f"{begin} of {count} layers are assigned"
@@ -101,8 +101,8 @@ def split_engine(parallel: GenerationParallelConfig | WorkerLayout, shape: Model
     for stage in range(shape.layers % stages):
         sizes[-2 - stage] += 1
     count = shape.experts.count if shape.experts is not None else 1
-    shared = parallel.expert > 1
-    # Consecutive experts of each rank; the first ranks have one more each if there is a remainder.
+    has_expert_parallelism = parallel.expert > 1
+    # Each rank has consecutive experts; if there is a remainder, the first ranks have one more each.
     quotient, remainder = divmod(count, tensor)
     bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
     shards = []
@@ -115,8 +115,8 @@ def split_engine(parallel: GenerationParallelConfig | WorkerLayout, shape: Model
                 has_embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
                 has_output=stage == stages - 1,
                 tensor=Split(rank, tensor),
-                experts=(bounds[rank], bounds[rank + 1]) if shared else (0, count),
-                expert_tensor=Split() if shared else Split(rank, tensor),
+                experts=(bounds[rank], bounds[rank + 1]) if has_expert_parallelism else (0, count),
+                expert_tensor=Split() if has_expert_parallelism else Split(rank, tensor),
             )
             for rank in range(tensor)
         ]
@@ -139,7 +139,7 @@ _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where an engine rank's parameter has its part of a tensor."""
+    """The rows of an engine rank's parameter that hold its part of a tensor."""
 
     parameter: str  # name of vLLM's parameter
     part: WeightSlice  # the part of the tensor that the rank keeps
@@ -151,9 +151,10 @@ class Destination:
 def find_destinations(
     entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
-    """Find where an engine rank keeps a row's tensors, in their order."""
+    """Find the destination of each tensor of a map row on an engine rank."""
     slot = expert - shard.experts[0] if entry.per_expert else None
-    # Joined matrices lie below each other; that of latent vectors follows the queries' where vLLM joins these two.
+    # Joined matrices lie below each other. The compression of keys and values follows that of queries, a row of its
+    # own.
     row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
     destinations = []
     for tensor in entry.hf:

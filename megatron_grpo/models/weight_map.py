@@ -92,13 +92,13 @@ class WeightEntry:
         `rank` of `size` is the rank's number in its tensor-parallel group or, for experts, in its expert-tensor group.
         """
         axis, slices = self.axis, []
-        for position, tensor in enumerate(self.hf):
+        for index, tensor in enumerate(self.hf):
             shape, name = tensor.compute_shape(model), tensor.name.format(layer=layer, expert=expert)
-            start, stop = (0, 0) if axis is None else self._find_range(position, shape[axis], model, rank, size)
+            start, stop = (0, 0) if axis is None else self._find_range(index, shape[axis], model, rank, size)
             slices.append(WeightSlice(name, shape, axis, start, stop))
         return slices
 
-    def _find_range(self, position: int, total: int, model: ModelShape, rank: int, size: int) -> tuple[int, int]:
+    def _find_range(self, index: int, total: int, model: ModelShape, rank: int, size: int) -> tuple[int, int]:
         if self.merge == "vocab":  # padded at its end: the last ranks may hold fewer entries, or none
             width = -(-total // size)
             return min(rank * width, total), min((rank + 1) * width, total)
@@ -109,9 +109,9 @@ class WeightEntry:
             pieces = size // model.key_value_heads
             group, piece = divmod(rank, pieces)
             rows = sum(widths) // pieces
-            begin = sum(widths[:position])
-            inside = [min(max(end - begin, 0), widths[position]) for end in (piece * rows, (piece + 1) * rows)]
-            return group * widths[position] + inside[0], group * widths[position] + inside[1]
+            begin = sum(widths[:index])
+            inside = [min(max(end - begin, 0), widths[index]) for end in (piece * rows, (piece + 1) * rows)]
+            return group * widths[index] + inside[0], group * widths[index] + inside[1]
         return rank * (total // size), (rank + 1) * (total // size)
 
 
@@ -188,10 +188,10 @@ def iter_entries(
     Runs of per-layer entries are repeated for each layer; both layers are 0 for entries outside layers.
     """
     for per_layer, run in groupby(entries, lambda entry: is_per_layer(entry.megatron[0])):
-        together = list(run)
+        repeated = list(run)
         for local, layer in enumerate(layers if per_layer else [0]):
             kind = "experts" if model.has_experts(layer) else "dense"
-            for entry in together:
+            for entry in repeated:
                 if entry.layers in ("all", kind):
                     yield entry, layer, local
 
@@ -208,7 +208,7 @@ class ModelMap:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> ModelMap:
-        """The map from types of JSON, where tuples are lists."""
+        """Invert `to_json`, after JSON has turned tuples to lists."""
         entries = []
         for row in content["entries"]:
             tensors = tuple(HFTensor(tensor["name"], tuple(tensor["dims"])) for tensor in row["hf"])

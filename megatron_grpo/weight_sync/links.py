@@ -58,8 +58,7 @@ class Links(ABC):
         layouts = [lay_out_pieces(pieces, self.dtypes) for pieces in self.messages]
         self.packed_pieces = [packed for packed, _ in layouts]
         self.sizes = [size + TRAILER_BYTES for _, size in layouts]
-        # The kind of shared memory that links may use. If there is one, tensors that go through the group are on the
-        # CPU.
+        # The kind of shared memory that links may use. With one, tensors that go through the group are on the CPU.
         self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
         self._group_device = device if self._memory is None else torch.device("cpu")
         self._first_members = {"source": 0, "target": plan["sources"]}  # rank in the group of each side's rank 0

@@ -112,4 +112,5 @@ def find_lost_engines(
 
 def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
     if missing:
-        raise PolicyLostError(f"{failure}; {join_names(missing)} is {state}, and no rank of the policy can be replaced")
+        subject = f"{join_names(missing)} {'is' if len(missing) == 1 else 'are'}"
+        raise PolicyLostError(f"{failure}; {subject} {state}, and no rank of the policy can be replaced")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, gemma3, llama
-from megatron_grpo.models.families import mixtures as experts
+from megatron_grpo.models.families import deepseek_v3, gemma3, llama, mixtures
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import has_own_head
@@ -25,11 +24,11 @@ _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
-    """The shape of a value model, with its own head."""
+    """Convert a language model's shape to a value model's, with a head of its own."""
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
-_ALL = (*llama.FAMILIES, gemma3.FAMILY, *experts.FAMILIES, deepseek_v3.FAMILY)
+_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
 _BY_REWARD_PREFIX = {

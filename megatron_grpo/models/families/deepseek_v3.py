@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import MLP, read_dense
-from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, count_experts, read_top_k
+from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, read_expert_count, read_top_k
 from megatron_grpo.models.families.options import WINDOW
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, read_number, read_size
 from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
@@ -96,7 +96,7 @@ def compute_yarn_scale(factor: float, weight: float) -> float:
 
 
 def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
-    count = count_experts(raw, "num_local_experts", "n_routed_experts", 256)
+    count = read_expert_count(raw, "num_local_experts", "n_routed_experts", 256)
     width, top_k = read_size(raw, "moe_intermediate_size"), read_top_k(raw, count)
     dense = raw.get("first_k_dense_replace", 3)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:

@@ -81,9 +81,9 @@ def read_dense(
     raw = {**default_values, **raw}
     theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"])
     heads = read_size(raw, "num_attention_heads")
-    groups = read_size(raw, "num_key_value_heads", heads)
-    if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    key_value_heads = read_size(raw, "num_key_value_heads", heads)
+    if heads % key_value_heads:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}")
     hidden = read_size(raw, "hidden_size")
     return ModelShape(
         family=family,
@@ -91,7 +91,7 @@ def read_dense(
         hidden=hidden,
         ffn_hidden=read_size(raw, "intermediate_size"),
         attention_heads=heads,
-        key_value_heads=groups,
+        key_value_heads=key_value_heads,
         head_dim=read_size(raw, "head_dim", max(hidden // heads, 1)),
         vocab=read_size(raw, "vocab_size"),
         tied_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
@@ -108,26 +108,26 @@ def read_dense(
 _DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN3_DEFAULTS = {**QWEN_DEFAULTS, "head_dim": 128}
-_GROUPS = ("num_key_value_heads",)
+_KEY_VALUE_HEADS = ("num_key_value_heads",)
 
 
 FAMILIES = (
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        read=partial(read_dense, family="qwen3", qk_norm=True, defaults=_QWEN3_DEFAULTS, nullable=_GROUPS),
+        read=partial(read_dense, family="qwen3", qk_norm=True, defaults=_QWEN3_DEFAULTS, nullable=_KEY_VALUE_HEADS),
         layers=lambda shape: ATTENTION + QK_NORM + MLP,
     ),
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_GROUPS),
+        read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_KEY_VALUE_HEADS),
         layers=lambda shape: ATTENTION + _QKV_BIAS + MLP,
     ),
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        read=partial(read_dense, family="llama", nullable=("head_dim", *_GROUPS), options=WINDOW),
+        read=partial(read_dense, family="llama", nullable=("head_dim", *_KEY_VALUE_HEADS), options=WINDOW),
         layers=lambda shape: ATTENTION + MLP,
     ),
 )

@@ -33,9 +33,9 @@ QWEN_EXPERTS = map_expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_EXPERTS = map_expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
-def count_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
-    """Count routed experts by a config.json; `key` is transformers' own name, `alias` another one."""
-    # transformers, with which vLLM reads the file too, assigns a key under another name last, so that it wins.
+def read_expert_count(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
+    """Read the number of routed experts, under transformers' own `key` or its `alias`."""
+    # transformers, which reads the file for vLLM too, assigns the alias last, so the alias wins.
     return read_size(raw, alias, read_size(raw, key, default))
 
 
@@ -50,7 +50,7 @@ def read_top_k(raw: Mapping[str, Any], count: int) -> int:
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     defaults = {**QWEN_DEFAULTS, "num_key_value_heads": 4}
     shape = read_dense(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
-    count = count_experts(raw, "num_local_experts", "num_experts", 128)
+    count = read_expert_count(raw, "num_local_experts", "num_experts", 128)
     # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
     step, dense = read_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
@@ -70,7 +70,7 @@ def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
         raise ValueError(f"sliding_window={to_text(raw['sliding_window'])} is not supported for mixtral; only null is")
     defaults = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072}
     shape = read_dense(raw, "mixtral", defaults=defaults, nullable=("head_dim",))
-    count = count_experts(raw, "num_experts", "num_local_experts", 8)
+    count = read_expert_count(raw, "num_experts", "num_local_experts", 8)
     experts = ExpertShape(
         count=count, ffn_hidden=shape.ffn_hidden, top_k=read_top_k(raw, count), layers=(True,) * shape.layers
     )

@@ -55,28 +55,31 @@ def read_rotary(
 
 
 def read_rotary_by_kind(
-    raw: Mapping[str, Any], local: str, everywhere: str, default_theta: Mapping[str, float]
+    raw: Mapping[str, Any], local_kind: str, global_kind: str, default_theta: Mapping[str, float]
 ) -> tuple[float, dict[str, Any]]:
-    """Read rope_theta of `local` layers and the rotary settings of `everywhere` layers.
+    """Read rope_theta of local layers and the rotary settings of global layers.
 
-    A rope_scaling replaces settings of `everywhere` in rope_parameters key by key. ValueError as `read_rotary`.
+    The kinds are keys in rope_parameters. A rope_scaling replaces settings of global layers there key by key.
+    ValueError as `read_rotary`.
     """
     by_kind = read_section(raw, "rope_parameters")
-    if raw.get("rope_parameters") is not None and not {local, everywhere} & by_kind.keys():
-        raise ValueError(f"rope_parameters={to_text(dict(by_kind))} must have {local} and {everywhere}")
-    local_settings = read_section(by_kind, local)
-    refuse_partial_rotation(local_settings)
-    local_type = _read_rope_type(local_settings)
+    if raw.get("rope_parameters") is not None and not {local_kind, global_kind} & by_kind.keys():
+        raise ValueError(f"rope_parameters={to_text(dict(by_kind))} must have {local_kind} and {global_kind}")
+    local_rope = read_section(by_kind, local_kind)
+    refuse_partial_rotation(local_rope)
+    local_type = _read_rope_type(local_rope)
     if local_type != "default":
-        raise ValueError(f"rope_type={to_text(local_type)} of {local} is not supported; only default is")
+        raise ValueError(f"rope_type={to_text(local_type)} of {local_kind} is not supported; only default is")
     scaling = read_section(raw, "rope_scaling")
     # transformers fills in the rope_type of rope_parameters first, so that a "type" of rope_scaling changes nothing.
-    settings = {"rope_type": "default", **read_section(by_kind, everywhere), **scaling}
-    _read_rope_type(settings)
-    wide = settings if "rope_theta" in settings else raw
-    narrow = (local_settings, "rope_theta") if "rope_theta" in local_settings else (raw, "rope_local_base_freq")
-    local_theta = _read_theta(*narrow, default_theta[local])
-    return local_theta, settings | {"rope_theta": _read_theta(wide, "rope_theta", default_theta[everywhere])}
+    global_rope = {"rope_type": "default", **read_section(by_kind, global_kind), **scaling}
+    _read_rope_type(global_rope)
+    has_local_theta = "rope_theta" in local_rope
+    local_source, key = (local_rope, "rope_theta") if has_local_theta else (raw, "rope_local_base_freq")
+    local_theta = _read_theta(local_source, key, default_theta[local_kind])
+    global_source = global_rope if "rope_theta" in global_rope else raw
+    global_theta = _read_theta(global_source, "rope_theta", default_theta[global_kind])
+    return local_theta, global_rope | {"rope_theta": global_theta}
 
 
 def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
