@@ -49,7 +49,7 @@ def make_metric_name(name: str) -> str:
 
 
 def make_step_metric_name(name: str) -> str:
-    """Name a response's metric in a step; recordings of earlier versions have bare names."""
+    """Name a response's metric; earlier versions recorded bare names."""
     is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
     return name if is_named else make_metric_name(name)
 

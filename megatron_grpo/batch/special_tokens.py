@@ -73,7 +73,7 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopR
 def find_unstopped_turn_end(
     tokenizer: Any, stops: StopConditions, render: Callable[[list[dict[str, str]]], str]
 ) -> tuple[str, int] | None:
-    """Find an added token that ends the model's messages but not its responses.
+    """Find an added token that ends messages but not responses.
 
     `render` renders a conversation by the chat template, without a prompt for the next message. Returns the token's
     text and id; None: responses end where messages do.

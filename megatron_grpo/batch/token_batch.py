@@ -16,7 +16,7 @@ from megatron_grpo.batch.step_batch import StepBatch
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """Tensors with a value for each token; None: not needed or not computed yet.
+    """Tensors with a value for each token; None: not computed.
 
     All tensors share one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
     with zeros on the right. A value describes the token at its own index: `prev_logprobs[t]` is the log-probability of

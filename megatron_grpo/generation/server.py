@@ -212,7 +212,7 @@ class ServerEngine(Engine):
         )
 
     async def _ensure_current_version(self) -> None:
-        """Send the current version to a server that was restarted; RuntimeError if impossible."""
+        """Send the current version to a restarted server; RuntimeError if impossible."""
         async with self._version_lock:
             version = self._version
             try:

@@ -61,7 +61,7 @@ class VllmGeneration:
         self.settings_in_use = [start.settings for start in self._starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
-        """Replace engines, with reasons by number; they must not serve before a refit.
+        """Replace engines, with reasons by number; a refit must follow.
 
         Raises RunError if an engine was already replaced generation.engine_restarts times or does not start, or if
         engines share devices with models, which would have to be offloaded first.

@@ -128,7 +128,7 @@ async def read_chosen_experts(llm: AsyncLLM, outputs: Sequence[RequestOutput], f
 async def make_responses(
     llm: AsyncLLM, outputs: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
 ) -> list[tuple[int, GenerationOutput | str]]:
-    """Convert finished requests, by number, to responses or the reasons why there are none."""
+    """Convert finished requests, by index, to responses or reasons for none."""
     routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
     if form is not None:
         routed = await await_alive(llm, read_chosen_experts(llm, list(outputs.values()), form))

@@ -10,22 +10,21 @@ from megatron_grpo.models.weight_layouts import RankShard, find_destinations
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer
 from megatron_grpo_kernels.fp8_format import BLOCK
 
-# Dimensions of the router's and of a value head's tensors, which are not converted to FP8.
-_ROUTING = {"experts", "score"}
+# Dimensions of router and value head, whose tensors are not converted to FP8.
+_EXCLUDED_DIMS = {"experts", "score"}
 
 
 def can_travel_in_fp8(entry: WeightEntry) -> bool:
     """True for matrices of layers; not for embeddings, heads, routers, norms, biases."""
-    are_matrices = all(len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf)
+    are_matrices = all(len(tensor.dims) == 2 and not _EXCLUDED_DIMS & set(tensor.dims) for tensor in entry.hf)
     return is_per_layer(entry.megatron[0]) and are_matrices
 
 
 def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
     """Describe each matrix that a rank cuts inside a block."""
-    # An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
-    # compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter,
-    # where vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So neither
-    # side's ranks may cut a matrix inside a block.
+    # An FP8 block has one scale, computed from its largest number. Ranks that hold parts of one block would compute
+    # different scales, and an engine's layer has room for one; a common scale would take a collective for each matrix
+    # of a refit. So the ranks of neither side may cut a matrix inside a block.
     for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
         expert = engine[0].experts[0] if entry.per_expert else 0
         for split in sorted({shard.find_split(entry) for shard in sources}, key=lambda split: split.index):

@@ -237,7 +237,7 @@ def _list_rank_experts(model: Any, shape: ModelShape) -> range:
 
 
 def _gather(local: Tensor, group: dist.ProcessGroup, *, is_split: bool) -> list[Tensor]:
-    """Gather the parts of a split parameter, or a common one, on the first rank."""
+    """Gather a parameter's parts, or equal copies, on the first rank."""
     local, is_first = local.contiguous(), group.rank() == 0
     if group.size() == 1 or not is_split:
         return [local] * group.size() if is_first else []

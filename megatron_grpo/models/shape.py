@@ -121,7 +121,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Read a whole number above 0 from config.json; ValueError: it is not one.
+    """Read a whole number above 0; ValueError: it is not one.
 
     `default`: result when the key is missing or null; None: the key is required.
     """

@@ -76,7 +76,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
 
 
 def require_folder(folder: str) -> None:
-    """Require the driver's model folder on this machine; RunError: it is not there."""
+    """Raise RunError unless this machine has the driver's model folder."""
     if not Path(folder, "config.json").is_file():
         text = f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines"
         raise RunError(f"{text} of a run share, those of the hub too (environment variable HF_HOME)")
@@ -95,7 +95,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def find_model_shape(config: Config) -> ModelShape | None:
-    """Find the policy's sizes; None: no readable model on this machine yet."""
+    """Find the policy's sizes; None: no readable model here yet."""
     if is_made_before_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         return parse_model_shape(PREPARED_MODELS[config.prepare.name])
@@ -103,7 +103,7 @@ def find_model_shape(config: Config) -> ModelShape | None:
 
 
 def find_value_shape(config: Config) -> ModelShape | None:
-    """Find the sizes of value.model.path; None: no readable model on this machine yet."""
+    """Find the sizes of value.model.path; None: no readable model here yet."""
     assert config.value.model.path is not None
     return _read_local_shape(config.value.model.path, reward_models=True)
 
@@ -117,14 +117,14 @@ def _read_local_shape(path: str, *, reward_models: bool = False) -> ModelShape |
 
 
 def is_prepared(config: Config) -> bool:
-    """Whether a run reads a model or data that megatron_grpo.prepare makes before it."""
+    """Whether a run reads a model or data that `prepare` makes."""
     sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
     paths = [config.policy.model.path, *(dataset.path for dataset in sets)]
     return any(is_made_before_run(config, path) for path in paths)
 
 
 def is_made_before_run(config: Config, path: str) -> bool:
-    """Whether a path lies in prepare.folder, so that it need not exist yet."""
+    """Whether a path is in prepare.folder, and need not exist yet."""
     return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
 
 

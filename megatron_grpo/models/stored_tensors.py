@@ -56,7 +56,7 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Read each tensor's file from a safetensors index; ValueError: it is not one."""
+    """Read each tensor's file from an index; ValueError: it is damaged."""
     try:
         located = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in located.values()):
@@ -106,7 +106,7 @@ def has_own_head(folder: Path) -> bool:
 
 @lru_cache(maxsize=64)
 def _are_equal(head: Path, embedding: Path, versions: tuple[tuple[int, int], ...]) -> bool:
-    """Compare the bytes of head and embedding; `versions` is only a key of the cache."""
+    """Compare head and embedding; `versions` is a key of the cache."""
     with head.open("rb") as first, embedding.open("rb") as second:
         for stream, name in ((first, HEAD), (second, EMBEDDING)):
             size = int.from_bytes(stream.read(8), "little")

@@ -34,7 +34,7 @@ class RankShard:
     expert_tensor: Split = Split()  # the rank's part of every matrix of an expert
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
-        """Whether the rank has a row's parameter, in this layer if it is in layers."""
+        """Whether the rank has a row's parameter (of this layer)."""
         name = entry.megatron[0]
         if is_per_layer(name):
             return layer in self.layers
@@ -86,7 +86,7 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
 
 
 class WorkerLayout(NamedTuple):
-    """The layout of an engine, as in `GenerationParallelConfig`, which workers do not import."""
+    """An engine's layout, for workers, which import no `GenerationParallelConfig`."""
 
     tensor: int
     pipeline: int
@@ -139,7 +139,7 @@ _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The rows of an engine rank's parameter that hold its part of a tensor."""
+    """The rows of an engine's parameter that hold a tensor's part."""
 
     parameter: str  # name of vLLM's parameter
     part: WeightSlice  # the part of the tensor that the rank keeps
@@ -151,7 +151,7 @@ class Destination:
 def find_destinations(
     entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
-    """Find the destination of each tensor of a map row on an engine rank."""
+    """Find the destinations of a row's tensors on an engine rank."""
     slot = expert - shard.experts[0] if entry.per_expert else None
     # Joined matrices lie below each other. The compression of keys and values follows that of queries, a row of its
     # own.

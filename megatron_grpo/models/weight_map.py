@@ -16,8 +16,8 @@ With latent attention, "latent" is the rank of keys and values, "compressed" tha
 key, and the other "latent_..." are the features of all heads together."""
 
 # Dimensions that tensor parallelism splits; a tensor has at most one of them.
-_SPLIT = {"vocab", "ffn", "heads", "kv_heads", "expert_ffn", "shared_ffn"}
-_SPLIT |= {"latent_queries", "latent_keys_values", "latent_values"}
+_SPLIT_DIMS = {"vocab", "ffn", "heads", "kv_heads", "expert_ffn", "shared_ffn"}
+_SPLIT_DIMS |= {"latent_queries", "latent_keys_values", "latent_values"}
 
 Merge = Literal["plain", "qkv", "gate_up", "vocab"]
 """How slices of several tensors become one parameter:
@@ -73,7 +73,7 @@ class WeightEntry:
     @property
     def axis(self) -> int | None:
         """Dimension that tensor parallelism splits; None: every rank has all."""
-        return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT), None)
+        return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT_DIMS), None)
 
     @property
     def merge(self) -> Merge:

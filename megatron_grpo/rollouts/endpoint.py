@@ -52,7 +52,7 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
 
 
 class Endpoint:
-    """The HTTP server of a rollout worker, for the calls of its agents."""
+    """HTTP server of a rollout worker, for calls of agents."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings

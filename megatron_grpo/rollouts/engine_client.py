@@ -249,7 +249,7 @@ class Engines:
 
 
 def _compute_water_level(loads: Sequence[int], amount: int) -> float:
-    """Compute the load (rollouts) up to which `amount` fills the least loaded engines."""
+    """Compute the load to which `amount` rollouts raise the lowest loads."""
     # Loads join in ascending order until the common level would stay below the next one.
     lowest: list[int] = []
     for load in sorted(loads):

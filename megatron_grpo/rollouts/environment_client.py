@@ -86,7 +86,7 @@ class EnvironmentClient:
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         """Run the agent in its own process; returns the state."""
-        return await self._call_with_retry(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
+        return _require_answer(await self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True))
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """Return a score for each sample, or the reason why it has none."""
@@ -103,21 +103,13 @@ class EnvironmentClient:
         return scored
 
     async def _call_with_retry(
-        self,
-        method: Callable[[EnvironmentWorker, *Arguments], Answer | str],
-        *arguments: *Arguments,
-        is_alone: bool = False,
+        self, method: Callable[[EnvironmentWorker, *Arguments], Answer | str], *arguments: *Arguments
     ) -> Answer:
-        """Call, and again by itself if the process was lost; a text is a failure's reason."""
         try:
-            answer = await self._call(method, *arguments, is_alone=is_alone)
+            answer = await self._call(method, *arguments)
         except RolloutFailure:
-            if is_alone:
-                raise
             answer = await self._call(method, *arguments, is_alone=True)
-        if isinstance(answer, str):
-            raise RolloutFailure(answer)
-        return answer
+        return _require_answer(answer)
 
     async def _call(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
@@ -200,3 +192,9 @@ class EnvironmentClient:
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
         return EnvironmentProcess(actor, status)
+
+
+def _require_answer(answer: Answer | str) -> Answer:
+    if isinstance(answer, str):  # the reason why there is none
+        raise RolloutFailure(answer)
+    return answer

@@ -185,7 +185,7 @@ def compute_over_tokens(
 
 
 def choose_evenly(group_sizes: Sequence[int], count: int | None) -> list[list[int]]:
-    """Choose samples spread evenly over all groups: by group, their indices; None: all."""
+    """Choose `count` samples evenly: their indices by group; None: all."""
     total = sum(group_sizes)
     indices = np.arange(total) if count is None or count >= total else np.arange(count) * total // count
     chosen: list[list[int]] = [[] for _ in group_sizes]
@@ -197,7 +197,7 @@ def choose_evenly(group_sizes: Sequence[int], count: int | None) -> list[list[in
 def dump_rollouts(
     groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
 ) -> None:
-    """Write chosen samples of each group to Parquet; the file appears when complete.
+    """Write chosen samples to Parquet; the file appears when complete.
 
     `chosen` are indices in the groups. Advantages and log-probabilities come from `batch`, which has the sequences in
     the order of `groups`; None: the run does not train.

@@ -42,7 +42,7 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """`engines` by number and `environments` by task name: those that this worker uses."""
+        """Use these engines, by number, and environments, by task name."""
         begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, number, f"worker{index}") for number, actor in engines.items()])
@@ -99,7 +99,7 @@ class RolloutWorker:
                 task.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
-        """Return and forget groups, by batch and prompt, and remarks for the log."""
+        """Return and forget groups (batch, prompt), and remarks for the log."""
         # `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
         # generator.
         remarks = [text for client in self._environments.values() for text in client.remarks]

@@ -41,7 +41,7 @@ ENGINES_PER_WORKER = 8
 
 
 class RolloutWorkers:
-    """The actors of a `RolloutPool`, and calls on the tokens that they stored."""
+    """The actors of a `RolloutPool`, and calls on stored tokens."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Require plain weights in layers filled in place, or else ValueError."""
+    """Raise ValueError unless layers that are filled in place have plain weights."""
     # vLLM's kernels rewrite the weights of many layers after loading, of more in every release. Layers with a
     # quantisation method and all experts are converted by vLLM again, so only the others may be written to directly.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

@@ -176,26 +176,26 @@ def _fingerprint_layer(layer: Any, parts: Sequence[Destination], dtype: torch.dt
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-    fingerprints, multiplied = {}, []
+    fingerprints, matrix_parts = {}, []
     for part in parts:
         parameter = part.parameter.rpartition(".")[2]
         if parameter == "weight" and isinstance(layer, LinearBase | ParallelLMHead):
-            multiplied.append(part)
+            matrix_parts.append(part)
         else:
             rows = slice(part.row, part.row + part.part.local_shape[0])
             fingerprints[part.part.name] = [*compute_fingerprint(getattr(layer, parameter).data[rows]), EXACT_TOLERANCE]
-    if not multiplied:
+    if not matrix_parts:
         return fingerprints
     is_exact = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
     limit = EXACT_TOLERANCE if is_exact else QUANTISED_TOLERANCE
-    sketches = {part.part.name: Sketch(part.part.local_shape[0]) for part in multiplied}
-    inputs, device = multiplied[0].part.local_shape[1], next(layer.parameters()).device
+    sketches = {part.part.name: Sketch(part.part.local_shape[0]) for part in matrix_parts}
+    inputs, device = matrix_parts[0].part.local_shape[1], next(layer.parameters()).device
     for begin in range(0, inputs, _COLUMNS):
         width = min(_COLUMNS, inputs - begin)
-        units = torch.zeros(width, inputs, dtype=getattr(layer, "params_dtype", dtype), device=device)
-        units[:, begin:].fill_diagonal_(1.0)
-        columns = layer.quant_method.apply(layer, units).T
-        for part in multiplied:
+        unit_vectors = torch.zeros(width, inputs, dtype=getattr(layer, "params_dtype", dtype), device=device)
+        unit_vectors[:, begin:].fill_diagonal_(1.0)
+        columns = layer.quant_method.apply(layer, unit_vectors).T
+        for part in matrix_parts:
             sketches[part.part.name].add(columns[part.row : part.row + part.part.local_shape[0]])
     return fingerprints | {name: [*sketch.compute(), limit] for name, sketch in sketches.items()}
 

@@ -79,7 +79,7 @@ class Links(ABC):
 
     @abstractmethod
     def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
-        """Move the first notice over a link; return memory that both share, if any."""
+        """Move the first notice over a link; return shared memory, if any."""
 
     def view_buffer(self, number: int) -> Tensor:
         """View a message's buffer: [bytes with the trailer], uint8."""

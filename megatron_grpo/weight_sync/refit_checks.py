@@ -75,7 +75,7 @@ _CONVERSION_ROUNDING = 2.0**-7
 
 
 class Canary:
-    """The canary's sequences and limits, and when it and the comparison of weights are due.
+    """The canary's sequences and limits, and when checks are due.
 
     `rounding` is the difference of a tensor, relative to its norm, that another dtype of engines explains.
     """
@@ -205,7 +205,7 @@ class RefitChecks:
         self.must_compare = bool(checks) and not any(check.has_moved for check in checks)
 
     def run_canary(self, version: int, engines: Sequence[int], timeout_s: float) -> None:
-        """Compare log-probabilities of the canary; engines serve, or else CanaryFailedError."""
+        """Let engines serve if they agree on the canary; else CanaryFailedError."""
         canary, scores = self.canary, self._scores
         assert canary is not None, "a canary is due"
         assert scores is not None, "begin() comes first"

@@ -78,7 +78,7 @@ class TransferGroup(Protocol):
 
 
 class Watch:
-    """Waits for other members until a deadline or the first failure of any.
+    """Waits for other members until a deadline or any failure.
 
     `store` is a client of the rendezvous' store that no other thread uses. The deadline is `timeout_s` after `restart`.
     """
@@ -109,7 +109,7 @@ class Watch:
             time.sleep(min(max((now - began) / 10, shortest), longest))  # adds a tenth to a wait, at most
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that may block, in a thread that a failed wait abandons."""
+        """Call a blocking function in a thread, abandoned if the wait fails."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -128,12 +128,12 @@ class Watch:
 
 
 def record_failure(store: Store, reason: str) -> None:
-    """Record a failure for all waiting members, unless there is an earlier one."""
+    """Record the first failure for all waiting members."""
     store.compare_set(FAILURE, "", reason)
 
 
 def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> TransferGroup:
-    """Join the group of a refit; blocks until all `size` members have joined (`Watch.call`)."""
+    """Join the group of a refit; blocks until `size` members have joined."""
     if device.type == "cuda":
         return _make_nccl_group(PrefixStore("group", rendezvous.connect()), rank, size, device)
     return GlooGroup(make_gloo_group(rendezvous, "group", rank, size), (rank + 1) % size)
@@ -169,7 +169,7 @@ def make_gloo_group(rendezvous: Rendezvous, name: str, rank: int, size: int) -> 
 
 
 class _ThreadTransfer:
-    """A transfer of gloo, which cannot be polled, so that a thread waits for it."""
+    """A transfer of gloo, polled through a thread that waits for it."""
 
     def __init__(self, wait: Future[Any]) -> None:
         self.is_completed, self.wait = wait.done, wait.result

@@ -46,7 +46,7 @@ def plan_pieces(
     *,
     same_devices: bool = False,
 ) -> Pieces:
-    """Plan the pieces that bring each engine rank its shard, each byte once.
+    """Plan the pieces that make up each engine rank's shard.
 
     Args:
         policy_shards: shards of the policy's ranks, in their order.
@@ -80,7 +80,7 @@ def _plan_engine(
     piece_bytes: int,
     holders: _HolderSets,
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
-    """Yield an engine's pieces, and the number of the set that holds each."""
+    """Yield an engine's pieces, and each one's set of holders."""
     entries = build_weight_map(shape)
     indices = {entry: index for index, entry in enumerate(entries)}
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):

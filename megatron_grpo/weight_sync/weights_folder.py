@@ -75,7 +75,7 @@ def compute_digest(tensor: Tensor) -> str:
 
 
 class FileReceiver:
-    """Loads versions of a folder into a worker's model; ValueError: another run's folder."""
+    """Loads versions into a worker's model; ValueError: another run's folder."""
 
     def __init__(self, worker: Any, source: Mapping[str, Any]) -> None:
         self._reload = ModelReload(worker)

@@ -24,7 +24,7 @@ _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
-    """Convert a language model's shape to a value model's, with a head of its own."""
+    """Convert a shape to a value model's, with its own head."""
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 

@@ -57,7 +57,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if key not in raw:  # transformers assumes this value; vLLM would choose by softmax, or without the bias
             raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{value}"')
-    # read_dense is given the rotated part of a head as the whole head.
+    # For read_dense a head is its rotated part alone.
     heads = {"head_dim": read_size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
     options = {**WINDOW, "rope_interleave": (True,), "tie_word_embeddings": (False,)}
     shape = read_dense(
@@ -101,7 +101,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     dense = raw.get("first_k_dense_replace", 3)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise ValueError(f"first_k_dense_replace={to_text(dense)} must be a number of layers")
-    # A file without the keys has transformers' 8 and 4, which do not fit fewer than 16 experts.
+    # Without the keys transformers takes 8 groups and the best 4, for which 16 experts are needed.
     is_grouped = count >= 16 or "n_group" in raw
     default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}
     groups, top_groups = (read_size({**default, **raw}, key) for key in default)

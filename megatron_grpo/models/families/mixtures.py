@@ -34,7 +34,7 @@ _MIXTRAL_EXPERTS = map_expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
 def read_expert_count(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
-    """Read the number of routed experts, under transformers' own `key` or its `alias`."""
+    """Read the number of routed experts; `alias`: transformers' other `key`."""
     # transformers, which reads the file for vLLM too, assigns the alias last, so the alias wins.
     return read_size(raw, alias, read_size(raw, key, default))
 

@@ -33,7 +33,7 @@ _VLLM_ONLY: Neutral = {
     "moe_layer_freq": (1,),
 }
 WINDOW: Neutral = {"sliding_window": (None, 0)}
-"""vLLM gives every layer this window, unless the family's reader sets it aside."""
+"""For families without windows: vLLM would apply this one to every layer."""
 _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
 
 
