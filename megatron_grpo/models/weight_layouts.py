@@ -71,7 +71,7 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     configured = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
     fixed = {stage: layers for stage, layers in configured.items() if layers is not None}
-    # Embedding and loss may count as a layer each of the chunk that has them.
+    # The embedding and the loss may each count as one layer of their chunk.
     counted = {0: parallel.count_embedding, stages * chunks - 1: parallel.count_loss}
     even = (count + sum(counted.values()) - sum(fixed.values())) // max(stages - len(fixed), 1)
     layers: list[list[int]] = [[] for _ in range(stages)]
@@ -153,8 +153,8 @@ def find_destinations(
 ) -> list[Destination]:
     """Find the destinations of a row's tensors on an engine rank."""
     slot = expert - shard.experts[0] if entry.per_expert else None
-    # Joined matrices lie below each other. The compression of keys and values follows that of queries, a row of its
-    # own.
+    # Joined matrices lie below each other. vLLM may also join the compressions of queries and of keys and values,
+    # which are two rows of the weight map.
     row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
     destinations = []
     for tensor in entry.hf:
