@@ -45,7 +45,6 @@ class TensorFigure:
 
 
 def find_library_versions() -> dict[str, str]:
-    """Find the installed versions of the libraries that compute."""
     versions = {}
     for name in _RECORDED_LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -54,7 +53,6 @@ def find_library_versions() -> dict[str, str]:
 
 
 def choose_watched_tokens(tokens: int) -> NDArray[np.int64]:
-    """Choose the tokens whose hidden states are recorded."""
     # The choice depends on the number of tokens alone, so that every layout records the same tokens.
     return np.sort(np.random.default_rng(tokens).choice(tokens, min(tokens, WATCHED_TOKENS), replace=False))
 

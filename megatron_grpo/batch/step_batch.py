@@ -82,7 +82,6 @@ class StepBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """Number of tokens that the loss is taken over."""
         return int(self.response_tokens[self.in_loss].sum())
 
     def split_minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:

@@ -101,7 +101,6 @@ def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> lis
 
 
 def _convert_argument(name: str, value: Any) -> Any:
-    """Convert a value to vLLM's settings class or enumeration."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     declared = next(argument.type for argument in fields(AsyncEngineArgs) if argument.name == name)

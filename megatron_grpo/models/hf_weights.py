@@ -247,7 +247,6 @@ def _gather(local: Tensor, group: dist.ProcessGroup, *, is_split: bool) -> list[
 
 
 def _join_shards(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """Join the shards of a parameter into full tensors."""
     entry, size = bound.entry, len(shards)
     if entry.axis is None:
         return [shards[0]]

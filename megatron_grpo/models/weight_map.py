@@ -50,7 +50,6 @@ class WeightSlice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
         if self.axis is None:
             return self.shape
         return (*self.shape[: self.axis], self.stop - self.start, *self.shape[self.axis + 1 :])
@@ -77,7 +76,6 @@ class WeightEntry:
 
     @property
     def merge(self) -> Merge:
-        """How slices of the tensors become the parameter."""
         several: dict[int, Merge] = {2: "gate_up", 3: "qkv"}
         return several.get(len(self.hf), "vocab" if "vocab" in self.hf[0].dims else "plain")
 
@@ -130,7 +128,6 @@ def map_parameter(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
 
 
 def limit_to(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
-    """Limit rows to layers of one kind."""
     return tuple(replace(entry, layers=layers) for entry in entries)
 
 

@@ -293,7 +293,6 @@ class RolloutPool(RolloutWorkers):
             raise SamplingError(str(build_overdue_error(phase_name, workers, deadline_s))) from None
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """Take each engine's counts since the last call."""
         # A failed engine has zeros; its next request reports the failure.
         calls = [call_actor(engine, Engine.take_counts) for engine in self.engines]
         ended = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])

@@ -151,7 +151,6 @@ class RolloutWorkers:
             ) from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        """Put trajectories into the object store, as collected groups."""
         return store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:

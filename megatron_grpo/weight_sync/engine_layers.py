@@ -182,7 +182,6 @@ def name_scales(parameter: str) -> str:
 
 
 def uses_fp8_blocks(layer: nn.Module) -> bool:
-    """True for a layer with FP8 blocks of 128 x 128."""
     method: Any = getattr(layer, "quant_method", None)
     size = getattr(method, "weight_block_size", None)
     return size is not None and tuple(size) == (BLOCK, BLOCK)

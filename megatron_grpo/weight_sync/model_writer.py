@@ -41,7 +41,6 @@ class _Region(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements in the piece."""
         return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
 
     @property
@@ -131,7 +130,6 @@ class ModelWriter:
             layer.abandon()
 
     def _require_filled(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
-        """Require that each parameter gets all its elements."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

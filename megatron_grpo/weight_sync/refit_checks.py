@@ -242,6 +242,5 @@ class RefitChecks:
         return texts
 
     def take_figures(self) -> Mapping[str, float]:
-        """Take the figures of the checks since the last call."""
         figures, self._figures = self._figures, {}
         return figures

@@ -101,7 +101,6 @@ class WeightTransport:
         )
 
     def require_checks(self) -> None:
-        """Make all checks due at the next refit."""
         if self._checks.canary is not None:
             self._checks.canary.require_checks()
 
