@@ -51,7 +51,7 @@ def plan_pieces(
     Args:
         policy_shards: shards of the policy's ranks, in their order.
         engine_shards: shards of the ranks of one engine, in their order.
-        engine_count: number of engine_count, which all have this layout.
+        engine_count: number of engines, which all have this layout.
         dtypes: dtype in which tensors are sent, by row of the weight map.
         piece_bytes: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
         same_devices: whether policy rank n and engine rank n share a device; a box that both hold is then sent by that
