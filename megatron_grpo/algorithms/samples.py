@@ -152,7 +152,7 @@ def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: 
         groups = run.buffer.take(batches, state["total_steps"], timer)
     elif (prompts := next(batches, None)) is not None:
         samples, number = loop.num_generations_per_prompt, state["generation_batches"] + 1
-        rollout_settings = run.rollouts.make_settings(samples, run.settings, loop.seed, step=number)
+        rollout_settings = run.rollouts.make_settings(samples, run.settings, loop.seed, number)
         groups = run.rollouts.collect(prompts, rollout_settings, timer)
     else:
         groups = None

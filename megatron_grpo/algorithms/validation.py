@@ -60,8 +60,8 @@ def sample_responses(
 ) -> Iterator[list[SampledGroup]]:
     """Sample and score responses to all prompts, in batches of `size`."""
     for start in range(0, len(prompts), size):
-        # Step 0 for every batch and validation: the same weights give the same responses for a seed.
-        rollout_settings = rollouts.make_settings(samples, settings, seed, step=0)
+        # Number 0 for every batch and validation: the same weights give the same responses for a seed.
+        rollout_settings = rollouts.make_settings(samples, settings, seed, generation_batch=0)
         yield rollouts.collect(prompts[start : start + size], rollout_settings, timer)
 
 

@@ -176,13 +176,13 @@ class RolloutPool(RolloutWorkers):
             self._replacer.watch(worker, numbers)
 
     def make_settings(
-        self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, step: int
+        self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, generation_batch: int
     ) -> RolloutSettings:
         return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             run_seed=run_seed,
-            step=step,
+            generation_batch=generation_batch,
             max_total_sequence_length=self._max_total_sequence_length,
             max_turns=self._max_turns,
             timeout_s=self._config.timeout_s,

@@ -35,7 +35,7 @@ class RolloutSettings:
 
     Example:
         RolloutSettings(
-            samples_per_prompt=8, sampling=SamplingSettings(max_new_tokens=512), run_seed=42, step=7,
+            samples_per_prompt=8, sampling=SamplingSettings(max_new_tokens=512), run_seed=42, generation_batch=7,
             max_total_sequence_length=1024, timeout_s=600.0,
         )
     """
@@ -43,18 +43,19 @@ class RolloutSettings:
     samples_per_prompt: int
     sampling: SamplingSettings
     run_seed: int
-    step: int  # number of the generation batch, which is part of every sample's seed
+    generation_batch: int  # its number, which is part of every sample's seed
     max_total_sequence_length: int  # of prompt, responses and observations together, in tokens
     max_turns: int = 1  # most responses of one rollout
     timeout_s: float  # deadline of an attempt at a rollout, and of a second attempt at scoring it
     trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
 
 
-def compute_sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
+def compute_sample_seed(run_seed: int, generation_batch: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
     """Compute the seed of one response, in [0, 2^62)."""
     # It depends only on the response's identity, so that a resume or another layout draws equal tokens. The first turn
     # is not part of the identity: its seed is that of a rollout with a single turn.
-    identity = struct.pack("<4q", run_seed, step, prompt_idx, sample) + (struct.pack("<q", turn) if turn else b"")
+    identity = struct.pack("<4q", run_seed, generation_batch, prompt_idx, sample)
+    identity += struct.pack("<q", turn) if turn else b""
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2
 
 
@@ -217,7 +218,7 @@ class GroupRollout:
 
     def _compute_seed(self, sample: int, turn: int) -> int:
         settings = self._settings
-        return compute_sample_seed(settings.run_seed, settings.step, self._datum["idx"], sample, turn)
+        return compute_sample_seed(settings.run_seed, settings.generation_batch, self._datum["idx"], sample, turn)
 
     def _make_trajectory(
         self,

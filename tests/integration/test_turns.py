@@ -211,5 +211,5 @@ def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
         for idx, prompt in enumerate(prompts)
     ]
     settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
-    groups = pool.collect(data, pool.make_settings(3, settings, run_seed=1, step=0), StepTimer())
+    groups = pool.collect(data, pool.make_settings(3, settings, run_seed=1, generation_batch=0), StepTimer())
     return pool.fetch(groups)

@@ -89,13 +89,13 @@ class FakeRollouts:
         """What the driver has waited for to be written."""
 
     def make_settings(
-        self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, step: int
+        self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, generation_batch: int
     ) -> RolloutSettings:
         return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             run_seed=run_seed,
-            step=step,
+            generation_batch=generation_batch,
             max_total_sequence_length=0,
             timeout_s=0.0,
         )
@@ -104,7 +104,9 @@ class FakeRollouts:
         return self.finish(self.begin(dict(enumerate(prompts)), settings), timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> SimpleNamespace:
-        asked = {name: getattr(settings, name) for name in ("samples_per_prompt", "sampling", "run_seed", "step")}
+        asked = {
+            name: getattr(settings, name) for name in ("samples_per_prompt", "sampling", "run_seed", "generation_batch")
+        }
         self.asked.append({"rows": [prompt["idx"] for prompt in prompts.values()], **asked})
         groups = self.put(self.answers(list(prompts.values()), settings.samples_per_prompt))
         streams = dict(zip(prompts, groups, strict=False))

@@ -26,7 +26,9 @@ def test_the_same_batches_in_the_same_order_with_the_same_seeds(age: int) -> Non
     process, expected = begin(age), DATA.in_turn()
     assert len(expected) == DATA.batches
     assert process.rest() == expected
-    assert [(one["step"], one["rows"]) for one in process.rollouts.asked] == list(enumerate(expected, start=1))
+    assert [(one["generation_batch"], one["rows"]) for one in process.rollouts.asked] == list(
+        enumerate(expected, start=1)
+    )
 
 
 @settings(deadline=None)

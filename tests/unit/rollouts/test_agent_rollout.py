@@ -25,7 +25,7 @@ BATCH_SETTINGS = RolloutSettings(
     samples_per_prompt=2,
     sampling=SamplingSettings(max_new_tokens=8),
     run_seed=5,
-    step=2,
+    generation_batch=2,
     max_total_sequence_length=40,
     timeout_s=5.0,
 )

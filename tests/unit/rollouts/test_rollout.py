@@ -23,7 +23,7 @@ BATCH_SETTINGS = RolloutSettings(
     samples_per_prompt=3,
     sampling=SamplingSettings(max_new_tokens=8),
     run_seed=5,
-    step=2,
+    generation_batch=2,
     max_total_sequence_length=12,
     max_turns=9,
     timeout_s=0.2,
