@@ -86,7 +86,7 @@ def config_of(case: Mapping[str, Any]) -> Config:
     return config
 
 
-def overlap_of(case: Mapping[str, Any], shape: ModelShape) -> Overlap:
+def find_overlap(case: Mapping[str, Any], shape: ModelShape) -> Overlap:
     """The messages that the row's recipe overlaps."""
     once = shape.experts is not None and case.get("grouped_tokens", False)
     gradients = case.get("gradient_overlap", True)
@@ -221,7 +221,7 @@ def planned(
 ) -> dict[str, list[float]]:
     """What the plan says of each published number; two numbers where the source leaves the meaning open."""
     config, batch, sequence = config_of(case), case["batch"], case["sequence"]
-    overlap = overlap_of(case, shape)
+    overlap = find_overlap(case, shape)
     every = []
     for parts in (1, PACKED) if case.get("packed") else (1,):
         lengths = Lengths(0.0, np.full(batch * parts, sequence / parts), "as published")

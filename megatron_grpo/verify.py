@@ -101,7 +101,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
         RunError: a rank failed.
     """
     # Imported here, because torch takes seconds to import.
-    from megatron_grpo.verification.problem import make_batch, prepare_model, solve
+    from megatron_grpo.verification.problem import compute_truth, make_batch, prepare_model
     from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
@@ -111,7 +111,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
-    reference = solve(model, batch)
+    truth = compute_truth(model, batch)
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
     one_rank_layout = ParallelConfig()

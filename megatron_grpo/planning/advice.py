@@ -32,7 +32,7 @@ from megatron_grpo.preflight.config_checks import find_problems
 
 _COMPUTING = ("train", "logprobs", "reference", "values")
 """Phases that brief plans have."""
-_TOGETHER = 4
+_TRIAL_BATCH = 4
 """Changes that are planned before the best of those that fit is taken."""
 _MOST_KEYS = 3
 """Most keys of a set that is put together from single keys and a layout."""
@@ -85,9 +85,9 @@ class _Trials:
             self.tried_keys.add(name)
             if not find_problems(config, self.plan.shape) and not self._is_refused_by_arithmetic(config):
                 pending.append((changes, submit_plan(config, self.plan.shape, self.pool, brief=self._is_brief)))
-        for changes, waited in pending:
+        for changes, pending_plan in pending:
             try:
-                trial = waited.wait(self.deadline)
+                trial = pending_plan.wait(self.deadline)
             except (LateError, ConfigError):
                 return
             except RunError:  # this layout does not build
@@ -133,7 +133,7 @@ class _Trials:
         Of those that fit, the advice is the one that frees most memory.
         """
         rest = iter(proposals)
-        while not self.is_late and (some := list(islice(rest, _TOGETHER))):
+        while not self.is_late and (some := list(islice(rest, _TRIAL_BATCH))):
             fitting = [
                 (trial.fullest.peak, number, changes, trial)
                 for number, (changes, trial) in enumerate(self.plan_proposals(some))
@@ -165,7 +165,7 @@ def _advise_on(trials: _Trials) -> Advice:
             advice = trials.find_best(proposals)
             if advice is not None:
                 return advice
-    return _iterate_elsewhere(trials)
+    return _advise_elsewhere(trials)
 
 
 def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
@@ -175,7 +175,7 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
     """
     if of_engines and not _needs_more_than_engines(plan):
         yield [of_engines]
-    singles, layouts = list(iterate_single_changes(plan)), _iterate_layouts(plan)
+    singles, layouts = list(iterate_single_changes(plan)), _list_layouts(plan)
     estimate = _Estimate(plan)
     one_key = [change for change in (*singles, *layouts) if len(change) == 1]
     yield [change | of_engines for change in sorted(one_key, key=estimate.estimate_gib)]
@@ -193,13 +193,13 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
             (estimate.estimate_gib(keys), position, keys) for position, keys in enumerate(sets) if len(keys) == number
         ]
         alike = sorted(row for row in alike if row[0] < _MARGIN * plan.hardware.memory_gib)
-        yield [keys | of_engines for _, _, keys in alike[: 2 * _TOGETHER]]
+        yield [keys | of_engines for _, _, keys in alike[: 2 * _TRIAL_BATCH]]
     everything = merge_changes(plan)
     yield [everything | of_engines]
     yield [
         everything | layout | of_engines
         for layout in sorted(layouts, key=lambda layout_keys: estimate.estimate_gib(everything | layout_keys))[
-            :_TOGETHER
+            :_TRIAL_BATCH
         ]
     ]
 
@@ -214,7 +214,7 @@ def _needs_more_than_engines(plan: Plan) -> bool:
     return plan.fullest.peak > plan.hardware.memory_gib * GIB or (has is not None and needed > has)
 
 
-def _iterate_layouts(plan: Plan) -> list[Changes]:
+def _list_layouts(plan: Plan) -> list[Changes]:
     """List layouts of the models that do not fit, the smallest first."""
     has, relevant = plan.hardware.memory_gib * GIB, []
     for section, ranks, shape in _iterate_models(plan):
@@ -259,7 +259,7 @@ class _Estimate:
         return (tensors + rest + worst.reserve) / GIB
 
 
-def _iterate_elsewhere(trials: _Trials) -> Advice:
+def _advise_elsewhere(trials: _Trials) -> Advice:
     """Advise on other layouts of models and engines together.
 
     On the same nodes, or on more of them; or say that nothing fits.

@@ -51,9 +51,9 @@ def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
     Results change by rounding alone.
     """
     config = plan.config
-    yield from _of_model(config, "policy")
+    yield from _iterate_model_changes(config, "policy")
     if config.value_model is not None:
-        yield from _of_model(config, "value")
+        yield from _iterate_model_changes(config, "value")
     if config.uses_reference and not config.reference.offload and not config.policy.lora.rank:
         yield {"reference.offload": True}
     needed, has = plan.host
@@ -67,7 +67,7 @@ def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
     yield from ({"policy.optimizer.cpu_offload": less} for less in (0.75, 0.5, 0.25, 0.0) if less < share)
 
 
-def _of_model(config: Config, section: str) -> Iterator[Changes]:
+def _iterate_model_changes(config: Config, section: str) -> Iterator[Changes]:
     """Keys of a model's batches, kernels and optimizer."""
     model, longest = getattr(config, section), config.policy.max_total_sequence_length
     is_policy = section == "policy"
@@ -86,11 +86,11 @@ def _of_model(config: Config, section: str) -> Iterator[Changes]:
             yield {"policy.logprob_kernel": "fused"}
     if model.parallel.tensor > 1 and not model.parallel.sequence:
         yield {f"{section}.parallel.sequence": True}
-    spread: Changes = {} if model.optimizer.distributed else {f"{section}.optimizer.distributed": True}
-    if spread:
-        yield spread
+    distributed: Changes = {} if model.optimizer.distributed else {f"{section}.optimizer.distributed": True}
+    if distributed:
+        yield distributed
     if model.optimizer.cpu_offload < 1:
-        yield {f"{section}.optimizer.cpu_offload": 1.0, **spread}
+        yield {f"{section}.optimizer.cpu_offload": 1.0, **distributed}
 
 
 def merge_changes(plan: Plan) -> Changes:
@@ -157,12 +157,12 @@ def find_engine_changes(plan: Plan) -> Changes | None:
         for layout in (parallel, *iterate_engine_layouts(config, shape, gpus)):
             for share in _list_memory_shares(plan):
                 changes = _list_engine_differences(config, layout, share)
-                tried = apply_changes(config, changes)
+                candidate = apply_changes(config, changes)
                 order = (len(changes), abs(share - config.generation.engine.gpu_memory_utilization))
                 if best is not None and order >= best[0]:
                     continue
-                problems = [problem for problem in find_problems(tried, shape) if is_of_engines(problem)]
-                if not problems and not find_room_problems(tried, shape, gpu):
+                problems = [problem for problem in find_problems(candidate, shape) if is_of_engines(problem)]
+                if not problems and not find_room_problems(candidate, shape, gpu):
                     best = order, changes
     return None if best is None else best[1]
 
@@ -173,8 +173,8 @@ def _list_memory_shares(plan: Plan) -> list[float]:
     They are that of the run, and the largest that leaves room to the models.
     """
     share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
-    linked = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
-    largest = int(100 * (1 - linked / has)) / 100
+    nccl_bytes = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
+    largest = int(100 * (1 - nccl_bytes / has)) / 100
     if plan.config.generation.is_colocated:
         largest = min(largest, int(100 * (1 - plan.beside_engine / has)) / 100)
         return [largest] if largest < share else [share, largest]

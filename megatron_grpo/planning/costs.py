@@ -85,14 +85,16 @@ def time_product(hardware: Hardware, work: Work) -> float:
     The larger of memory traffic and arithmetic. Products are computed in tiles of the result: the last wave of tiles
     leaves multiprocessors idle, and every tile has a start and an end that do not depend on the inner dimension.
     """
-    (m, k, n, number), reached = work.sizes, hardware.efficiency
+    (m, k, n, number), efficiency = work.sizes, hardware.efficiency
     if not work.flops:
         return 0.0
     filled = max(_fill_share(m / number, n, number, hardware.sms, tile) for tile in TILES)
-    fp8 = reached.matmul_fp8 / reached.matmul if work.dtype == "fp8" else 1.0
-    share = (reached.grouped if work.kind == "grouped_matmul" else reached.matmul) * fp8
-    speed = hardware.flops.get(work.dtype, hardware.flops["bfloat16"]) * share * filled * k / (k + reached.inner)
-    return max(work.flops / speed, work.nbytes / (hardware.memory_bytes_per_s * reached.memory)) + reached.kernel_s
+    fp8 = efficiency.matmul_fp8 / efficiency.matmul if work.dtype == "fp8" else 1.0
+    share = (efficiency.grouped if work.kind == "grouped_matmul" else efficiency.matmul) * fp8
+    speed = hardware.flops.get(work.dtype, hardware.flops["bfloat16"]) * share * filled * k / (k + efficiency.inner)
+    return (
+        max(work.flops / speed, work.nbytes / (hardware.memory_bytes_per_s * efficiency.memory)) + efficiency.kernel_s
+    )
 
 
 def _fill_share(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
@@ -108,22 +110,25 @@ def _fill_share(rows: float, columns: int, number: int, sms: int, tile: tuple[in
 
 def time_operator(hardware: Hardware, work: Work) -> float:
     """Seconds of an operator that is not a message."""
-    reached = hardware.efficiency
-    moved = work.nbytes / (hardware.memory_bytes_per_s * reached.memory)
+    efficiency = hardware.efficiency
+    moved = work.nbytes / (hardware.memory_bytes_per_s * efficiency.memory)
     if work.kind in ("matmul", "grouped_matmul"):
         return time_product(hardware, work)
     if work.kind == "attention":
-        return max(work.flops / (hardware.flops["bfloat16"] * reached.attention), moved) + reached.kernel_s
-    return moved + reached.kernel_s
+        return max(work.flops / (hardware.flops["bfloat16"] * efficiency.attention), moved) + efficiency.kernel_s
+    return moved + efficiency.kernel_s
 
 
 def time_message(hardware: Hardware, work: Work, copies: int = 1) -> float:
     """Seconds of a message: a collective, or a send between two ranks."""
     if work.kind == "send":
         first_domain, second_domain = (rank // hardware.gpus_per_domain for rank in work.ranks)
-        reached = hardware.efficiency
-        inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
-        return work.nbytes / (inside if first_domain == second_domain else outside) + reached.message_s
+        efficiency = hardware.efficiency
+        inside, outside = (
+            hardware.local_bytes_per_s * efficiency.nvlink,
+            hardware.network_bytes_per_s * efficiency.network,
+        )
+        return work.nbytes / (inside if first_domain == second_domain else outside) + efficiency.message_s
     return time_collective(hardware, work.name, work.nbytes, work.ranks, copies)
 
 
@@ -142,23 +147,23 @@ def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int
         copies: of an all-to-all, experts of a token whose copies share a way between domains. With d domains the copies
             of a token go to d (1 - (1 - 1/d)^copies) of them, which takes the place of `copies` ways.
     """
-    count, reached = len(ranks), hardware.efficiency
+    count, efficiency = len(ranks), hardware.efficiency
     if count < 2:
         return 0.0
     domains = Counter(rank // hardware.gpus_per_domain for rank in ranks)
     local, number = max(domains.values()), len(domains)
-    inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
+    inside, outside = hardware.local_bytes_per_s * efficiency.nvlink, hardware.network_bytes_per_s * efficiency.network
     if "alltoall" in name:
         # A token's copies for experts of one domain may travel as one and be copied there (see `copies`).
         way = number * (1 - (1 - 1 / number) ** copies) / copies
         remote = nbytes * (count - local) / count * way
-        return max(remote / outside, nbytes * (count - 1) / count / inside) + reached.message_s
+        return max(remote / outside, nbytes * (count - 1) / count / inside) + efficiency.message_s
     if name == "ring":  # every rank passes its part to the next one, and one link of the ring is the slowest
         speed = inside if number == 1 else outside
     else:
         speed = inside if number == 1 else min(inside, outside * local)
     times = 2 if name.startswith("allreduce") else 1
-    return times * nbytes * (count - 1) / count / speed + reached.message_s
+    return times * nbytes * (count - 1) / count / speed + efficiency.message_s
 
 
 def sum_phase(
@@ -216,17 +221,17 @@ def _add_work(
         total.exposed += seconds * (1 - _find_hidden_share(piece, overlap, hardware.efficiency))
 
 
-def _find_hidden_share(message: Work, overlap: Overlap, reached: Efficiency) -> float:
+def _find_hidden_share(message: Work, overlap: Overlap, efficiency: Efficiency) -> float:
     """Share of a message of a pass that nothing waits for."""
     # In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
     # scatters this gradient while it computes the weight's; the row-parallel layer's gathering is not hidden. So all
     # that is scattered or reduced is hidden, and half of what is gathered.
     if "alltoall" in message.name:
-        return reached.hidden if overlap.experts else 0.0
+        return efficiency.hidden if overlap.experts else 0.0
     if message.name not in _OF_TENSOR:
         return 0.0
     if overlap.tensor:
-        return reached.hidden_tensor
+        return efficiency.hidden_tensor
     if not message.is_backward:
         return 0.0
-    return reached.hidden_tensor / 2 if message.name == "allgather" else reached.hidden_tensor
+    return efficiency.hidden_tensor / 2 if message.name == "allgather" else efficiency.hidden_tensor

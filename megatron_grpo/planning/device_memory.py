@@ -140,7 +140,7 @@ def _list_holders(trace: RankTrace, phases: Container[str]) -> list[Holder]:
     moments = (sizes for sort, sizes in trace.report.moments.items() if sort[0] in phases)
     fullest = max(moments, key=lambda sizes: sum(sizes.values()))
     return [
-        Holder(_name(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
+        Holder(_name_kind(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
         for kind, size in sorted(fullest.items(), key=lambda item: -item[1])
         if size >= 2**20
     ]
@@ -157,7 +157,7 @@ def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
     return {**sizes, "other tensors": size - sum(sizes.values())}
 
 
-def _name(kind: str) -> str:
+def _name_kind(kind: str) -> str:
     """Name a kind in tables.
 
     Tensors of no kernel are counted under the phase that made them.

@@ -68,7 +68,7 @@ class DryReport:
 _ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", "refit", "checkpoint"))
 
 
-def run_phases(config: Config) -> frozenset[str]:
+def list_phases(config: Config) -> frozenset[str]:
     """Names of the phases of a step, and of its checkpoints."""
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
@@ -103,7 +103,7 @@ def run_dry(
         rank: number of the rank in the layout of `config.policy.parallel`.
         expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
         moves: whether to run the phases around the engines' turns, a refit and a checkpoint too, half of the time.
-        phases: names of the phases to run, as `run_phases` gives them; None: all.
+        phases: names of the phases to run, as `list_phases` gives them; None: all.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     return run_tracked(config, shape, rank, fake, expert_skew=expert_skew, moves=moves, phases=phases)
@@ -145,15 +145,16 @@ def run_tracked(
             mode.name_kind(iter_optimizer_state(policy), "optimizer")
             mode.name_kind(iter_weights(policy), "weights")
             chosen_phases = _ALL_PHASES if phases is None else phases
-            _compute(policy, config, mode, chosen_phases)
+            _run_learning_phases(policy, config, mode, chosen_phases)
             if fake is not None and moves:
-                _move(policy, config, mode, chosen_phases)
+                _run_moving_phases(policy, config, mode, chosen_phases)
     finally:
         destroy_parallel()
-    return DryReport(mode.peak, mode.peaks, mode.end_bytes, mode.holders, mode.moments, mode.log.found, mode.log.passes)
+    log = mode.log
+    return DryReport(mode.peak, mode.peaks, mode.end_bytes, mode.holders, mode.moments, log.counts, log.passes)
 
 
-def _without_engine(config: Config) -> PolicyConfig:
+def _adapt_policy(config: Config) -> PolicyConfig:
     """The policy's configuration for a dry run.
 
     FP8 is off, because only the shape-only layers imitate it. The whole optimizer is on the device; the share that
@@ -166,7 +167,7 @@ def _without_engine(config: Config) -> PolicyConfig:
     return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 
 
-def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """The phases of a step between the engines' turns."""
     policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
@@ -199,7 +200,7 @@ def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases
         rank.train(batch, microbatches, loss_fn, counts)
 
 
-def _move(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+def _run_moving_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """The phases around the engines' turns, a refit and a checkpoint."""
     if "offload" in phases:
         with mode.phase("offload"):
@@ -258,7 +259,7 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
     """Build a rank of the policy or the value model without numbers."""
     has_reference = config.uses_reference and shape.value_head is None
     settings = RankSettings(
-        config=_without_engine(config),
+        config=_adapt_policy(config),
         shape=shape,
         folder="",
         reference=replace(config.reference, offload=False) if has_reference else None,

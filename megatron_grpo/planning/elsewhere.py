@@ -118,7 +118,7 @@ def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterat
     used: set[int] = set()
     for policy_gpus, engine_gpus in split_gpus(config)[:_SPLITS]:
         if policy_gpus not in sized:
-            sized[policy_gpus] = _with_room(config, shape, gpu, policy_gpus)
+            sized[policy_gpus] = _list_fitting_policies(config, shape, gpu, policy_gpus)
         if policy_gpus in used or not sized[policy_gpus]:
             continue
         engines: Config | None = config
@@ -131,7 +131,7 @@ def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterat
         yield from islice((run_layout for run_layout in run_layouts if not find_problems(run_layout, shape)), _LAYOUTS)
 
 
-def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> list[Config]:
+def _list_fitting_policies(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> list[Config]:
     """Layouts of the policy whose estimated memory fits, the smallest first."""
     usable = (gpu.memory_gib - gpu.reserve_gib) / (1 + gpu.fragmentation)
     sized: list[tuple[float, int, Config]] = []

@@ -9,7 +9,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, generate, size_engine
+from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, simulate_generation, size_engine
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.preflight.config_checks import find_problems
@@ -106,4 +106,6 @@ def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     )
     share = lengths.responses[:: config.generation.parallel.data]
     copies = config.training_loop.num_generations_per_prompt
-    return generate(build_decoder(config, shape, hardware), lengths.prompt, share, most_sequences, copies).seconds
+    return simulate_generation(
+        build_decoder(config, shape, hardware), lengths.prompt, share, most_sequences, copies
+    ).seconds

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.planning.generation_cost import count_attention_numbers, count_expert_numbers, find_lengths
+from megatron_grpo.planning.generation_cost import count_attention_parameters, count_expert_parameters, find_lengths
 from megatron_grpo.planning.hardware import Hardware
 
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -23,12 +23,12 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
     """
     policy, parallel = config.policy, config.policy.parallel
     ranks_per_stage, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
-    weight, gradient, state = count_number_bytes(policy)
+    weight, gradient, state = count_parameter_bytes(policy)
     copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
     worst = 0.0
     for shard in split_policy(parallel, shape)[::ranks_per_stage]:
-        dense, routed = count_layer_numbers(shape, shard.layers)
-        dense += _count_vocabulary_matrices(shard.has_embedding, shard.has_output, shape) * shape.vocab * shape.hidden
+        dense, routed = count_layer_parameters(shape, shard.layers)
+        dense += _count_vocabulary_matrices(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
         total = 0.0
         for numbers, replicas in (
             (dense / parallel.tensor, parallel.data * parallel.context),
@@ -46,7 +46,7 @@ def _count_vocabulary_matrices(has_embedding: bool, has_head: bool, shape: Model
     return int(has_embedding) + int(has_head and not (shape.tied_embeddings and has_embedding))
 
 
-def count_number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
+def count_parameter_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
     """Bytes of a trained number: as weight, as gradient, in the optimizer.
 
     They are lower bounds where fields of Megatron-Core change them.
@@ -69,12 +69,12 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
     """
     policy, parallel, engines = config.policy, config.policy.parallel, config.generation.parallel
     numbers = (
-        sum(count_layer_numbers(shape, range(shape.layers)))
+        sum(count_layer_parameters(shape, range(shape.layers)))
         + _count_vocabulary_matrices(True, True, shape) * shape.vocab * shape.hidden
     )
-    weight, _, state = count_number_bytes(policy)
+    weight, _, state = count_parameter_bytes(policy)
     copies = parallel.data * parallel.context  # of dense matrices; experts have as many or fewer
-    dense = numbers - count_layer_numbers(shape, range(shape.layers))[1]
+    dense = numbers - count_layer_parameters(shape, range(shape.layers))[1]
     copied_numbers = dense * copies + (numbers - dense) * max(
         1, copies * parallel.tensor // (parallel.expert * parallel.expert_tensor)
     )
@@ -92,12 +92,12 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
     return total
 
 
-def count_layer_numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
+def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
     """Numbers in layers' matrices without routed experts, and in these."""
-    dense, routed = len(layers) * count_attention_numbers(shape, 1), 0.0
+    dense, routed = len(layers) * count_attention_parameters(shape, 1), 0.0
     with_experts = sum(map(shape.has_experts, layers))
     if shape.experts is not None:
-        routed += with_experts * shape.experts.count * count_expert_numbers(shape)
+        routed += with_experts * shape.experts.count * count_expert_parameters(shape)
         dense += with_experts * shape.hidden * (3 * shape.experts.shared_ffn_hidden + shape.experts.count)
     return dense + (len(layers) - with_experts) * 3 * shape.hidden * shape.ffn_hidden, routed
 
@@ -149,7 +149,7 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
     tokens = float(find_lengths(config).totals.sum()) if tokens is None else tokens
     passes = 4.0 if policy.activation_checkpointing else 3.0
     experts = shape.experts
-    dense, routed = count_layer_numbers(shape, range(shape.layers))
+    dense, routed = count_layer_parameters(shape, range(shape.layers))
     active = shape.vocab * shape.hidden + dense
     active += routed * experts.top_k / experts.count if experts is not None else 0.0
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])

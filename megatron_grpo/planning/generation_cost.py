@@ -44,7 +44,7 @@ class Lengths:
         return self.prompt + self.responses
 
 
-def draw_log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
+def make_log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
     """Responses with the quantiles of a log-normal distribution as lengths.
 
     Args:
@@ -96,7 +96,7 @@ def find_lengths(config: Config) -> Lengths:
             raise ValueError(f"plan.lengths_from={plan.lengths_from} has no rollouts: {error}") from None
     prompt = plan.prompt_tokens or max(config.data.max_input_seq_length // 4, 1)
     mean = plan.response_tokens or max(longest // 2, 1)
-    return draw_log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
+    return make_log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width:
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
 
 
-def count_attention_numbers(shape: ModelShape, tensor: int) -> float:
+def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
     """Numbers in a layer's attention matrices on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if latent is None:
@@ -175,7 +175,7 @@ def count_attention_numbers(shape: ModelShape, tensor: int) -> float:
     return down + (up + heads * latent.value_dim * hidden) / tensor
 
 
-def count_expert_numbers(shape: ModelShape) -> int:
+def count_expert_parameters(shape: ModelShape) -> int:
     """Numbers in the matrices of one expert."""
     assert shape.experts is not None
     return 3 * shape.hidden * shape.experts.ffn_hidden
@@ -185,16 +185,16 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
     """Bytes of a rank's weights; norms are left out."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        numbers = count_attention_numbers(shape, tensor)
+        parameters = count_attention_parameters(shape, tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
-            numbers += (last - first) * count_expert_numbers(shape) / shard.expert_tensor.count
-            numbers += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
+            parameters += (last - first) * count_expert_parameters(shape) / shard.expert_tensor.count
+            parameters += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
             total += width * shape.hidden * shape.experts.count
         else:
-            numbers += 3 * shape.hidden * shape.ffn_hidden / tensor
-        total += matrix_width * numbers
+            parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
+        total += matrix_width * parameters
     rows = math.ceil(shape.vocab / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE / tensor
     heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
     return int(total + heads * width * rows * shape.hidden)
@@ -217,36 +217,36 @@ class Decoder:
         A roofline over weights, cache and operations. Of a layer's experts those are read that some token chose:
         E (1 - (1 - k / E)^b) of E for b tokens.
         """
-        reached, shape = self.hardware.efficiency, self.shape
+        efficiency, shape = self.hardware.efficiency, self.shape
         kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
         read = self._count_read_bytes(sequences) + sequences * context * kv
-        flops = 2.0 * sequences * self._count_active()
-        speed = self.hardware.flops["bfloat16"] * reached.matmul
-        kernels = max(read / (self.hardware.memory_bytes_per_s * reached.decode_memory), flops / speed)
+        flops = 2.0 * sequences * self._count_active_parameters()
+        speed = self.hardware.flops["bfloat16"] * efficiency.matmul
+        kernels = max(read / (self.hardware.memory_bytes_per_s * efficiency.decode_memory), flops / speed)
         messages = 2 * shape.layers * self._time_reduce(sequences)
-        return float(kernels + messages + shape.layers * reached.decode_layer_s + reached.decode_step_s)
+        return float(kernels + messages + shape.layers * efficiency.decode_layer_s + efficiency.decode_step_s)
 
     def time_prefill(self, tokens: float, context: float) -> float:
         """Seconds of prompts' tokens; passes are full of tokens.
 
         A token sees at most `context` tokens, half of them masked.
         """
-        reached, shape = self.hardware.efficiency, self.shape
+        efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
         attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
-        speed = self.hardware.flops["bfloat16"] * reached.matmul
-        products = 2.0 * tokens * self._count_active() / speed
+        speed = self.hardware.flops["bfloat16"] * efficiency.matmul
+        products = 2.0 * tokens * self._count_active_parameters() / speed
         messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
-        return float(products + attention / (self.hardware.flops["bfloat16"] * reached.attention) + messages)
+        return float(products + attention / (self.hardware.flops["bfloat16"] * efficiency.attention) + messages)
 
-    def _count_active(self) -> float:
+    def _count_active_parameters(self) -> float:
         """Numbers that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += count_attention_numbers(shape, self.tensor)
+            total += count_attention_parameters(shape, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
-                total += shape.experts.top_k * count_expert_numbers(shape) / self.tensor
+                total += shape.experts.top_k * count_expert_parameters(shape) / self.tensor
                 total += 3 * shape.hidden * shape.experts.shared_ffn_hidden / self.tensor
             else:
                 total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
@@ -255,20 +255,20 @@ class Decoder:
     def _count_read_bytes(self, sequences: float) -> float:
         """Bytes of weights that a decoding step reads, over all stages."""
         shape, experts = self.shape, self.shape.experts
-        numbers = self._count_active()
+        parameters = self._count_active_parameters()
         if experts is not None:
             touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
             layers = sum(map(shape.has_experts, range(shape.layers)))
-            numbers += layers * (touched - experts.top_k) * count_expert_numbers(shape) / self.tensor
-        return self.weight_width * numbers
+            parameters += layers * (touched - experts.top_k) * count_expert_parameters(shape) / self.tensor
+        return self.weight_width * parameters
 
     def _time_reduce(self, tokens: float) -> float:
         """Seconds of a layer's all-reduce by vLLM's own kernel."""
         if self.tensor == 1:
             return 0.0
-        nbytes, reached = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
+        nbytes, efficiency = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
         ring = time_collective(self.hardware, "allreduce", nbytes, tuple(range(self.tensor)))
-        return ring - reached.message_s + reached.decode_message_s
+        return ring - efficiency.message_s + efficiency.decode_message_s
 
 
 def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
@@ -277,7 +277,7 @@ def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Deco
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GenerationSeconds:
     """Seconds of an engine that answers its share of a step's prompts."""
 
     seconds: float
@@ -286,9 +286,9 @@ class Generated:
     """Mean number of sequences that decode, over `seconds`."""
 
 
-def generate(
+def simulate_generation(
     decoder: Decoder, prompt: float, responses: NDArray[np.float64], most_at_once: int, copies: int
-) -> Generated:
+) -> GenerationSeconds:
     """Decode responses; a response begins when another is complete.
 
     Between two completions the batch does not change, and a step takes as long as in their middle.
@@ -302,23 +302,23 @@ def generate(
     """
     assert most_at_once > 0, "the engine holds no sequence"
     waiting = [float(length) for length in responses][::-1]
-    clock, decoded, area = 0.0, 0.0, 0.0
+    clock, decoded, sequence_s = 0.0, 0.0, 0.0
     running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
-    began = 0.0
+    start_sum = 0.0
     # The heap holds running sequences by the token count of the engine at which they end. Lengths are absolute there,
-    # so that a step adds to one number, not to every sequence; `began` is the sum of their beginnings, for the mean
+    # so that a step adds to one number, not to every sequence; `start_sum` is the sum of their beginnings, for the mean
     # context.
     while running or waiting:
         while waiting and len(running) < most_at_once:
             length = waiting.pop()
             heapq.heappush(running, (decoded + length, decoded))
-            began += decoded
+            start_sum += decoded
             clock += decoder.time_prefill(prompt / copies, prompt)
         end = running[0][0]
         steps, batch = end - decoded, len(running)
-        context = prompt + decoded + steps / 2 - began / batch
+        context = prompt + decoded + steps / 2 - start_sum / batch
         seconds = steps * decoder.time_step(batch, context)
-        clock, area, decoded = clock + seconds, area + seconds * batch, end
+        clock, sequence_s, decoded = clock + seconds, sequence_s + seconds * batch, end
         while running and running[0][0] <= decoded:
-            began -= heapq.heappop(running)[1]
-    return Generated(clock, area / clock if clock else 0.0)
+            start_sum -= heapq.heappop(running)[1]
+    return GenerationSeconds(clock, sequence_s / clock if clock else 0.0)

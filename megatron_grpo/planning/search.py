@@ -128,7 +128,7 @@ def search_layouts(
         config: the recipe; its nodes, batches, lengths and precision stay as they are.
         shape: sizes of the model.
         pool: processes of `trace.start_trace_pool`.
-        budget_s: seconds after which no further layout is waited for.
+        budget_s: seconds after which no further layout is pending_plan for.
         enough: layouts that fit, after which the search ends.
 
     Raises:
@@ -179,9 +179,9 @@ def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterato
     """
     splits, refused, tried = split_gpus(config), Refusals(), 0
     reasons: list[str] = []
-    policies: dict[int, bool] = {}
+    has_layouts: dict[int, bool] = {}
     for policy_gpus, engine_gpus in splits[:_SPLITS]:
-        if policies.get(policy_gpus) is False:
+        if has_layouts.get(policy_gpus) is False:
             continue
         refusals, engines = Refusals(), config
         if engine_gpus:
@@ -192,8 +192,8 @@ def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterato
                 continue
             engines = with_engines
         share = _build_share(engines, shape, gpu, (policy_gpus, engine_gpus), refusals)
-        policies[policy_gpus] = bool(share.candidates or share.too_large)
-        if not policies[policy_gpus]:
+        has_layouts[policy_gpus] = bool(share.candidates or share.too_large)
+        if not has_layouts[policy_gpus]:
             refused.add(refusals)
             reasons.append(f"no layout of the policy on {policy_gpus} GPUs")
             continue
@@ -274,9 +274,9 @@ def _run_candidates(
             pending.append((candidate, submit_plan(candidate.config, shape, pool, brief=True)))
         if not pending:
             return
-        candidate, waited = pending.popleft()
+        candidate, pending_plan = pending.popleft()
         try:
-            plan = waited.wait(deadline)
+            plan = pending_plan.wait(deadline)
         except LateError:
             return
         except RunError as error:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
-from megatron_grpo.planning.generation_cost import Lengths, build_decoder, generate, size_engine
+from megatron_grpo.planning.generation_cost import Lengths, build_decoder, simulate_generation, size_engine
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
 from megatron_grpo.planning.refit_summary import summarize_refit
@@ -132,7 +132,7 @@ class _Model:
         )
 
 
-def overlap_of(config: Config) -> Overlap:
+def find_overlap(config: Config) -> Overlap:
     """The messages that a configuration overlaps."""
     policy = config.policy
     gradients = policy.overlap_grad_reduce is not False
@@ -172,7 +172,7 @@ def build_step_times(
     Raises:
         ValueError: an engine does not fit its GPUs.
     """
-    model = _Model(config, ranks, hardware, overlap or overlap_of(config), [lengths.source])
+    model = _Model(config, ranks, hardware, overlap or find_overlap(config), [lengths.source])
     if workload == "pretrain":
         train, phase_s = _time_learning(model, lengths.totals, 1)
         gpus, tokens = config.policy.parallel.world_size, float(lengths.totals.sum())
@@ -249,7 +249,7 @@ def _time_value_model(
     if config.value_model is None or not ranks:
         return {}
     value = replace(config, policy=config.value_model)
-    model, steps = _Model(value, ranks, hardware, overlap_of(value)), config.value_optimizer_steps_per_step
+    model, steps = _Model(value, ranks, hardware, find_overlap(value)), config.value_optimizer_steps_per_step
     batch = model.form_batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
     values_s = model.run(model.time_phases("values"), batch, forward_only=True).seconds
     part = np.array_split(totals, max(1, steps // config.passes_per_step))[0]
@@ -269,11 +269,11 @@ def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> f
         for (_, is_backward), seconds in phase.passes.items():
             passes[is_backward] += seconds.compute_seconds(batch.tokens, batch.context)
         exposed_of_rank = 0.0
-        for message, overlaps, behind in (
+        for message, overlaps, hiding_s in (
             (phase.gradients, overlap.gradients, passes[True]),
             (phase.parameters, overlap.parameters, passes[False]),
         ):
-            exposed_of_rank += max(message - behind, message * (1 - hidden)) if overlaps else message
+            exposed_of_rank += max(message - hiding_s, message * (1 - hidden)) if overlaps else message
         exposed = max(exposed, exposed_of_rank)
     return exposed
 
@@ -283,14 +283,18 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
 
     The busiest rank sends at the speed of its port, or of NVLink.
     """
-    policy, generation, reached = config.policy, config.generation, hardware.efficiency
+    policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
     bucket = int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(
         shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
-    speed = hardware.local_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
+    speed = (
+        hardware.local_bytes_per_s * efficiency.nvlink
+        if together
+        else hardware.network_bytes_per_s * efficiency.network
+    )
     return summary.compute_seconds(speed), summary.bytes
 
 
@@ -312,10 +316,10 @@ def _time_generation(
     responses_of_engine = np.sort(responses)[::-1][::engines][::-1]
     # Responses start in random order, because their lengths are not known.
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
-    alone = generate(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
+    alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
     assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
     ahead = config.training_loop.async_grpo.max_trajectory_age_steps + 1
-    stream = generate(decoder, lengths.prompt, np.tile(responses_of_engine, ahead), most_sequences, copies)
+    stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, ahead), most_sequences, copies)
     return alone.seconds, stream.seconds / ahead
 
 

@@ -222,10 +222,10 @@ def _quiet_process() -> None:
 def _run_dry(config: Config, shape: ModelShape, rank: int, expert_skew: float, moves: bool) -> DryReport:
     import torch  # only in the processes of `start_trace_pool`
 
-    from megatron_grpo.planning.dry_run import run_dry, run_phases
+    from megatron_grpo.planning.dry_run import list_phases, run_dry
 
     torch.set_num_threads(1)
-    phases = run_phases(config) - ({"refit"} if shape.value_head is not None else set())
+    phases = list_phases(config) - ({"refit"} if shape.value_head is not None else set())
     return run_dry(config, shape, rank, expert_skew=expert_skew, moves=moves, phases=phases)
 
 

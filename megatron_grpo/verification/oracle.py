@@ -33,15 +33,15 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     `settings`: entries of the model's configuration that are not those of the folder.
     """
     # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
-    kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     if settings:
-        kind["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in settings.items():
-            setattr(kind["config"], name, value)
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **kind).eval()
+            setattr(options["config"], name, value)
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
-def keep_stored_tensors(model: Any) -> dict[str, Tensor]:
+def list_stored_tensors(model: Any) -> dict[str, Tensor]:
     """Parameters and stored buffers by their names in transformers."""
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
@@ -81,7 +81,7 @@ class Oracle:
 
         Experts are stacked, tied weights named once.
         """
-        return {name: tensor.detach() for name, tensor in keep_stored_tensors(self.model).items()}
+        return {name: tensor.detach() for name, tensor in list_stored_tensors(self.model).items()}
 
     @property
     def layers(self) -> list[Any]:
@@ -116,16 +116,18 @@ class Oracle:
         return torch.cat([logprobs[number] for number in range(len(sequences))], dim=1)
 
     @torch.no_grad()
-    def compute_chances(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
+    def compute_probabilities(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
         """Probabilities of all tokens at the chosen ones, by sequence.
 
         Each is [chosen tokens, vocabulary], float32.
         """
-        chances = []
+        probabilities = []
         for tokens in sequences:
             states = self.model.model(tokens.ids[None], use_cache=False).last_hidden_state[0]
-            chances.append(law.compute_distribution(self._compute_logits(states[tokens.chosen - 1]), tokens).exp())
-        return chances
+            probabilities.append(
+                law.compute_distribution(self._compute_logits(states[tokens.chosen - 1]), tokens).exp()
+            )
+        return probabilities
 
     def _compute_logits(self, states: Tensor) -> Tensor:
         """[tokens, vocabulary], float32, of the last hidden states, [tokens, width]."""
@@ -135,7 +137,7 @@ class Oracle:
         return (logits if limit is None else torch.tanh(logits / limit) * limit).float()
 
     @torch.no_grad()
-    def compute_logprobs_behind(
+    def compute_logprobs_with_cache(
         self, older: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law
     ) -> Tensor:
         """Log-probabilities behind keys and values of another model.
@@ -202,7 +204,7 @@ class Oracle:
 
         They stand by name, each in the shape of its tensor.
         """
-        parameters = keep_stored_tensors(self.model)
+        parameters = list_stored_tensors(self.model)
         before = {name: parameters[name].data for name in values}
         try:
             for name, value in values.items():
@@ -282,23 +284,23 @@ class Oracle:
             [tokens of all sequences, width] for each point of `verification.doctor.layer_outputs`, in the order of
             computation. At a router, the weight of every expert, 0 for those that were not chosen.
         """
-        inner, kept_states = self.model.model, dict[str, list[Tensor]]()
-        modules = {"embedding": inner.embed_tokens}
+        decoder, states = self.model.model, dict[str, list[Tensor]]()
+        modules = {"embedding": decoder.embed_tokens}
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}"
             routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
             modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
-        handles = [module.register_forward_hook(_keep_tensors(point, kept_states)) for point, module in modules.items()]
+        handles = [module.register_forward_hook(_keep_tensors(point, states)) for point, module in modules.items()]
         try:
             for tokens in sequences:
-                inner(tokens.ids[None], use_cache=False)
+                decoder(tokens.ids[None], use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        return {point: torch.cat(kept_states[point]) for point in modules}
+        return {point: torch.cat(states[point]) for point in modules}
 
 
-def _keep_tensors(point: str, kept_states: dict[str, list[Tensor]]) -> Any:
+def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:
     """A hook that keeps a module's output, [tokens, width]."""
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
@@ -306,7 +308,7 @@ def _keep_tensors(point: str, kept_states: dict[str, list[Tensor]]) -> Any:
         if point.endswith("router"):
             logits, weights, chosen = output
             value = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, chosen, weights.float())
-        kept_states.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
+        states.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
 
     return keep
 
@@ -336,20 +338,20 @@ class _RoundedProduct(TorchFunctionMode):
         if function is not torch.nn.functional.linear:
             return function(*args, **(kwargs or {}))
         operands = (
-            _round_weights(operand) if part in self._parts else operand
+            _round_to_bfloat16(operand) if part in self._parts else operand
             for part, operand in zip(("inputs", "weights"), args, strict=True)
         )
         logits = function(*operands)
-        return _round_weights(logits) if "logits" in self._parts else logits
+        return _round_to_bfloat16(logits) if "logits" in self._parts else logits
 
 
 def _round_forward(forward: Any, parts: Set[RouterPart], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with _RoundedProduct(parts):
         logits, scores, chosen = forward(hidden)
-    return logits, _round_weights(scores) if "scores" in parts else scores, chosen
+    return logits, _round_to_bfloat16(scores) if "scores" in parts else scores, chosen
 
 
-def _round_weights(value: Tensor) -> Tensor:
+def _round_to_bfloat16(value: Tensor) -> Tensor:
     return value.bfloat16().float()
 
 

@@ -22,7 +22,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
-from megatron_grpo.verification.oracle import keep_stored_tensors, load_eager_model
+from megatron_grpo.verification.oracle import list_stored_tensors, load_eager_model
 
 SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
 """Entries of config.json: SMALL of every small model; EXPERTS, LATENT and WINDOW of models with experts, latent
@@ -161,7 +161,7 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
     )
 
 
-def solve(folder: Path, batch: TokenBatch) -> Truth:
+def compute_truth(folder: Path, batch: TokenBatch) -> Truth:
     """Compute a batch in transformers, one sequence at a time.
 
     There is no padding, no packing, no layout.
@@ -170,18 +170,18 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
         RunError: transformers cannot load or compute the model.
     """
     try:
-        return _solve_cached(folder, batch)
+        return _run_transformers(folder, batch)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
 
 
-def _solve_cached(folder: Path, batch: TokenBatch) -> Truth:
+def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     model = load_eager_model(folder, torch.float32)
     # torch gives the row of this token no gradient. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = read_model_shape(folder).experts
     options = {} if experts is None else {"output_router_logits": True}
-    in_memory = {name: value.detach().clone() for name, value in keep_stored_tensors(model).items()}
+    in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
     weights = revert_weight_conversion(model, in_memory)
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
@@ -201,8 +201,8 @@ def _solve_cached(folder: Path, batch: TokenBatch) -> Truth:
         # A sequence's first token is predicted by nothing.
         logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
-    of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Truth(torch.cat(logprobs), revert_weight_conversion(model, of_trained), weights)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Truth(torch.cat(logprobs), revert_weight_conversion(model, gradients), weights)
 
 
 def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
@@ -212,10 +212,10 @@ def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
     token once for each of its experts.
     """
     if experts.score == "softmax":
-        level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
+        balancing = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
     else:  # DeepSeek-V3 (2024), equations 17 to 20
         scores = logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True)
         chosen = torch.nn.functional.one_hot(scores.topk(experts.top_k, dim=1).indices, experts.count).sum(dim=1)
-        level = (chosen.float().mean(dim=0) * experts.count / experts.top_k * scores.mean(dim=0)).sum()
-    squares = logits.logsumexp(dim=1).square().mean()
-    return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares
+        balancing = (chosen.float().mean(dim=0) * experts.count / experts.top_k * scores.mean(dim=0)).sum()
+    z_loss = logits.logsumexp(dim=1).square().mean()
+    return MOE.aux_loss_coeff * balancing + MOE.z_loss_coeff * z_loss

@@ -59,7 +59,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
-        ranks = start_processes(_serve, arguments, world, join=False, daemon=True, start_method="forkserver")
+        ranks = start_processes(_run_rank, arguments, world, join=False, daemon=True, start_method="forkserver")
         _wait_for_ranks(ranks, folder, end, timeout_s)
         return [torch.load(folder / f"{rank}.results", weights_only=True) for rank in range(world)]
 
@@ -74,14 +74,14 @@ def _wait_for_ranks(ranks: ProcessContext, folder: Path, end: float, timeout_s: 
         while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
             if time.monotonic() >= end:
                 pending = ranks.sentinels.values()
-                overdue = ", ".join(f"{rank} (in {_name_phase(folder, rank)})" for rank in sorted(pending))
+                overdue = ", ".join(f"{rank} (in {_read_phase(folder, rank)})" for rank in sorted(pending))
                 raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
     except ProcessRaisedException as error:
         rank, text = error.error_index, error.msg.partition("following error:\n")[2]
-        raise RunError(f"rank {rank} failed in {_name_phase(folder, rank)}:\n{text}") from None
+        raise RunError(f"rank {rank} failed in {_read_phase(folder, rank)}:\n{text}") from None
     except ProcessExitedException as error:
         rank, code = error.error_index, error.exit_code
-        raise RunError(f"rank {rank} died in {_name_phase(folder, rank)}, with exit code {code}") from None
+        raise RunError(f"rank {rank} died in {_read_phase(folder, rank)}, with exit code {code}") from None
     finally:
         # All are killed before the first is waited for: a rank in a collective ends only with its peers.
         for process in ranks.processes:
@@ -90,13 +90,13 @@ def _wait_for_ranks(ranks: ProcessContext, folder: Path, end: float, timeout_s: 
             process.join()
 
 
-def _name_phase(folder: Path, rank: int) -> str:
+def _read_phase(folder: Path, rank: int) -> str:
     """The current or last phase of a rank."""
     file = folder / f"{rank}.phase"
     return file.read_text() if file.exists() else "start"
 
 
-def _serve(
+def _run_rank(
     rank: int,
     body: Body[T],
     task: T,

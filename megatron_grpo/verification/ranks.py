@@ -42,7 +42,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Findings:
+class RankResults:
     """The results of one rank; fields that only other ranks fill are empty."""
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
@@ -59,35 +59,35 @@ class Findings:
 def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     """Build the rank's part of the model and measure it.
 
-    Returns the fields of `Findings` by name. `enter` gets the name of each phase as it begins.
+    Returns the fields of `RankResults` by name. `enter` gets the name of each phase as it begins.
     """
     enter("building the model")
     config = _build_config(task)
     shares = make_packer(config, TOKEN_COST).assign_to_replicas(np.array(task.batch.lengths), task.parallel.data)
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
-    (microbatches,) = make_packer(config, TOKEN_COST).make_microbatches([np.array(batch.lengths)])
-    rank = _build(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
+    (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([np.array(batch.lengths)])
+    rank = _build_rank(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
     enter("log-probabilities")
     logprobs = rank.compute_logprobs(
         TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches
     )
-    result = Findings(weights=_join_shards(rank))
+    result = RankResults(weights=_join_shards(rank))
     if logprobs is not None:
         result.logprobs = dict(zip(numbers, logprobs.split(batch.lengths), strict=True))
     loss_fn, counts = make_loss(), count_tokens(task.batch)
     enter("gradients")
-    result.losses.append(_build_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+    result.losses.append(_sum_losses(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.gradients = _join_gradients(rank)
     del rank  # else the peak would count both models
-    rank = _build(_build_config(task, distributed=True))
+    rank = _build_rank(_build_config(task, distributed=True))
     enter("optimizer steps")
     times = []
     for _ in range(task.steps):
         began = time.monotonic()
         rank.train(batch, microbatches, loss_fn, counts)
         times.append(time.monotonic() - began)
-        result.losses.append(_build_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+        result.losses.append(_sum_losses(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.step_s = statistics.median(times)
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel rank 0 reports the loss
@@ -109,12 +109,12 @@ def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
     )
 
 
-def _build(config: PolicyConfig) -> PolicyRank:
+def _build_rank(config: PolicyConfig) -> PolicyRank:
     folder = config.model.path
     return PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=folder, decay_steps=100))
 
 
-def _build_loss(shares: list[dict[str, Tensor]]) -> float:
+def _sum_losses(shares: list[dict[str, Tensor]]) -> float:
     return sum(float(share["loss"]) for share in shares)
 
 
@@ -138,14 +138,14 @@ def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     return gradients
 
 
-def run_layout(task: Task) -> list[Findings]:
+def run_layout(task: Task) -> list[RankResults]:
     """Run every rank of a layout, and return their results by rank.
 
     Raises:
         RunError: a rank failed, died or missed the deadline; the text names it.
     """
     results = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
-    return [Findings(**result) for result in results]
+    return [RankResults(**result) for result in results]
 
 
 TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}
@@ -183,17 +183,17 @@ class Row:
 
 
 def compare_layout(
-    name: str, packed: bool, findings: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
+    name: str, packed: bool, results: Sequence[RankResults], truth: Truth, batch: TokenBatch, one_rank: Row | None
 ) -> Row:
     """Compare a layout's ranks with transformers and with one rank.
 
     None: this is one rank.
     """
-    logprobs = {number: values for rank in findings for number, values in rank.logprobs.items()}
+    logprobs = {number: values for rank in results for number, values in rank.logprobs.items()}
     expected = truth.logprobs.split(batch.lengths)
     assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
-    final = sum(rank.losses[-1] for rank in findings)
-    gradient, worst_tensor = _compute_relative_error(findings, truth.gradients)
+    final = sum(rank.losses[-1] for rank in results)
+    gradient, worst_tensor = _compute_relative_error(results, truth.gradients)
     return Row(
         layout=name,
         packed=packed,
@@ -202,19 +202,19 @@ def compare_layout(
         gradient=gradient,
         worst_tensor=worst_tensor,
         loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
-        exact=_has_same_weights(findings, truth.weights),
-        peak_gib=max(rank.peak_bytes for rank in findings) / 2**30,
-        step_s=max(rank.step_s for rank in findings),
+        exact=_has_same_weights(results, truth.weights),
+        peak_gib=max(rank.peak_bytes for rank in results) / 2**30,
+        step_s=max(rank.step_s for rank in results),
         final_loss=final,
     )
 
 
-def _compute_relative_error(findings: Sequence[Findings], truth: dict[str, Tensor]) -> tuple[float, str]:
+def _compute_relative_error(results: Sequence[RankResults], truth: dict[str, Tensor]) -> tuple[float, str]:
     """Largest relative error over all tensors, with its tensor's name.
 
     Infinite if a tensor is missing or not finite.
     """
-    gradients = {name: tensor for rank in findings for name, tensor in rank.gradients.items()}
+    gradients = {name: tensor for rank in results for name, tensor in rank.gradients.items()}
     errors = dict.fromkeys(truth, math.inf)
     for name in truth.keys() & gradients.keys():
         error = float((gradients[name] - truth[name]).norm() / truth[name].norm())
@@ -223,8 +223,8 @@ def _compute_relative_error(findings: Sequence[Findings], truth: dict[str, Tenso
     return errors[worst], worst
 
 
-def _has_same_weights(findings: Sequence[Findings], truth: dict[str, Tensor]) -> bool:
-    names = {name for rank in findings for name in rank.weights}
+def _has_same_weights(results: Sequence[RankResults], truth: dict[str, Tensor]) -> bool:
+    names = {name for rank in results for name in rank.weights}
     return names == truth.keys() and all(
-        torch.equal(tensor, truth[name]) for rank in findings for name, tensor in rank.weights.items()
+        torch.equal(tensor, truth[name]) for rank in results for name, tensor in rank.weights.items()
     )

@@ -28,7 +28,7 @@ from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import prepare_model
 from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import open_step
-from megatron_grpo.verification.replay.replayed_step import ReplayTask, replay_step, replay_task
+from megatron_grpo.verification.replay.replayed_step import ReplayTask, build_replay_task, replay_step
 from tests.support.recording import make_facts
 
 PROMPTS, SAMPLES = 3, 4
@@ -72,7 +72,7 @@ def make_recorded_run(
 def add_figures(run_dir: Path, *overrides: str) -> None:
     """Write the figures of step 1 as a run records them, in the layout of `overrides`, which the record names."""
     record = open_step(run_dir, 1, overrides)
-    task = replay_task(record, 1)
+    task = build_replay_task(record, 1)
     ranks = run_on_ranks(_watch_on_rank, task, record.config.policy.parallel, seed=0, timeout_s=300)
     computed = replay_step(record, hidden_tokens=1, timeout_s=300, gpus=0)
     assert computed.result is not None

@@ -22,7 +22,7 @@ from megatron_grpo.planning.dry.tracker import kind
 from megatron_grpo.planning.dry.work import WorkKind, WorkLog, count_bytes, name_of, note, note_message, note_product
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
-Made = tuple[Sequence[int], torch.dtype]
+TensorSpec = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor that a kernel makes."""
 
 
@@ -61,16 +61,16 @@ class Kernel:
     """Memory and work of one Transformer Engine operation, forward and backward."""
 
     kind: str
-    outputs: Sequence[Made]
+    outputs: Sequence[TensorSpec]
     keeps: Sequence[int] = ()
     """Numbers of the inputs that are saved for the backward pass."""
     keeps_output: bool = False
     """Whether the first output is saved for the backward pass."""
-    saved: Sequence[Made] = ()
+    saved: Sequence[TensorSpec] = ()
     """Further tensors that are saved for the backward pass."""
-    forward: Sequence[Made] = ()
+    forward: Sequence[TensorSpec] = ()
     """Tensors that live during the forward pass alone."""
-    backward: Sequence[Made] = ()
+    backward: Sequence[TensorSpec] = ()
     """Tensors that live during the backward pass alone, besides the inputs' gradients."""
     product: Product | None = None
     """The product that a linear layer computes."""
@@ -112,11 +112,11 @@ class Kernel:
 
 def run(kernel: Kernel, *inputs: Tensor) -> Any:
     """Run a kernel without numbers; returns a tensor, or a tuple of several."""
-    outputs = _Run.apply(kernel, *inputs)
+    outputs = _KernelFunction.apply(kernel, *inputs)
     return outputs[0] if len(kernel.outputs) == 1 else outputs
 
 
-class _Run(torch.autograd.Function):
+class _KernelFunction(torch.autograd.Function):
     """The autograd function of `run`."""
 
     @staticmethod
@@ -149,7 +149,7 @@ class _Run(torch.autograd.Function):
         return None, *results
 
 
-def _make_like(like: Tensor, form: Made) -> Tensor:
+def _make_like(like: Tensor, form: TensorSpec) -> Tensor:
     return like.new_empty(tuple(form[0]), dtype=form[1])
 
 
@@ -178,7 +178,7 @@ def run_attention(
     head_dim].
     """
     parts = 1 if context is None else context.size()
-    ring: list[Made] = [(tensor.shape, tensor.dtype) for tensor in (key, value) for _ in range(2) if parts > 1]
+    ring: list[TensorSpec] = [(tensor.shape, tensor.dtype) for tensor in (key, value) for _ in range(2) if parts > 1]
     keys, share = (
         (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if context_tokens is None else (context_tokens, 0.5)
     )
@@ -299,7 +299,7 @@ def _merge_tokens(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_
     return result
 
 
-def _sort(tokens: Tensor, *companions: Any) -> Any:
+def _sort_rows(tokens: Tensor, *companions: Any) -> Any:
     """Sort rows by expert, or back, with their weights if these follow.
 
     The map of rows is saved.
@@ -371,8 +371,8 @@ REPLACED: dict[str, Any] = {
     "megatron.core.transformer.moe.moe_utils:fused_permute": _permute_tokens,
     "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute_tokens,
     "megatron.core.transformer.moe.moe_utils:fused_unpermute": _merge_tokens,
-    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
-    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort_rows,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort_rows,
     "megatron.core.fusions.fused_bias_swiglu:swiglu": _run_gated,
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _run_gated_back,
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _run_gated,

@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
-from megatron_grpo.planning.dry.kernels import Collective, Kernel, Made, Product, run, run_attention, run_norm
+from megatron_grpo.planning.dry.kernels import Collective, Kernel, Product, TensorSpec, run, run_attention, run_norm
 from megatron_grpo.planning.dry.tracker import kind
 from megatron_grpo.planning.dry.work import count_bytes, name_of, note
 from megatron_grpo.trainer.model.layers import RMSNorm
@@ -71,8 +71,8 @@ class Quantizable:
         output: Sequence[int],
         *,
         normed: bool = False,
-        forward: Sequence[Made] = (),
-        backward: Sequence[Made] = (),
+        forward: Sequence[TensorSpec] = (),
+        backward: Sequence[TensorSpec] = (),
         messages: Sequence[Collective] = (),
         messages_back: Sequence[Collective] = (),
     ) -> Tensor:
@@ -83,7 +83,7 @@ class Quantizable:
         directions in which products read them, made in the first forward pass and kept. FP8 parameters are such copies
         themselves; they stand here as parameters in bfloat16, which take as much memory.
         """
-        matrix: list[Made] = [(hidden.shape, hidden.dtype)]
+        matrix: list[TensorSpec] = [(hidden.shape, hidden.dtype)]
         backward = list(backward)
         if self.fp8 is not None:
             # Gradients of the output are quantized twice, because the two products of the backward pass read them in
@@ -94,7 +94,7 @@ class Quantizable:
             note("elementwise", "quantize", nbytes=4 * hidden.numel())
         if normed:
             note("elementwise", "norm", nbytes=2 * count_bytes([hidden]))
-        rows: list[Made] = [(hidden.shape[:-1], torch.float32)]
+        rows: list[TensorSpec] = [(hidden.shape[:-1], torch.float32)]
         as_it_came = self.fp8 is None or self.save_original_input
         kernel = Kernel(
             "linear",
@@ -126,10 +126,10 @@ class Quantizable:
                     copies[str(number)] = weight.new_empty(2, *weight.shape, dtype=torch.uint8)
 
 
-def _make_quantized(shape: Sequence[int], fp8: Fp8Config) -> list[Made]:
+def _make_quantized(shape: Sequence[int], fp8: Fp8Config) -> list[TensorSpec]:
     """A matrix in FP8 for one of two directions, and its scales."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    scales: dict[str, Made] = {
+    scales: dict[str, TensorSpec] = {
         "blockwise": ((math.ceil(rows / 128), columns), torch.float32),
         "mxfp8": ((math.ceil(rows / 32), columns), torch.uint8),
     }
@@ -150,7 +150,7 @@ class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
         [tokens of this rank, sequences, columns] becomes [tokens, sequences, rows of this rank].
         """
         tokens = input_.shape[0] * (self.tp_group.size() if self.sequence_parallel else 1)
-        gathered: list[Made] = [((tokens, *input_.shape[1:]), input_.dtype)] if self.sequence_parallel else []
+        gathered: list[TensorSpec] = [((tokens, *input_.shape[1:]), input_.dtype)] if self.sequence_parallel else []
         parameters = list(self.parameters())
         output = (tokens, *input_.shape[1:-1], self.weight.shape[0])
         numbers, group = tokens * math.prod(input_.shape[1:]), self.tp_group
@@ -195,7 +195,7 @@ class ShapedRowLinear(Quantizable, RowParallelLinear):
         """
         parts = self.tp_group.size() if self.sequence_parallel else 1
         full_shape = (*input_.shape[:-1], self.weight.shape[0])
-        gathered: list[Made] = [(full_shape, input_.dtype)] if self.sequence_parallel else []
+        gathered: list[TensorSpec] = [(full_shape, input_.dtype)] if self.sequence_parallel else []
         output = (full_shape[0] // parts, *full_shape[1:])
         nbytes, group = math.prod(full_shape) * input_.element_size(), self.tp_group
         return self.multiply(

@@ -45,7 +45,7 @@ class WorkLog:
 
     # Equal operators are counted, not listed: a step of a large model has millions, and few are distinct.
     def __init__(self) -> None:
-        self.found: Counter[Work] = Counter()
+        self.counts: Counter[Work] = Counter()
         self.passes: Counter[tuple[str, int]] = Counter()
         """Forward passes of microbatches, by phase and model chunk."""
         self.phase = "other"
@@ -55,13 +55,13 @@ class WorkLog:
 
     def note(self, kind: WorkKind, name: str, **sizes: Any) -> None:
         """Count an operator; `sizes` are fields of `Work`."""
-        self.found[Work(self.phase, self._chunk, self._is_backward, kind, name, **sizes)] += 1
+        self.counts[Work(self.phase, self._chunk, self._is_backward, kind, name, **sizes)] += 1
 
     def note_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Count an operator, unless it makes a view or an uninitialized tensor."""
-        sort = _SORTS.get(func)
+        sort = _CLASSES.get(func)
         if sort is None:
-            sort = _SORTS[func] = _sort(func)
+            sort = _CLASSES[func] = _classify(func)
         if sort == "free":
             return
         name = func.name()
@@ -180,11 +180,11 @@ _FREE = (
     "profiler::",
 )
 _GATHERS = ("aten::embedding", "aten::index.", "aten::index_select", "aten::gather", "aten::masked_select")
-_SORTS: dict[Any, str] = {}
+_CLASSES: dict[Any, str] = {}
 """Sort of each operator that was met."""
 
 
-def _sort(func: Any) -> str:
+def _classify(func: Any) -> str:
     name = func.name()
     views = any(
         returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns

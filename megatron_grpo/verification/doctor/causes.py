@@ -61,7 +61,7 @@ from megatron_grpo.verification.oracle import Oracle
 
 NEAREST = 4
 """Most other versions, the nearest ones, whose weights are tried as a whole."""
-UNKNOWN = {
+COMMANDS = {
     "engine": "refit.weight_check_period=1 refit.canary_share=1 compare weights and canary at every refit of a run; "
     "engine=true compares the layers of an engine here",
     "trainer": "python -m megatron_grpo.replay RUN_DIR step=N policy.parallel.tensor=1 (or another layout, or "
@@ -71,9 +71,9 @@ UNKNOWN = {
 OTHER_WEIGHTS = "refit.weight_check_period=1 refit.canary_share=1 name the tensor at the refit that leaves it wrong"
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of hidden states that rounding explains, by precision."""
-NAMED = 3
+MOST_NAMED = 3
 """Most rollouts that are named where others agree."""
-ONE_EDIT = 2
+FEW_EDITS = 2
 """Most changed numbers of a record that are named before other causes are tried."""
 
 
@@ -106,7 +106,12 @@ class Causes:
         timeout_s: float,
     ) -> None:
         self._run_dir, self._config, self._weights, self._prompts = run_dir, config, weights, prompts
-        self._step, self._version, self._remarks, self._again = evidence.step, evidence.version, remarks, again
+        self._step, self._version, self._remarks, self._may_start_engine = (
+            evidence.step,
+            evidence.version,
+            remarks,
+            again,
+        )
         self._timeout_s = timeout_s
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
@@ -134,11 +139,11 @@ class Causes:
             stops: tokens that end a response.
         """
         apart = find_rollouts_apart(side, base, rounding)  # one of several engines may be wrong
-        part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
+        part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
         finding = find_damage(part, base, rounding) or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
             return finding
-        names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= NAMED else ""
+        names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= MOST_NAMED else ""
         where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
         return replace(finding, text=f"{finding.text} ({where})")
 
@@ -147,13 +152,13 @@ class Causes:
     ) -> Finding:
         # One or two changed numbers are certain; more of them may also be the mark of another cause, which comes first.
         edits = find_edits(side, base, rounding)
-        if edits is not None and edits[1] <= ONE_EDIT:
+        if edits is not None and edits[1] <= FEW_EDITS:
             return edits[0]
         search = Search(side, base, rounding, time.monotonic() + self._timeout_s)
         for groups in self._list_tiers(side, version, stops):
             if search.try_groups(groups):
                 break
-        if search.untried:
+        if search.ran_out_of_time:
             text = f"not every cause was tried on the {side.name} within timeout_s={self._timeout_s:g}"
             self._remarks.append(text)
         finding = search.conclude()
@@ -171,7 +176,7 @@ class Causes:
         """
         # The order is that of cost and of doubt: whole models and options first, then parts of the weights, whose many
         # thousand combinations would explain by chance what a simple cause explains exactly.
-        nearest = self._describe_near(version)[:NEAREST]
+        nearest = self._list_nearest_versions(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
         first: list[Group] = [partial(iterate_sampling_suspects, stops)]
         if side.name == "engine":
@@ -192,10 +197,10 @@ class Causes:
         policy, generation = self._config.policy.parallel, self._config.generation.parallel
         pipelines = [policy.pipeline, generation.pipeline]
         parts = list_parts(side.oracle, pipelines, [policy.tensor, generation.tensor, policy.expert, generation.expert])
-        near = self._describe_near(version)
+        near = self._list_nearest_versions(version)
         # The version before is what a refit leaves behind; the farthest one differs most, so little is mistaken for it.
         earlier = list(dict.fromkeys([*near[:1], *near[-1:]]))
-        texts = {number: self._name_of(number, has_adapters) for number in earlier}
+        texts = {number: self._describe_version(number, has_adapters) for number in earlier}
         stale = [
             partial(iterate_stale_parts, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
@@ -205,13 +210,13 @@ class Causes:
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
 
-    def _describe_near(self, version: int) -> list[int]:
+    def _list_nearest_versions(self, version: int) -> list[int]:
         """Other available versions, the nearest first, earlier ones before later ones."""
         versions = [number for number in self._weights.versions if number != version]
         return sorted(versions, key=lambda number: (abs(version - number), number > version))
 
     @staticmethod
-    def _name_of(version: int, has_adapters: bool) -> str:
+    def _describe_version(version: int, has_adapters: bool) -> str:
         return "the base model, without its adapter" if has_adapters and version == 0 else f"version {version}"
 
     def _describe_unexplained(self, side: Side, base: Tensor, version: int, near_causes: list[str]) -> Finding:
@@ -227,7 +232,7 @@ class Causes:
 
     def _name_command(self, side: Side) -> str:
         """The command that finds what no suspect explains."""
-        return UNKNOWN[side.name].replace("RUN_DIR step=N", f"{self._run_dir} step={self._step}")
+        return COMMANDS[side.name].replace("RUN_DIR step=N", f"{self._run_dir} step={self._step}")
 
     def _find_structured(self, side: Side, base: Tensor, _version: int) -> Finding | None:
         """Find that the engine draws from fewer tokens, as configured."""
@@ -273,7 +278,7 @@ class Causes:
 
         None: it was not asked for.
         """
-        if side.name == "engine" and not self._again:
+        if side.name == "engine" and not self._may_start_engine:
             return None
         folder, tokens, law = self._weights.find_folder(version), side.tokens, side.law
         try:

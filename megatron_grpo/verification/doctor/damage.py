@@ -14,11 +14,11 @@ from megatron_grpo.verification.doctor.suspects.side import Side
 
 CHANGED = "the file of rollouts was changed after it was written; record the step again"
 WRITER = "what writes or converts the log-probabilities of the record"
-FEW = 2
+MOST_NAMED_TOKENS = 2
 """Most tokens of a rollout that are named one by one; in a rollout with more, the cause is elsewhere."""
 MOST_IDS = 64
 """Most token ids that are tried in the place of an edited one: those whose log-probability is nearest to the record."""
-CUT = 1e-3
+CLIPPED_TOLERANCE = 1e-3
 """Largest difference, in nats, of a record that agrees but for numbers that are cut off."""
 DIGITS = 4
 """Most decimal places of a record that counts as rounded; float32 has about seven."""
@@ -52,7 +52,7 @@ def _find_coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | Non
     least = recorded.min()
     if (
         int((recorded == least).sum()) > 1
-        and float(compute_residual(recorded, base.clamp(min=float(least))).max()) < CUT
+        and float(compute_residual(recorded, base.clamp(min=float(least))).max()) < CLIPPED_TOLERANCE
     ):
         return _make_finding(side, f"has no number below {float(least):.4g}", WRITER, base)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
@@ -76,19 +76,19 @@ def _find_impossible(side: Side, base: Tensor, _rounding: Distance) -> Finding |
         return None
     number = int(wrong.nonzero()[0])
     text = f"has {int(wrong.sum())} numbers that are no log-probabilities, the first {float(side.recorded[number]):g}"
-    return _make_finding(side, f"{text} at {_describe_token(side, number)}", CHANGED, base)
+    return _make_finding(side, f"{text} at {_describe_scored_token(side, number)}", CHANGED, base)
 
 
-def _describe_token(side: Side, number: int) -> str:
+def _describe_scored_token(side: Side, number: int) -> str:
     """The rollout and the token of a scored token, for messages."""
     for rollout, length in zip(side.rollouts, side.lengths, strict=True):
         if number < length:
-            return _find_token(rollout, number)
+            return _describe_token(rollout, number)
         number -= length
     raise AssertionError("the token belongs to a rollout")
 
 
-def _find_token(rollout: Rollout, number: int) -> str:
+def _describe_token(rollout: Rollout, number: int) -> str:
     token = int(rollout.indices[number])
     position = int(rollout.tokens.chosen[number])
     return (
@@ -170,10 +170,10 @@ def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, i
         apart = (compute_residual(recorded, plain) > rounding.worst).nonzero()[:, 0].tolist()
         if not apart:
             repaired.append(plain)
-        elif len(apart) <= FEW and len(apart) < len(recorded):
+        elif len(apart) <= MOST_NAMED_TOKENS and len(apart) < len(recorded):
             numbers += len(apart)
             texts += [
-                f"another number at {_find_token(rollout, number)}: {_describe_both(recorded, plain, number)}"
+                f"another number at {_describe_token(rollout, number)}: {_describe_both(recorded, plain, number)}"
                 for number in apart
             ]
             repaired.append(recorded)
@@ -183,7 +183,7 @@ def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, i
                 return None
             token_id, predicted = original
             texts.append(
-                f"another id at {_find_token(rollout, apart[0])}: the numbers behind it are those of id {token_id}"
+                f"another id at {_describe_token(rollout, apart[0])}: the numbers behind it are those of id {token_id}"
             )
             repaired.append(predicted)
     if not texts or len(texts) > len(side.rollouts):
@@ -204,8 +204,8 @@ def _find_original_id(
     Returns what is predicted with it, too.
     """
     # Only ids whose probability is the recorded one can have been the original; the numbers behind it decide.
-    (chances,) = side.oracle.compute_chances([sequence], side.law)
-    nearest = (chances[first].log() - recorded[first]).abs()
+    (probabilities,) = side.oracle.compute_probabilities([sequence], side.law)
+    nearest = (probabilities[first].log() - recorded[first]).abs()
     for token_id in nearest.argsort()[:MOST_IDS].tolist():
         if float(nearest[token_id]) > rounding.worst:
             break

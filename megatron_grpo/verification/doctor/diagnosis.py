@@ -86,7 +86,7 @@ class Finding:
 STOP_KEY = "generation.stop_token_ids and the model's eos_token_id; an environment's own tokens are not sampled ones"
 
 
-def record_findings(
+def find_token_mistakes(
     evidence: Evidence, stops: frozenset[int], *, stop_strings: bool, samples: int | None
 ) -> Iterator[Finding]:
     """Mistakes that the tokens of the record show by themselves.
@@ -153,7 +153,7 @@ def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"
 
 
-def stop_token_finding(
+def find_unsampled_stops(
     evidence: Evidence, recorded: Tensor, base: Tensor, stops: frozenset[int], rounding: Distance
 ) -> Finding | None:
     """Find that only stop tokens at the end of rollouts differ.

@@ -89,7 +89,7 @@ def _serve(request: Path, result: Path) -> None:
     request_values = torch.load(request, weights_only=True)
     llm = LLM(**request_values["arguments"])
     states: dict[str, list[Tensor]] = {}
-    (_,) = llm.apply_model(lambda model: _make_hook(model, states))
+    (_,) = llm.apply_model(lambda model: _register_hooks(model, states))
     parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     logprobs = []
     for ids in request_values["ids"]:  # one by one, so that a forward pass has the tokens of one sequence
@@ -103,7 +103,7 @@ def _serve(request: Path, result: Path) -> None:
     torch.save({"logprobs": logprobs, "states": states}, result)
 
 
-def _make_hook(model: Any, states: dict[str, list[Tensor]]) -> None:
+def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
     """Keep the hidden states of every forward pass.
 
     A layer of vLLM returns its output and the residual unadded.

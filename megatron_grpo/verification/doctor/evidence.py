@@ -47,7 +47,7 @@ class Rollout:
             self.row, Tokens(tokens.ids, tokens.chosen[remaining], tokens.begins[remaining]), self.indices[remaining]
         )
 
-    def keep_behind(self, prompt: Sequence[int]) -> Tokens:
+    def replace_prompt(self, prompt: Sequence[int]) -> Tokens:
         """The sequence with another prompt, token ids, before its first response."""
         tokens, first = self.tokens, int(self.row["spans"][0][0])
         shift = len(prompt) - first
@@ -258,7 +258,7 @@ def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config,
     recomputed = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     chosen: list[Rollout] = []
     total = 0
-    for row in _in_order(rows):
+    for row in _order_rows(rows):
         rollout = read_rollout(row, version, recomputed=recomputed)
         if rollout is None:
             continue
@@ -269,17 +269,17 @@ def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config,
     return sorted(chosen, key=lambda rollout: (rollout.row["group"], rollout.row["sample"]))
 
 
-def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _order_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Take turns between rollouts that differ most and those of all prompts."""
     # Samples of a prompt may come from different engines, so each prompt begins with another sample.
     samples = max((row["sample"] for row in rows), default=0) + 1
-    spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
+    rotated = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
     differing = sorted((row for row in rows if _measure_difference(row) > 0), key=_measure_difference, reverse=True)
-    counted_rows: set[int] = set()
-    for pair in zip_longest(differing, spread):
+    yielded_rows: set[int] = set()
+    for pair in zip_longest(differing, rotated):
         for row in pair:
-            if row is not None and id(row) not in counted_rows:
-                counted_rows.add(id(row))
+            if row is not None and id(row) not in yielded_rows:
+                yielded_rows.add(id(row))
                 yield row
 
 

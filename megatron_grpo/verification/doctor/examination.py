@@ -21,9 +21,9 @@ from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
+    find_token_mistakes,
+    find_unsampled_stops,
     measure_rounding,
-    record_findings,
-    stop_token_finding,
 )
 from megatron_grpo.verification.doctor.engine_settings import list_differing_modes
 from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence
@@ -155,9 +155,9 @@ class Examination:
         before = self._evidence.rollouts
         ties = self._causes.load_oracle(self._evidence.version).find_first_ties(self._evidence.tokens)
         after = [rollout.keep_up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
-        self._keep(after, "two experts of an earlier token have equal scores")
+        self._score_fewer(after, "two experts of an earlier token have equal scores")
 
-    def _keep(self, after: list[Rollout], reason: str) -> None:
+    def _score_fewer(self, after: list[Rollout], reason: str) -> None:
         """Score fewer tokens and say why, unless none would remain."""
         before = self._evidence.rollouts
         omitted = sum(len(rollout.indices) for rollout in before) - sum(len(rollout.indices) for rollout in after)
@@ -185,7 +185,7 @@ class Examination:
             return version, recorded
         pieces = removed.split([len(rollout.indices) for rollout in evidence.rollouts])
         after = [rollout.drop_tokens(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
-        self._keep(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
+        self._score_fewer(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
         return version, recorded[~removed]
 
     def run(self) -> Diagnosis:
@@ -199,7 +199,7 @@ class Examination:
         samples = (
             self._config.training_loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
         )
-        diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
+        diagnosis.findings += find_token_mistakes(evidence, self._stops, stop_strings=stop_strings, samples=samples)
         diagnosis.findings += self._prompts.find_mistakes()
         engine = self._build_side(
             "engine", evidence.version, evidence.read_column("logprobs"), build_engine_law(self._config)
@@ -248,7 +248,7 @@ class Examination:
         if distance.is_within(rounding):
             return
         if side.name == "engine":
-            stop = stop_token_finding(self._evidence, side.recorded, base, self._stops, rounding)
+            stop = find_unsampled_stops(self._evidence, side.recorded, base, self._stops, rounding)
             if stop is not None:
                 yield stop
                 return

@@ -49,7 +49,7 @@ class Search:
     until: float
     """Time (monotonic) after which no further suspect is tried."""
     explanations: list[Explanation] = field(default_factory=list)
-    untried: bool = False
+    ran_out_of_time: bool = False
     """Whether suspects were left out because the time was over."""
 
     @property
@@ -69,7 +69,7 @@ class Search:
                 suspect, predict = candidate
                 tried.append((Distance.measure(part.recorded, predict(part)), suspect, candidate))
                 if time.monotonic() > self.until:
-                    self.untried = True
+                    self.ran_out_of_time = True
                     break
                 if len(tried) > 2 * FINALISTS:  # the others' tensors need not stay in memory
                     tried = _find_closest(tried)
@@ -92,7 +92,7 @@ class Search:
             chosen.append(number)
             if sum(lengths[index] for index in chosen) >= SCREENED:
                 break
-        return self.side.of_rollouts(sorted(chosen))
+        return self.side.select_rollouts(sorted(chosen))
 
     def _share(self, explanation: Explanation) -> float:
         before = self.before.mean

@@ -61,12 +61,12 @@ class Law:
     """Whether logits are rounded to bfloat16."""
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether logits depend on the tokens that came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether unlikely tokens are removed."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
@@ -94,11 +94,11 @@ class Law:
             logits = logits.bfloat16().float()
         for token, number in self.bias:
             logits = logits.index_add(1, torch.tensor([token]), torch.full((len(logits), 1), number))
-        if self.penalises:
+        if self.has_penalties:
             logits = self._apply_penalties(logits, tokens)
         if self.temperature > GREEDY:
             logits = logits / self.temperature
-        if self.filters:
+        if self.has_filters:
             logits = self._filter(logits)
         return logits.log_softmax(-1)
 

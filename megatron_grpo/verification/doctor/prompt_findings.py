@@ -52,14 +52,14 @@ class Prompts:
         if expected is None:
             return
         rows = {row["prompt_idx"]: row for row in self._rows}
-        wrong = [row for row in self._rows if expected.prompts[row["prompt_idx"]] != _describe_prompt(row)]
+        wrong = [row for row in self._rows if expected.prompts[row["prompt_idx"]] != _read_prompt_ids(row)]
         if not wrong:
             return
         numbers = list(dict.fromkeys(row["prompt_idx"] for row in wrong))
         alike = [
             candidate
             for candidate in self._candidates
-            if all(candidate.prompts.get(row["prompt_idx"]) == _describe_prompt(row) for row in wrong)
+            if all(candidate.prompts.get(row["prompt_idx"]) == _read_prompt_ids(row) for row in wrong)
         ]
         if alike:
             reason = f"they are those of {alike[0].text}"
@@ -81,12 +81,12 @@ class Prompts:
         for setting in settings:
             prompts = [setting.prompts[rollout.row["prompt_idx"]] for rollout in rollouts]
             if all(prompts):
-                behind = [rollout.keep_behind(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+                behind = [rollout.replace_prompt(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
                 sequences[setting.text] = (setting.key, behind)
         return sequences
 
 
-def _describe_prompt(row: dict[str, Any]) -> list[int]:
+def _read_prompt_ids(row: dict[str, Any]) -> list[int]:
     """Tokens before the first response."""
     ids: list[int] = row["token_ids"][: row["spans"][0][0]].tolist()
     return ids
@@ -94,7 +94,7 @@ def _describe_prompt(row: dict[str, Any]) -> list[int]:
 
 def _find_first_difference(row: dict[str, Any], expected: Sequence[int]) -> str:
     """Find the first unexpected token of a recorded prompt."""
-    recorded = _describe_prompt(row)
+    recorded = _read_prompt_ids(row)
     pairs = enumerate(zip(recorded, expected, strict=False))
     position = next((number for number, (first, second) in pairs if first != second), min(len(recorded), len(expected)))
     ids = [str(prompt[position]) if position < len(prompt) else "nothing" for prompt in (recorded, expected)]

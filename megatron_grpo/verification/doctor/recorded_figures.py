@@ -23,15 +23,15 @@ from megatron_grpo.verification.replay.replayed_step import replay_step
 ERROR = "token_mult_prob_error"
 FIGURES = (ERROR, f"{ERROR}_max", "canary_logprob_error", "canary_limit", f"{ERROR}_off")
 """Metrics of a step (docs/metrics.md), in the order of the fields of `RecordedFigures`."""
-TIMES = 5.0
+AGREEMENT_FACTOR = 5.0
 """A recorded excess over 1 agrees with a computed one up to this factor: they are means over different tokens."""
-OF_OTHER_STEPS = 10.0
+SUSPICIOUS_FACTOR = 10.0
 """A step is suspicious whose excess is this many times that of the run's better steps."""
 STALE_EXCESS = 1.0
 """Largest excess that tokens of earlier versions explain where it cannot be computed again."""
 NOTICEABLE = {"float32": 1e-3, "bfloat16": 0.05}
 """Excess of a step's error over 1 that is never called suspicious below, by the precision of the run."""
-RANKS = 8
+MOST_RANKS = 8
 """Most ranks of a layout that are started on a machine without GPUs, unless it has more processors."""
 HIDDEN_TOKENS = 4096
 
@@ -74,10 +74,10 @@ def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
         ValueError: the file of metrics is damaged; the message names file and line.
     """
     rows = read_lines(run_dir / METRICS_FILE)
-    return {int(row["step"]): RecordedFigures(*(_describe_figure(row, name) for name in FIGURES)) for row in rows}
+    return {int(row["step"]): RecordedFigures(*(_read_figure(row, name) for name in FIGURES)) for row in rows}
 
 
-def _describe_figure(row: Mapping[str, Any], name: str) -> float | None:
+def _read_figure(row: Mapping[str, Any], name: str) -> float | None:
     values = {**row.get("throughput", {}), **row}  # figures of the checks of weights stand there
     if name not in values:
         return None
@@ -114,7 +114,7 @@ def find_suspicious_steps(
     if not has_older_tokens:
         excesses = sorted(step.excess for step in figures.values())
         usual = excesses[len(excesses) // 4] if excesses else 0.0  # most steps of a run may be wrong
-        limit = max(OF_OTHER_STEPS * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
+        limit = max(SUSPICIOUS_FACTOR * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
         limit = min(limit, STALE_EXCESS)
     beyond = {number: step.excess for number, step in figures.items() if step.excess > limit or step.is_off}
     return sorted(beyond, key=lambda number: -beyond[number])
@@ -128,7 +128,7 @@ def is_beyond(recorded: float, computed: float, rounding: float) -> bool:
         computed: the error less 1 of the tokens that were computed again.
         rounding: mean difference of log-probabilities that rounding explains, in nats.
     """
-    return not recorded <= TIMES * (max(computed, 0.0) + rounding)
+    return not recorded <= AGREEMENT_FACTOR * (max(computed, 0.0) + rounding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
         config: the run's configuration.
         timeout_s: deadline of each replay.
     """
-    overrides = _replay_on_one_rank(config)
+    overrides = _list_one_rank_overrides(config)
     command = " ".join(["python -m megatron_grpo.replay", str(run_dir), f"step={step}", *overrides])
     ranks, gpus = config.policy.parallel.world_size, torch.cuda.device_count()
-    room = gpus or max(RANKS, os.cpu_count() or 1)
+    room = gpus or max(MOST_RANKS, os.cpu_count() or 1)
     if ranks > room:
         return LayoutReplay(
             command, f"its {ranks} ranks are more than this machine has room for ({room})", differs=False
@@ -182,10 +182,12 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
     if compared.agrees:
         text = f"the run's layout and one rank agree here in every quantity; {_describe_versions(record)}"
         return LayoutReplay(command, text, differs=False)
-    return LayoutReplay(command, f"the run's layout and one rank differ: {_find_first(compared)}", differs=True)
+    return LayoutReplay(
+        command, f"the run's layout and one rank differ: {_describe_first_difference(compared)}", differs=True
+    )
 
 
-def _replay_on_one_rank(config: Config) -> list[str]:
+def _list_one_rank_overrides(config: Config) -> list[str]:
     """Overrides of the configuration that make the layout one rank without packing."""
     parallel, plain = config.policy.parallel, ParallelConfig()
     names = [name for name in vars(plain) if getattr(parallel, name) != getattr(plain, name)]
@@ -212,7 +214,7 @@ def _describe_versions(record: RecordedStep) -> str:
     return "so the reason was in the run alone: its devices, its packages, or its program at that time"
 
 
-def _find_first(compared: Comparison) -> str:
+def _describe_first_difference(compared: Comparison) -> str:
     location = compared.first_difference
     assert location is not None, "it does not agree"
     layer = "" if location["layer"] is None else f" of layer {location['layer']}"

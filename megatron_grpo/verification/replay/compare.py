@@ -207,8 +207,8 @@ def compare(
     """
     first, second = sides
     differences: list[Difference] = [
-        *_of_tensors("weights", "weight", sides, limits),
-        *_of_hidden_states(record, sides, limits),
+        *_compare_tensors("weights", "weight", sides, limits),
+        *_compare_hidden_states(record, sides, limits),
     ]
     if first.logprobs is not None and second.logprobs is not None:
         # A filter of sampling may remove a token at its edge on one side only, by rounding.
@@ -229,8 +229,8 @@ def compare(
         norm = abs(first_result.grad_norm - second_result.grad_norm) / (second_result.grad_norm or 1.0)
         differences.append(Difference("loss", loss, limits["loss"]))
         differences.append(Difference("gradient norm", norm, limits["gradient norm"]))
-    differences += _of_tensors("gradients", "gradient", sides, limits)
-    differences += _of_update(sides, limits["update"])
+    differences += _compare_tensors("gradients", "gradient", sides, limits)
+    differences += _compare_update(sides, limits["update"])
     return Comparison(*names, differences)
 
 
@@ -239,7 +239,7 @@ def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
     return limits["hidden states"] > TOLERANCES["float32"]["hidden states"]
 
 
-def _of_hidden_states(
+def _compare_hidden_states(
     record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
     """The first point past the limit, or the point most apart.
@@ -314,11 +314,11 @@ def _describe_at_token(
     sequence = int(np.searchsorted(np.cumsum(record.lengths), token_index, side="right"))
     position = token_index - int(record.lengths[:sequence].sum())
     token_id = int(record.trajectories[sequence].token_ids[position])
-    largest = float(apart.max()) if tail is None else _of_tokens(apart, tail)
+    largest = float(apart.max()) if tail is None else _find_largest(apart, tail)
     return Difference(quantity, largest, limit, tensor, sequence, position, token_id)
 
 
-def _of_tokens(apart: Tensor, tail: Tail) -> float:
+def _find_largest(apart: Tensor, tail: Tail) -> float:
     """The largest token difference that must not pass the tolerance."""
     largest = apart.sort(descending=True).values
     strays = max(1, int(tail.share * len(apart)))
@@ -326,11 +326,11 @@ def _of_tokens(apart: Tensor, tail: Tail) -> float:
     return max(stray, float(largest[0]) / tail.times, float(apart.median()) / tail.typical)
 
 
-Figures = dict[tuple[int, str], tuple[float, float]]
+Distances = dict[tuple[int, str], tuple[float, float]]
 """By (optimizer step, name): the distance of a tensor between the two sides, and its norm on the second side."""
 
 
-def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
+def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Distances:
     """Distances of tensors of a kind, from their sketches.
 
     Infinite for a tensor that only one side has.
@@ -352,7 +352,7 @@ def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
     return distances
 
 
-def _of_tensors(
+def _compare_tensors(
     quantity: Quantity, kind: str, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
     """The largest difference, with the first tensor past the limit.
@@ -380,7 +380,7 @@ def _of_tensors(
     yield Difference(quantity, apart[worst], limit, (past[0] if past else worst)[1])
 
 
-def _with_experts_together(figures: Figures) -> Figures:
+def _with_experts_together(figures: Distances) -> Distances:
     """One figure for a layer's router and experts, named by the worst."""
     # A token that rounding sends to another expert moves gradient from one expert to the other; their sum stays.
     together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
@@ -403,7 +403,7 @@ def _is_routed(name: str) -> bool:
     return ".experts." in name or ".gate." in name or ".router." in name
 
 
-def _of_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:
+def _compare_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:
     """The change of all weights together, with the worst tensor."""
     # Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
     figures = _compute_distances("update", sides)

@@ -94,7 +94,7 @@ class RecordedStep:
         Raises:
             ValueError: a rollout has no values.
         """
-        entry = np.zeros(int(self.lengths.sum()), dtype=np.float32)
+        spread_values = np.zeros(int(self.lengths.sum()), dtype=np.float32)
         ends = np.cumsum(self.lengths)
         for trajectory, trajectory_values, end in zip(self.trajectories, values, ends, strict=True):
             if trajectory_values is None:
@@ -102,9 +102,9 @@ class RecordedStep:
             begin, used = end - len(trajectory.token_ids), 0
             for span in trajectory.spans:
                 size = span.end - span.start
-                entry[begin + span.start : begin + span.end] = trajectory_values[used : used + size]
+                spread_values[begin + span.start : begin + span.end] = trajectory_values[used : used + size]
                 used += size
-        return entry
+        return spread_values
 
 
 def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:

@@ -42,7 +42,7 @@ from megatron_grpo.verification.doctor.layer_outputs import compute_logprobs_and
 from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import RecordedStep
 
-Plan = list[StepMicrobatches]
+Schedule = list[StepMicrobatches]
 """For each replica its microbatches, each the numbers of its sequences in the step."""
 
 
@@ -59,8 +59,8 @@ class ReplayTask:
     """For each replica the numbers of its sequences, [sequences of it], int64."""
     captured: NDArray[np.bool_]
     """[tokens of the batch], bool: whether hidden states of the token are kept."""
-    logprobs: Plan
-    steps: list[tuple[Plan, GlobalCounts]]
+    logprobs: Schedule
+    steps: list[tuple[Schedule, GlobalCounts]]
     """Microbatches and denominators of each optimizer step."""
     loss: LossConfig
     uses_prev: bool
@@ -102,7 +102,7 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
         ValueError: the step has nothing to learn from, or its sequences do not fit the layout.
         RunError: a rank failed or missed the deadline.
     """
-    task = replay_task(record, hidden_tokens)
+    task = build_replay_task(record, hidden_tokens)
     config = record.config
     results = run_on_ranks(
         replay_on_rank, task, config.policy.parallel, seed=config.training_loop.seed, timeout_s=timeout_s, gpus=gpus
@@ -117,7 +117,7 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
     )
 
 
-def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
+def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     """Make the ranks' input from a record.
 
     Arguments and errors are those of `replay_step`.
@@ -158,7 +158,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         members=[
             np.concatenate(step.partitions[replica]) for replica in split_among_replicas(step, policy.parallel.data)
         ],
-        captured=_capture_states(record, hidden_tokens),
+        captured=_choose_captured_tokens(record, hidden_tokens),
         logprobs=assign_microbatches(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
         loss=config.loss_fn,
@@ -166,7 +166,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     )
 
 
-def _capture_states(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
+def _choose_captured_tokens(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
     """[tokens], bool: whether the hidden states of the token are kept (`replay_step`)."""
     predicts, ends = record.predicts, np.cumsum(record.lengths)
     counts = np.cumsum(predicts)[ends - 1]  # tokens that predict others, up to each sequence's end
@@ -224,22 +224,25 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     enter("log-probabilities")
     # Nothing but tokens goes into the forward pass, as in a run: a mask or an advantage must not change it.
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
-    plan = _select_own(task.logprobs, members)
+    plan = _select_replica_microbatches(task.logprobs, members)
     numbers = np.cumsum(task.captured) - 1  # of the captured tokens alone, whose states are gathered in one tensor
     logprobs_of_rank, pieces = compute_logprobs_and_states(
         rank, forward, plan, np.where(task.captured[token_indices], numbers[token_indices], -1)
     )
-    logprobs = _share_results(task, logprobs_of_rank, token_indices)
+    logprobs = _broadcast_outputs(task, logprobs_of_rank, token_indices)
     if task.uses_prev:
         batch.fields.prev_logprobs = logprobs[token_indices]
     if task.settings.reference is not None:
-        batch.fields.reference_logprobs = _share_results(
+        batch.fields.reference_logprobs = _broadcast_outputs(
             task, rank.compute_reference_logprobs(forward, plan), token_indices
         )[token_indices]
     enter("optimizer steps")
     rank.recorder.begin()
     loss_fn = ClippedPGLossFn(task.loss)
-    shares = [rank.train(batch, _select_own(batches, members), loss_fn, counts) for batches, counts in task.steps]
+    shares = [
+        rank.train(batch, _select_replica_microbatches(batches, members), loss_fn, counts)
+        for batches, counts in task.steps
+    ]
     enter("gathering the tensors")
     return {
         "logprobs": logprobs if dist.get_rank() == 0 else None,
@@ -249,7 +252,7 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     }
 
 
-def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
+def _select_replica_microbatches(plan: Schedule, members: NDArray[np.int64]) -> list[list[int]]:
     """This replica's microbatches of a plan, by its own numbers."""
     index_of = {int(number): index for index, number in enumerate(members)}
     return [
@@ -257,7 +260,7 @@ def _select_own(plan: Plan, members: NDArray[np.int64]) -> list[list[int]]:
     ]
 
 
-def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
+def _broadcast_outputs(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
     """Send outputs to all ranks, [tokens of the batch], float32, on the host.
 
     Collective over all ranks. `values`: [tokens of the replica] on the replica's output rank, else None.
@@ -272,11 +275,11 @@ def _share_results(task: ReplayTask, values: Tensor | None, token_indices: NDArr
     return all_values.cpu()
 
 
-def _make_result(task: ReplayTask, answers: list[dict[str, Any]]) -> TrainResult:
+def _make_result(task: ReplayTask, results_of_ranks: list[dict[str, Any]]) -> TrainResult:
     """Combine the ranks' shares of the optimizer steps, as a run does."""
     results = []
     for number in range(len(task.steps)):
-        shares = [answer["shares"][number] for answer in answers]
+        shares = [result["shares"][number] for result in results_of_ranks]
         metrics = combine_metrics(row for share in shares for row in share["metrics"] or [])
         loss = metrics.pop("loss")
         results.append(TrainResult(loss, shares[0]["grad_norm"], shares[0]["learning_rate"], metrics))

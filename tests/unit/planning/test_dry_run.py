@@ -12,7 +12,7 @@ from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import as_value_model, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE
-from megatron_grpo.planning.dry_run import run_dry, run_phases, run_tracked
+from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked
 from tests.support.config_problems import SMALL
 
 DENSE = parse_model_shape({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
@@ -164,18 +164,18 @@ def weight_bytes(shape: ModelShape) -> list[int]:
 
 def test_phases_are_those_that_the_run_has() -> None:
     config = small_run()
-    assert run_phases(config) == {"train", "refit", "checkpoint"}
+    assert list_phases(config) == {"train", "refit", "checkpoint"}
     config.loss_fn.reference_policy_kl_penalty, config.checkpointing.enabled = 0.1, False
-    assert run_phases(config) == {"train", "refit", "reference"}
+    assert list_phases(config) == {"train", "refit", "reference"}
     config.policy.train_global_batch_samples, config.generation.placement = 8, "colocated"
-    assert run_phases(config) == {"train", "refit", "reference", "logprobs", "offload", "onload"}
+    assert list_phases(config) == {"train", "refit", "reference", "logprobs", "offload", "onload"}
     config.debug.rollouts_from = "run"
-    assert run_phases(config) == {"train", "reference", "logprobs"}
+    assert list_phases(config) == {"train", "reference", "logprobs"}
 
 
 def test_phases_that_a_run_lacks_are_not_run() -> None:
     config = small_run()
-    found = run_dry(config, DENSE, 0, phases=run_phases(config))
+    found = run_dry(config, DENSE, 0, phases=list_phases(config))
     assert found.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
 
 

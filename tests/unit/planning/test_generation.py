@@ -15,8 +15,8 @@ from megatron_grpo.planning.generation_cost import (
     Decoder,
     build_decoder,
     count_kv_bytes_per_token,
-    draw_log_normal_lengths,
-    generate,
+    make_log_normal_lengths,
+    simulate_generation,
     size_engine,
 )
 from megatron_grpo.planning.hardware import load_hardware
@@ -28,10 +28,10 @@ FOLDER = "tests/data/hf_configs"
 
 
 def test_log_normal_lengths_have_the_mean_and_the_spread() -> None:
-    found = draw_log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
+    found = make_log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
     assert found.responses.mean() == pytest.approx(1000, rel=2e-3)
     assert np.log(found.responses).std() == pytest.approx(0.5, rel=2e-3)
-    assert draw_log_normal_lengths(1000.0, 0.5, 100, 1500, 0.0).responses.max() == 1500
+    assert make_log_normal_lengths(1000.0, 0.5, 100, 1500, 0.0).responses.max() == 1500
 
 
 def test_bytes_of_a_token_in_the_cache() -> None:
@@ -109,7 +109,7 @@ def test_the_batch_is_that_of_a_simulation_token_by_token(most: int) -> None:
             running.append(waiting.pop(0))
         seconds += len(running)
         running = [left - 1 for left in running if left > 1]
-    found = generate(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, most, copies=1)
+    found = simulate_generation(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, most, copies=1)
     assert found.seconds == pytest.approx(seconds) == lengths.sum()
     assert found.busy <= most
 
@@ -122,6 +122,6 @@ def test_the_mean_context_is_that_of_the_running_responses() -> None:
             seen.append((sequences, context))
             return 1.0
 
-    generate(Watched(DENSE, H100, 1, 2, 2), 10.0, np.array([4.0, 2.0, 6.0]), 2, copies=1)
+    simulate_generation(Watched(DENSE, H100, 1, 2, 2), 10.0, np.array([4.0, 2.0, 6.0]), 2, copies=1)
     # Two at once for 2 steps; then 4's last two and the first two of 6; then 6 alone.
     assert seen == [(2, 11.0), (2, pytest.approx(10 + (3 + 1) / 2)), (1, pytest.approx(10 + 4))]

@@ -13,9 +13,9 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.planning.generation_cost import Lengths, draw_log_normal_lengths
+from megatron_grpo.planning.generation_cost import Lengths, make_log_normal_lengths
 from megatron_grpo.planning.hardware import load_hardware
-from megatron_grpo.planning.step import build_step_times, overlap_of
+from megatron_grpo.planning.step import build_step_times, find_overlap
 from megatron_grpo.planning.trace import RankTrace
 from tests.unit.planning.test_costs import H100, work
 
@@ -89,7 +89,7 @@ def test_the_phases_of_a_synchronous_step_follow_each_other() -> None:
     config.policy.train_global_batch_samples = 8  # two optimizer steps, which need log-probabilities before them
     ranks = [rank(0, 1.0, 2.0, update=0.25)]
     times = build_step_times(
-        config, SHAPE, ranks, load_hardware("h100"), draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+        config, SHAPE, ranks, load_hardware("h100"), make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     )
     assert list(times.phase_s) == ["generation", "logprobs", "reference", "train", "optimizer", "refit"]
     assert all(seconds > 0 for seconds in times.phase_s.values())
@@ -103,7 +103,7 @@ def test_the_phases_of_a_synchronous_step_follow_each_other() -> None:
 def test_a_step_that_samples_ahead_takes_as_long_as_the_slower_side() -> None:
     config = run_config()
     config.grpo.async_grpo.enabled = True
-    lengths = draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    lengths = make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     slow = build_step_times(config, SHAPE, [rank(0, 10.0, 20.0)], H100, lengths)
     learning = slow.synchronous_s - slow.phase_s["generation"]
     assert slow.step_s == slow.asynchronous_s == pytest.approx(learning)
@@ -116,7 +116,7 @@ def test_shared_gpus_move_the_policy_to_the_host_and_back() -> None:
     config = run_config(data=2)
     config.generation.placement = "colocated"
     times = build_step_times(
-        config, SHAPE, [rank(0, 1.0, 2.0)], H100, draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+        config, SHAPE, [rank(0, 1.0, 2.0)], H100, make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     )
     assert times.phase_s["offload"] == times.phase_s["onload"] == pytest.approx(250e9 / 50e9)
     assert times.gpus == 2
@@ -128,21 +128,21 @@ def test_an_engine_without_room_is_named() -> None:
         ValueError, match=r"generation\.parallel\.tensor=1 has no room for a sequence: weights 1\.1 GiB"
     ):
         build_step_times(
-            run_config(), SHAPE, [rank(0, 1.0, 2.0)], small, draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+            run_config(), SHAPE, [rank(0, 1.0, 2.0)], small, make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
         )
 
 
 def test_overlaps_are_those_of_the_configuration() -> None:
     config = Config()
-    assert (overlap_of(config).gradients, overlap_of(config).tensor) == (True, False)
+    assert (find_overlap(config).gradients, find_overlap(config).tensor) == (True, False)
     config.policy.overlap_grad_reduce = False
     config.policy.megatron = {"tp_comm_overlap": True}
-    found = overlap_of(config)
+    found = find_overlap(config)
     assert (found.gradients, found.parameters, found.tensor) == (False, False, True)
 
 
 def test_a_step_has_only_the_phases_of_the_run() -> None:
-    config, lengths = run_config(), draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    config, lengths = run_config(), make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     assert list(build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths).phase_s) == [
         *("generation", "train", "optimizer", "refit"),
     ]
@@ -156,7 +156,7 @@ def test_a_step_has_only_the_phases_of_the_run() -> None:
 
 
 def test_the_value_model_learns_before_the_policy() -> None:
-    config, lengths = run_config(), draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    config, lengths = run_config(), make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     config.algorithm = "ppo"
     config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt = 4, 4
     value = rank(0, 0.5, 1.0)

@@ -112,7 +112,7 @@ def test_the_closest_on_the_rollouts_that_differ_most_are_tried_on_all() -> None
 def test_a_search_ends_in_time_and_says_so() -> None:
     tried = Search(make_side(RECORDED), BASE, FLOAT32, time.monotonic() - 1)
     tried.try_groups([lambda _: iter([candidate("first", BASE), candidate("second", RECORDED)])])
-    assert tried.untried
+    assert tried.ran_out_of_time
     assert [one.suspect.name for one in tried.explanations] == ["first"]
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.verification.problem import EXPERTS, SMALL, make_batch, prepare_model, solve
+from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
 from tests.support.gemma3_config import OLD, in_the_new_spelling
 
 PADDING = 20
@@ -29,10 +29,10 @@ def test_the_row_of_the_padding_token_gets_its_gradient(tmp_path: Path) -> None:
     ids = batch.fields.token_ids
     assert ids is not None
     assert (ids == PADDING).any()
-    without = solve(made(tmp_path, model_type="qwen2"), batch).gradients
+    without = compute_truth(made(tmp_path, model_type="qwen2"), batch).gradients
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": PADDING}))
-    found = solve(tmp_path, batch).gradients
+    found = compute_truth(tmp_path, batch).gradients
     assert found.keys() == without.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, without[name], msg=name)
@@ -41,7 +41,7 @@ def test_the_row_of_the_padding_token_gets_its_gradient(tmp_path: Path) -> None:
 def test_experts_may_have_any_width(tmp_path: Path) -> None:
     sizes = {**EXPERTS, "intermediate_size": 66, "sliding_window": None}
     batch = make_batch(SMALL["vocab_size"], 4, 16, 0)
-    truth = solve(made(tmp_path, model_type="mixtral", **sizes), batch)
+    truth = compute_truth(made(tmp_path, model_type="mixtral", **sizes), batch)
     assert truth.gradients["model.layers.0.block_sparse_moe.experts.0.w1.weight"].shape == (66, SMALL["hidden_size"])
 
 
@@ -49,7 +49,7 @@ def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
     folder = made(tmp_path, model_type="qwen2")
     (folder / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(RunError, match=f"^transformers cannot compute {tmp_path}: SafetensorError: [^\\n]*$"):
-        solve(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
+        compute_truth(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
 
 
 @pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])

@@ -27,9 +27,9 @@ NORMS = (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm"))
 def iterate_permutations(side: Side) -> Iterator[Candidate]:
     """Weights in each other's place in each layer, and in every layer."""
     tensors, count = side.oracle.list_tensors(), len(side.oracle.layers)
-    of_layers = [_of_layer(tensors, number) for number in range(count)]
+    of_layers = [_select_layer(tensors, number) for number in range(count)]
     for name, text, exchange in _iterate_exchanges(of_layers[-1], side.oracle.model.config):
-        changes = [_select_named(number, exchange(layer)) for number, layer in enumerate(of_layers)]
+        changes = [_add_prefix(number, exchange(layer)) for number, layer in enumerate(of_layers)]
         if count > 1:
             everywhere = {tensor: value for change in changes for tensor, value in change.items()}
             yield from _iterate_candidates(name, f"{text} in every layer", everywhere)
@@ -49,12 +49,12 @@ def _with_values(values: Tensors, side: Side) -> Tensor:
         return side.predict()
 
 
-def _of_layer(tensors: Tensors, number: int) -> dict[str, Tensor]:
+def _select_layer(tensors: Tensors, number: int) -> dict[str, Tensor]:
     mark = f".layers.{number}."
     return {name.partition(mark)[2]: value for name, value in tensors.items() if mark in name}
 
 
-def _select_named(number: int, change: Tensors) -> dict[str, Tensor]:
+def _add_prefix(number: int, change: Tensors) -> dict[str, Tensor]:
     return {f"model.layers.{number}.{name}": value for name, value in change.items()}
 
 
@@ -66,21 +66,21 @@ def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[
         text = f"the biases of {first} and {second} in each other's place"
         yield "permuted_weights", text, partial(_swap_names, f"{first}.bias", f"{second}.bias")
     text = "the second halves of gate_proj and up_proj exchanged"
-    yield "permuted_weights", text, partial(_split_stack, (0, 3, 2, 1))
+    yield "permuted_weights", text, partial(_reorder_halves, (0, 3, 2, 1))
     text = "gate_proj and up_proj split over two ranks as one matrix"
-    yield "permuted_weights", text, partial(_split_stack, (0, 2, 1, 3))
-    for projection, heads in _iterate_head_orders(layer, config).items():
+    yield "permuted_weights", text, partial(_reorder_halves, (0, 2, 1, 3))
+    for projection, heads in _count_heads(layer, config).items():
         for text, order in _list_orders(heads).items():
             yield "permuted_weights", f"heads of {projection} {text}", partial(_order_heads, projection, order)
     yield (
         "permuted_weights",
         "query and key rows in the order of interleaved rotary pairs",
-        partial(_list_pairs, False, config),
+        partial(_reorder_rotary_pairs, False, config),
     )
     yield (
         "permuted_weights",
         "query and key rows out of the order of interleaved rotary pairs",
-        partial(_list_pairs, True, config),
+        partial(_reorder_rotary_pairs, True, config),
     )
     experts = next((len(value) for value in layer.values() if value.dim() == 3), 0)
     for expert in range(experts):
@@ -92,16 +92,16 @@ def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[
         yield (
             "permuted_weights",
             f"the halves of {projection}'s columns exchanged",
-            partial(_iterate_halves, projection, 1),
+            partial(_swap_halves, projection, 1),
         )
     for projection in ("gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "qkv_proj"):
         yield (
             "permuted_weights",
             f"the halves of {projection}'s rows exchanged",
-            partial(_iterate_halves, projection, 0),
+            partial(_swap_halves, projection, 0),
         )
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-        yield "permuted_weights", f"{projection} transposed", partial(_iterate_transposed, projection)
+        yield "permuted_weights", f"{projection} reordered", partial(_transpose, projection)
 
 
 def _swap_names(first: str, second: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def _swap_in_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     return changed
 
 
-def _split_stack(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _reorder_halves(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gate and up matrices whose four halves, stacked, are in another order."""
     changed = {}
     for name, value in layer.items():
@@ -138,7 +138,7 @@ def _split_stack(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, 
     return {name: value for name, value in changed.items() if value.shape == layer[name].shape}
 
 
-def _iterate_head_orders(layer: Tensors, config: Any) -> dict[str, int]:
+def _count_heads(layer: Tensors, config: Any) -> dict[str, int]:
     """Heads by projection whose rows, or o_proj's columns, they are."""
     width = find_head_width(config)
     heads = {}
@@ -190,7 +190,7 @@ def _order_experts(order: list[int], layer: dict[str, Tensor]) -> dict[str, Tens
     return {name: value[order] for name, value in layer.items() if value.dim() == 3 and len(value) == len(order)}
 
 
-def _list_pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _reorder_rotary_pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows of each head from pairs (0, 1), (2, 3) to halves, or back.
 
     Rotary embeddings are defined on halves.
@@ -207,12 +207,12 @@ def _list_pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, 
     return changed
 
 
-def _iterate_halves(projection: str, dim: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _swap_halves(projection: str, dim: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     names = [name for name, value in layer.items() if f"{projection}." in name and value.dim() == 2]
     return {name: torch.cat(layer[name].chunk(2, dim=dim)[::-1], dim=dim) for name in names}
 
 
-def _iterate_transposed(projection: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _transpose(projection: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
     names = [name for name in layer if name.endswith(f"{projection}.weight")]
     return {name: layer[name].T.contiguous() for name in names if layer[name].shape[0] == layer[name].shape[1]}
 
@@ -223,7 +223,7 @@ def _iterate_exchanged_layers(of_layers: list[dict[str, Tensor]]) -> Iterator[Ca
         if {name: value.shape for name, value in first.items()} == {
             name: value.shape for name, value in second.items()
         }:
-            values = _select_named(number, second) | _select_named(number + 1, first)
+            values = _add_prefix(number, second) | _add_prefix(number + 1, first)
             text = f"layers {number} and {number + 1} in each other's place"
             yield from _iterate_candidates("permuted_weights", text, values)
 
@@ -234,9 +234,9 @@ def _iterate_ends(tensors: Tensors) -> Iterator[Candidate]:
         value = tensors.get(name)
         if value is None:
             continue
-        for text, transposed in (
+        for text, reordered in (
             ("the halves of its rows exchanged", torch.cat(value.chunk(2)[::-1])),
             ("its rows moved up by one", value.roll(-1, 0)),
             ("its rows moved down by one", value.roll(1, 0)),
         ):
-            yield from _iterate_candidates("permuted_weights", f"{name} with {text}", {name: transposed})
+            yield from _iterate_candidates("permuted_weights", f"{name} with {text}", {name: reordered})

@@ -16,7 +16,7 @@ from megatron_grpo.verification.doctor.law import Law, Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit_law
 
 LOGPROBS_MODE = "generation.engine_args.logprobs_mode must be processed_logprobs (the default)"
-SENT = "generation.{name}; and what else sets it in the engine: generation_config.json, an agent, engine_args"
+OPTION_KEY = "generation.{name}; and what else sets it in the engine: generation_config.json, an agent, engine_args"
 TEMPERATURES = tuple(float(value) for value in torch.logspace(-1, 1, 41, base=4.0))
 """Temperatures between 1/4 and 4 that are tried before the best one is refined."""
 FILTERS: Mapping[str, Sequence[float]] = {
@@ -32,7 +32,7 @@ PENALTIES: Mapping[str, Sequence[float]] = {
 }
 CAPS = (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 BIASES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-BIASED = 4
+MOST_BIASED = 4
 """Most tokens whose logits are tried with a bias: those with the largest differences."""
 
 
@@ -91,7 +91,7 @@ def _fit_option(side: Side) -> Iterator[tuple[Suspect, Law]]:
             rounds = 1 if names is FILTERS else 8
             best = fit_law(side, values, partial(_with_option, law, name), rounds)
             text = f"samples with {name}={best:.4g}, and generation.{name}={getattr(law, name):g} is configured"
-            suspect = Suspect(name_of_finding, "sampling", text, SENT.format(name=name), assumes=2)
+            suspect = Suspect(name_of_finding, "sampling", text, OPTION_KEY.format(name=name), assumes=2)
             yield suspect, _with_option(law, name, best)
 
 
@@ -102,7 +102,7 @@ def _with_option(law: Law, name: str, number: float) -> Law:
 
 def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
     """Try a bias on a token's logit, or tokens that are never drawn."""
-    law, key = side.law, SENT.format(name="stop_token_ids")
+    law, key = side.law, OPTION_KEY.format(name="stop_token_ids")
     if stops:
         text = "never draws the tokens that end a response (min_tokens, ignore_eos)"
         banned = tuple((token, -torch.inf) for token in sorted(stops))
@@ -110,12 +110,14 @@ def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law
     base = side.predict()
     apart = compute_residual(side.recorded, base)
     sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in side.tokens])
-    worst = list(dict.fromkeys(sampled[apart.argsort(descending=True)].tolist()))[:BIASED]
+    worst = list(dict.fromkeys(sampled[apart.argsort(descending=True)].tolist()))[:MOST_BIASED]
     for token in worst:
         number = fit_law(side, BIASES, partial(_with_bias, law, token))
         text = f"adds {number:.4g} to the logit of token {token}"
         equivalent = f"which is the same as a wrong row {token} of the head's bias"
-        suspect = Suspect("token_bias", "sampling", f"{text}, {equivalent}", SENT.format(name="logit_bias"), assumes=2)
+        suspect = Suspect(
+            "token_bias", "sampling", f"{text}, {equivalent}", OPTION_KEY.format(name="logit_bias"), assumes=2
+        )
         yield suspect, _with_bias(law, token, number)
     token = _find_banned_token(side, base)
     text = f"never draws token {token}"
@@ -132,7 +134,7 @@ def _with_bias(law: Law, token: int, number: float) -> Law:
 def _find_banned_token(side: Side, base: Tensor) -> int:
     """The token without which the other tokens' probabilities come closest to the record."""
     chances = torch.cat(
-        [chance for tokens in side.tokens for chance in side.oracle.compute_chances([tokens], side.law)]
+        [chance for tokens in side.tokens for chance in side.oracle.compute_probabilities([tokens], side.law)]
     )
     residual = (side.recorded - base)[:, None] + torch.log1p(-chances.clamp(max=1 - 1e-6))
     return int(residual.abs().mean(0).argmin())
@@ -175,14 +177,14 @@ def _cut_prompts(side: Side) -> Iterator[Candidate]:
 
 
 def _with_cut_prompts(cut: Callable[[list[int]], list[int]], side: Side) -> Tensor:
-    return side.predict(tokens=[_cut_again(rollout, cut) for rollout in side.rollouts])
+    return side.predict(tokens=[_cut_prompt(rollout, cut) for rollout in side.rollouts])
 
 
-def _cut_again(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
+def _cut_prompt(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
     """The sequence behind the prompt that `cut` leaves.
 
     It is the whole one if nothing would remain of the prompt.
     """
     first = int(rollout.row["spans"][0][0])
     prompt = cut(rollout.tokens.ids[:first].tolist())
-    return rollout.keep_behind(prompt) if prompt else rollout.tokens
+    return rollout.replace_prompt(prompt) if prompt else rollout.tokens

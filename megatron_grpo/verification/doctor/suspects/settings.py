@@ -52,7 +52,7 @@ def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> 
         load_changed()
     except RunError:
         return
-    yield suspect, lambda some: some.predict(oracle=load_changed())
+    yield suspect, lambda part: part.predict(oracle=load_changed())
 
 
 def iterate_settings(side: Side) -> Iterator[Candidate]:
@@ -82,9 +82,9 @@ def _fit_setting(
     values: tuple[float, ...],
     changed: Callable[[float], AbstractContextManager[None]],
 ) -> Iterator[Candidate]:
-    def predict(number: float, some: Side) -> Tensor:
+    def predict(number: float, part: Side) -> Tensor:
         with changed(number):
-            return some.predict()
+            return part.predict()
 
     best = fit(side, values, lambda numbers: (predict(number, side) for number in numbers))
     suspect = Suspect("model_setting", "layer", f"{text} {best:.4g}", f"{name} of {MODEL}", assumes=2)

@@ -55,7 +55,7 @@ class Side:
         """Scored tokens of each rollout."""
         return [len(rollout.indices) for rollout in self.rollouts]
 
-    def of_rollouts(self, numbers: Sequence[int]) -> Side:
+    def select_rollouts(self, numbers: Sequence[int]) -> Side:
         """The side with some of its rollouts."""
         pieces = self.recorded.split(self.lengths)
         return replace(
@@ -96,12 +96,12 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
     """
     # The error need not have one minimum, so a grid is refined around its best number; a method that follows the slope
     # would stop at the first minimum.
-    best, before, idle = tried[0], math.inf, 0
+    best, before, stalled = tried[0], math.inf, 0
     for _ in range(rounds):
         errors = [float(compute_residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]
         at = min(range(len(tried)), key=errors.__getitem__)
-        idle = idle + 1 if errors[at] > 0.9 * before else 0
-        if errors[at] < FITTED or idle > 1:
+        stalled = stalled + 1 if errors[at] > 0.9 * before else 0
+        if errors[at] < FITTED or stalled > 1:
             return tried[at]
         before = min(before, errors[at])
         low, best, high = tried[max(at - 1, 0)], tried[at], tried[min(at + 1, len(tried) - 1)]

@@ -12,7 +12,7 @@ from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Sus
 from megatron_grpo.verification.oracle import Oracle
 
 REFIT = "refit.mode=broadcast (another transport, with vLLM's own loaders), and report the transport that failed"
-LEFT = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+RECENT_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Last tokens of a prompt that are computed anew although the others are cached."""
 BLOCK = 16
 """Tokens of a block of vLLM's prefix cache, which keeps whole blocks only."""
@@ -67,9 +67,9 @@ def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
             }
         )
 
-    def predict(factor: float, some: Side) -> Tensor:
+    def predict(factor: float, part: Side) -> Tensor:
         with scale_adapters(factor):
-            return some.predict()
+            return part.predict()
 
     best = fit(side, FACTORS, lambda factors: (predict(factor, side) for factor in factors))
     text = f"has merged the adapters times {best:.4g}"
@@ -91,7 +91,7 @@ def iterate_stale_caches(version: int, versions: Sequence[int], load: Load, side
         text = f"has the keys and values of prompts cached from version {number}"
         suspect = Suspect("stale_cache", "staleness", text, key)
         yield suspect, partial(_predict_behind_blocks, load, number)
-        for recent_tokens in LEFT:
+        for recent_tokens in RECENT_TOKENS:
             suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {recent_tokens} tokens", key)
             yield suspect, partial(_predict_behind_prompt, load, number, recent_tokens)
         if interrupted:
@@ -118,7 +118,7 @@ def _predict_behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:
     # A token is predicted by the hidden state before it, which has to be computed anew by the newer model.
     firsts = [int(tokens.chosen[0]) if len(tokens.chosen) else 0 for tokens in side.tokens]
     allowed = [min(cut, max(0, first - 1)) for cut, first in zip(cuts, firsts, strict=True)]
-    return side.oracle.compute_logprobs_behind(oracle, side.tokens, allowed, side.law)
+    return side.oracle.compute_logprobs_with_cache(oracle, side.tokens, allowed, side.law)
 
 
 def _list_starts(side: Side, number: int) -> list[int]:

@@ -173,10 +173,10 @@ def _scale_end(
     """Scale head or embedding of a tied pair by the best number."""
     weight = side.oracle.list_tensors()[EMBEDDING]
 
-    def predict(factor: float, some: Side) -> Tensor:
+    def predict(factor: float, part: Side) -> Tensor:
         if with_head is not None:
-            return with_head(weight * factor, some)
-        return _with_embedding({EMBEDDING: weight * factor}, weight, some)
+            return with_head(weight * factor, part)
+        return _with_embedding({EMBEDDING: weight * factor}, weight, part)
 
     factor = _correct_factor(lambda number: predict(number, side), side, plain, gap)
     if factor is not None:
@@ -195,7 +195,7 @@ def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: 
     effects = {name: _with_values(values, side) - plain for name, values in changes.items()}
     chosen = pursue(side.recorded - plain, effects)
     if len(chosen) > 1:
-        values = _join_names(ours, [changes[name] for name in chosen])
+        values = _join_changes(ours, [changes[name] for name in chosen])
         suspect = Suspect("stale_tensor", "weights", f"kept {', '.join(chosen)} of {text}", REFIT, assumes=len(chosen))
         yield suspect, partial(_with_values, values)
 
@@ -224,7 +224,7 @@ def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
     return chosen
 
 
-def _join_names(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
+def _join_changes(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
     """Join changes, of which several may be to one tensor."""
     joined: dict[str, Tensor] = {}
     for change in changes:
