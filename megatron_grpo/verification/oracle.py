@@ -19,18 +19,17 @@ from megatron_grpo.verification.doctor.law import Law, Tokens
 
 BATCH_TOKENS = 4096
 """Most tokens of one forward pass, padding included; more if a single sequence is longer."""
-_EPSILONS = ("variance_epsilon", "eps")
-"""Names of a norm's epsilon in transformers."""
+_EPSILONS = ("variance_epsilon", "eps")  # names of a norm's epsilon in transformers
 TIE = 3e-5
-"""Experts whose float32 scores differ by less than this may change their order by rounding."""
+"""Rounding may change the order of experts whose float32 scores differ by less than this."""
 RouterPart = Literal["inputs", "weights", "logits", "scores"]
-"""Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
+"""Tensors of a router that may be rounded: of its matrix product, and the weights of the chosen experts (scores)."""
 
 
 def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
     """Load a model in transformers' plain torch code, without fused kernels.
 
-    `settings`: entries of the model's configuration that are not those of the folder.
+    `settings`: values in place of those of the folder's config.json.
     """
     # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
@@ -42,19 +41,19 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
 
 
 def list_stored_tensors(model: Any) -> dict[str, Tensor]:
-    """Parameters and stored buffers by their names in transformers."""
+    """List parameters and stored buffers by their names in transformers."""
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers
 
 
 class Oracle:
-    """The model of a folder, in one process, computed by transformers' plain code.
+    """A model that transformers' plain code computes in this process.
 
     Args:
         folder: the model in Hugging Face format.
         dtype: type of weights and activations.
-        settings: entries of the model's configuration that are not those of the folder.
+        settings: values in place of those of the folder's config.json.
 
     Raises:
         RunError: transformers cannot load the model.
@@ -73,24 +72,20 @@ class Oracle:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head has the weights of the embedding."""
+        """Whether head and embedding share their weights."""
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
 
     def list_tensors(self) -> dict[str, Tensor]:
-        """Weights by their names in transformers, in memory.
-
-        Experts are stacked, tied weights named once.
-        """
+        """List weights by transformers' names: experts stacked, tied weights once."""
         return {name: tensor.detach() for name, tensor in list_stored_tensors(self.model).items()}
 
     @property
     def layers(self) -> list[Any]:
-        """Modules of the decoder's layers, in order."""
         return list(self.model.model.layers)
 
     @torch.no_grad()
     def compute_logprobs(self, sequences: Sequence[Tokens], laws: Sequence[Law]) -> Tensor:
-        """Log-probabilities of the chosen tokens under each law.
+        """Compute log-probabilities of the chosen tokens under each law.
 
         Returns:
             [laws, chosen tokens of all sequences], float32.
@@ -117,9 +112,10 @@ class Oracle:
 
     @torch.no_grad()
     def compute_probabilities(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
-        """Probabilities of all tokens at the chosen ones, by sequence.
+        """Compute the distribution at every chosen token.
 
-        Each is [chosen tokens, vocabulary], float32.
+        Returns:
+            For each sequence [chosen tokens, vocabulary], float32.
         """
         probabilities = []
         for tokens in sequences:
@@ -130,7 +126,7 @@ class Oracle:
         return probabilities
 
     def _compute_logits(self, states: Tensor) -> Tensor:
-        """[tokens, vocabulary], float32, of the last hidden states, [tokens, width]."""
+        """From the last hidden states, [tokens, width], to [tokens, vocabulary], float32."""
         head = self.model.get_output_embeddings()
         logits = head(states) if self._head is None else torch.nn.functional.linear(states, self._head)
         limit = getattr(self.model.config, "final_logit_softcapping", None)
@@ -140,12 +136,12 @@ class Oracle:
     def compute_logprobs_with_cache(
         self, older: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law
     ) -> Tensor:
-        """Log-probabilities behind keys and values of another model.
+        """Compute log-probabilities with the keys and values of another model.
 
         Args:
-            older: the model of the first tokens.
+            older: the model that computes keys and values of each sequence's first tokens.
             sequences: the tokens.
-            cuts: for each sequence the number of its first tokens; below the position of its first chosen token.
+            cuts: number of these first tokens, by sequence; below the position of its first chosen token.
             law: the distribution.
 
         Returns:
@@ -165,7 +161,7 @@ class Oracle:
     # the model, and a search tries thousands.
     @contextmanager
     def other_head(self, weight: Tensor) -> Iterator[None]:
-        """Multiply the last hidden states by another matrix, [vocabulary, width]; the embedding stays."""
+        """Compute logits with another head, [vocabulary, width]; the embedding stays."""
         self._head = weight
         try:
             yield
@@ -200,10 +196,7 @@ class Oracle:
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compute the body with other values of some tensors.
-
-        They stand by name, each in the shape of its tensor.
-        """
+        """Compute the body with other values of tensors, by their names."""
         parameters = list_stored_tensors(self.model)
         before = {name: parameters[name].data for name in values}
         try:
@@ -225,7 +218,8 @@ class Oracle:
         scales = [attention.scaling for attention in attentions]
         self.model.model.rotary_emb = type(rotary)(config)
         for number, attention in enumerate(attentions):
-            with torch.device("meta"):  # YaRN changes the scale of query-key products in some families
+            # YaRN changes the scale of query-key products in some families; the module computes it when it is built.
+            with torch.device("meta"):
                 attention.scaling = type(attention)(config, number).scaling
         try:
             yield
@@ -236,7 +230,7 @@ class Oracle:
 
     @property
     def routers(self) -> dict[int, Any]:
-        """Modules of the routers, by number of the layer; empty without experts."""
+        """Router modules by number of the layer; empty without experts."""
         return {number: layer.mlp.gate for number, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
 
     @contextmanager
@@ -249,13 +243,14 @@ class Oracle:
             yield
         finally:
             for router in routers:
-                del router.forward  # that of the class comes back
+                del router.forward  # the attribute that hid the method of the class
 
     @torch.no_grad()
     def find_first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
-        """Position of the first token whose experts rounding may change.
+        """Find each sequence's first token whose experts rounding may change.
 
-        It is the sequence's length if there is none.
+        Returns:
+            Position of the token in each sequence; the sequence's length if there is none.
         """
         # At such a token a chosen expert and one that is not chosen have equal scores within `TIE`: two correct
         # programs may compute different experts for it, and different numbers for all that follows.
@@ -278,7 +273,7 @@ class Oracle:
 
     @torch.no_grad()
     def compute_hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
-        """Outputs of embedding, layers, their halves and routers, by point.
+        """Compute the outputs of embedding, layers, their halves and routers, by point.
 
         Returns:
             [tokens of all sequences, width] for each point of `verification.doctor.layer_outputs`, in the order of
@@ -301,7 +296,7 @@ class Oracle:
 
 
 def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:
-    """A hook that keeps a module's output, [tokens, width]."""
+    """Make a hook that keeps a module's output, [tokens, width]."""
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
@@ -314,10 +309,7 @@ def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:
 
 
 def _compute_margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Distance from the lowest chosen score to the highest unchosen.
-
-    [tokens], float32.
-    """
+    """Distance from the lowest chosen score to the highest unchosen: [tokens], float32."""
     scores, chosen = output[0].float(), output[2]
     bias = getattr(router, "e_score_correction_bias", None)
     if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias
@@ -328,7 +320,7 @@ def _compute_margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tens
 
 
 class _RoundedProduct(TorchFunctionMode):
-    """Rounds parts of matrix products; transformers' routers make one each."""
+    """Rounds operands or results of matrix products: a transformers router computes one."""
 
     def __init__(self, parts: Set[RouterPart]) -> None:
         super().__init__()
@@ -356,7 +348,7 @@ def _round_to_bfloat16(value: Tensor) -> Tensor:
 
 
 def _split_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Split sequences into batches of similar lengths."""
+    """Split sequences into batches of similar lengths; yields their indices."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH_TOKENS:

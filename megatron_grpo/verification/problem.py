@@ -30,7 +30,7 @@ attention or sliding windows; TINY of each family, by its name."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
-    """The folder of the model that is verified.
+    """Find the model to verify, or make it, and return its folder.
 
     Args:
         model: `tiny:` and a family, a folder with a config.json, or a hub name.
@@ -55,6 +55,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     config_values = json.loads((path / "config.json").read_text())
     # Without these settings, transformers makes the weights in float32 and by its own code.
     raw = {name: value for name, value in config_values.items() if name not in ("quantization_config", "auto_map")}
+    # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
     small |= LATENT if "kv_lora_rank" in raw else {}
@@ -73,10 +74,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 
 
 def _find_folder(model: str, *, weights: bool) -> Path:
-    """Find a model's folder, or download it from the hub.
-
-    Without `weights` only its config.json.
-    """
+    """Find a model's folder, or download it; only its config.json without `weights`."""
     if weights or not is_hub_name(model):
         return fetch_model_folder(model, "model")
     reason = download_config(model) if find_local_folder(model) is None else None
@@ -87,12 +85,8 @@ def _find_folder(model: str, *, weights: bool) -> Path:
 
 
 def _make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
-    """Write a model of random weights.
-
-    Biases, and norms around their initial 1 or 0, are random too.
-    """
-    # Weights as released models have them would hide mistakes: zero biases, norms of 1, and numbers so small that every
-    # layer is nearly the identity.
+    # Freshly initialised weights would hide mistakes: zero biases, norms of 1, and numbers so small that every layer is
+    # nearly the identity. So all are drawn, norms around their initial 1 or 0.
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
@@ -114,7 +108,7 @@ MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """transformers' results, in float32 in one process."""
+    """The results of transformers, which every layout has to reproduce; float32."""
 
     logprobs: Tensor
     """[tokens], float32: log-probability of every token; 0 at the first token of a sequence."""
@@ -124,7 +118,7 @@ class Truth:
 
 
 def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:
-    """Random sequences of different lengths, with random masks, advantages and sampling log-probabilities."""
+    """Make sequences of random lengths, masks, advantages and sampling log-probabilities."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, max(longest, 2) + 1, (sequences,), generator=draw)
     lengths[0] = longest
@@ -162,9 +156,7 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
 
 
 def compute_truth(folder: Path, batch: TokenBatch) -> Truth:
-    """Compute a batch in transformers, one sequence at a time.
-
-    There is no padding, no packing, no layout.
+    """Compute a batch in transformers, one sequence at a time, without padding.
 
     Raises:
         RunError: transformers cannot load or compute the model.
@@ -177,7 +169,7 @@ def compute_truth(folder: Path, batch: TokenBatch) -> Truth:
 
 def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     model = load_eager_model(folder, torch.float32)
-    # torch gives the row of this token no gradient. Training has no such token: padding is never computed.
+    # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = read_model_shape(folder).experts
     options = {} if experts is None else {"output_router_logits": True}
@@ -198,7 +190,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
             total = total + sum(
                 compute_router_losses(router_logits, experts) for router_logits in output.router_logits
             ) / len(batch)
-        # A sequence's first token is predicted by nothing.
+        # Nothing predicts a sequence's first token.
         logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -206,12 +198,11 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
 
 
 def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
-    """The losses of `MOE` for one layer and one sequence, [].
+    """Compute a layer's balancing and z losses for one sequence, a scalar.
 
-    Logits are [tokens, experts], float32. For softmax scores the balancing loss is transformers' own, which counts a
-    token once for each of its experts.
+    Logits are [tokens, experts], float32.
     """
-    if experts.score == "softmax":
+    if experts.score == "softmax":  # transformers' own counts a token once for each of its experts
         balancing = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
     else:  # DeepSeek-V3 (2024), equations 17 to 20
         scores = logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True)

@@ -23,15 +23,15 @@ T = TypeVar("T")
 Enter = Callable[[str], object]
 """A function that a rank calls with the name of each phase when the phase begins; messages name it."""
 Body = Callable[[T, Enter], dict[str, Any]]
-"""The work of a rank: from the task and `Enter` to tensors, numbers, texts, lists and dicts of them, by name."""
+"""The work of a rank: from the task and `Enter` to named results, which torch.load reads with weights_only."""
 
 
 def run_on_ranks(
     body: Body[T], task: T, parallel: ParallelConfig, *, seed: int, timeout_s: float, gpus: int | None = None
 ) -> list[dict[str, Any]]:
-    """Call `body(task, enter)` on every rank of a layout.
+    """Call `body(task, enter)` on every rank; return the results by rank.
 
-    Process groups are set up before; returns results by rank.
+    Process groups exist when `body` begins.
 
     Args:
         body: a function of a module, which processes can import.
@@ -39,8 +39,8 @@ def run_on_ranks(
         parallel: the layout.
         seed: seed of the ranks' random states.
         timeout_s: deadline of the whole call.
-        gpus: GPUs of this machine, of which each rank gets one; 0: the ranks compute on the CPU; None: every
-            rank sees the devices that this process sees.
+        gpus: GPUs of this machine, one for each rank; 0: the ranks compute on the CPU; None: every rank sees the
+            devices that this process sees.
 
     Raises:
         RunError: a rank failed, died or missed the deadline, which the text names; or there are fewer GPUs than ranks.
@@ -53,26 +53,22 @@ def run_on_ranks(
     os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
     # After a failure torch ends the other ranks, and would log each of them.
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)
-    store, end = open_store("127.0.0.1", timeout_s), time.monotonic() + timeout_s
+    store, deadline = open_store("127.0.0.1", timeout_s), time.monotonic() + timeout_s
     # The ranks are forked from a server that has imported everything, because imports take longer than computing.
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
         ranks = start_processes(_run_rank, arguments, world, join=False, daemon=True, start_method="forkserver")
-        _wait_for_ranks(ranks, folder, end, timeout_s)
+        _wait_for_ranks(ranks, folder, deadline, timeout_s)
         return [torch.load(folder / f"{rank}.results", weights_only=True) for rank in range(world)]
 
 
-def _wait_for_ranks(ranks: ProcessContext, folder: Path, end: float, timeout_s: float) -> None:
-    """Wait until every rank has ended, and leave no process behind.
-
-    Raises:
-        RunError: names the ranks that failed or are late, with their phase.
-    """
+def _wait_for_ranks(ranks: ProcessContext, folder: Path, deadline: float, timeout_s: float) -> None:
+    """Wait until every rank has ended, and leave no process behind."""
     try:
-        while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
-            if time.monotonic() >= end:
+        while not ranks.join(max(0.0, deadline - time.monotonic()), grace_period=0.0):
+            if time.monotonic() >= deadline:
                 pending = ranks.sentinels.values()
                 overdue = ", ".join(f"{rank} (in {_read_phase(folder, rank)})" for rank in sorted(pending))
                 raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
@@ -91,7 +87,6 @@ def _wait_for_ranks(ranks: ProcessContext, folder: Path, end: float, timeout_s: 
 
 
 def _read_phase(folder: Path, rank: int) -> str:
-    """The current or last phase of a rank."""
     file = folder / f"{rank}.phase"
     return file.read_text() if file.exists() else "start"
 
@@ -108,8 +103,9 @@ def _run_rank(
     port: int,
     folder: Path,
 ) -> None:
-    """Body of a rank's process; it writes phase and results to the folder."""
-    if gpus is not None:  # before CUDA starts in this process, which then sees one GPU, or none
+    """Run a rank's process; it writes phase and results to the folder."""
+    # Before CUDA starts in this process, which then sees one GPU, or none.
+    if gpus is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = numbers[rank] if gpus else ""

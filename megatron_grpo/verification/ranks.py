@@ -28,7 +28,7 @@ from megatron_grpo.verification.processes import run_on_ranks
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The input of every rank of a layout."""
+    """What every rank of a layout gets."""
 
     folder: str
     """Folder of the model in Hugging Face format."""
@@ -43,10 +43,10 @@ class Task:
 
 @dataclass(slots=True)
 class RankResults:
-    """The results of one rank; fields that only other ranks fill are empty."""
+    """What one rank measured; fields that only other ranks fill are empty."""
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """Log-probabilities by number of the sequence, each [tokens], float32; 0 at the first token of a sequence."""
+    """By index of the sequence [tokens], float32: log-probabilities; 0 at the first token."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Weights and gradients of the rank's pipeline stage, unsharded, by their names in transformers."""
@@ -67,7 +67,8 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
     (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([np.array(batch.lengths)])
-    rank = _build_rank(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
+    # The distributed optimizer is off at first, so that each rank keeps the whole gradient.
+    rank = _build_rank(config)
     enter("log-probabilities")
     logprobs = rank.compute_logprobs(
         TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches
@@ -79,7 +80,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     enter("gradients")
     result.losses.append(_sum_losses(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.gradients = _join_gradients(rank)
-    del rank  # else the peak would count both models
+    del rank  # otherwise the peak would count both models
     rank = _build_rank(_build_config(task, distributed=True))
     enter("optimizer steps")
     times = []
@@ -90,9 +91,11 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
         result.losses.append(_sum_losses(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.step_s = statistics.median(times)
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel rank 0 reports the loss
+    # All tensor-parallel ranks know the loss; the sum over ranks counts that of rank 0.
+    if parallel_state.get_tensor_model_parallel_rank():
         result.losses = [0.0] * len(result.losses)
-    return {field_of_result.name: getattr(result, field_of_result.name) for field_of_result in fields(result)}
+    # Not dataclasses.asdict, which copies every tensor.
+    return {attribute.name: getattr(result, attribute.name) for attribute in fields(result)}
 
 
 def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
@@ -119,15 +122,13 @@ def _sum_losses(shares: list[dict[str, Tensor]]) -> float:
 
 
 def _join_shards(rank: PolicyRank) -> dict[str, Tensor]:
-    """The rank's weights, unsharded, by their names in transformers."""
     tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.gather_chunks(), rank.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 
 def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
-    """Export the gradients like weights."""
-    # The export joins shards, experts and fused matrices of parameters. With the gradients in their place it does the
-    # same for gradients, so that one weight map is tested by both.
+    # The export of weights joins shards, experts and fused matrices. With the gradients in the weights' place it does
+    # the same for gradients, so that one weight map is tested by both.
     parameters = rank.gather_parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
@@ -139,11 +140,7 @@ def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
 
 
 def run_layout(task: Task) -> list[RankResults]:
-    """Run every rank of a layout, and return their results by rank.
-
-    Raises:
-        RunError: a rank failed, died or missed the deadline; the text names it.
-    """
+    """Measure every rank of a layout; errors are those of `run_on_ranks`."""
     results = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
     return [RankResults(**result) for result in results]
 
@@ -187,7 +184,7 @@ def compare_layout(
 ) -> Row:
     """Compare a layout's ranks with transformers and with one rank.
 
-    None: this is one rank.
+    `one_rank`: the row of the layout of one rank; None: this is that layout.
     """
     logprobs = {number: values for rank in results for number, values in rank.logprobs.items()}
     expected = truth.logprobs.split(batch.lengths)
@@ -210,10 +207,7 @@ def compare_layout(
 
 
 def _compute_relative_error(results: Sequence[RankResults], truth: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest relative error over all tensors, with its tensor's name.
-
-    Infinite if a tensor is missing or not finite.
-    """
+    """Find the tensor with the largest relative error; infinite if it is missing."""
     gradients = {name: tensor for rank in results for name, tensor in rank.gradients.items()}
     errors = dict.fromkeys(truth, math.inf)
     for name in truth.keys() & gradients.keys():

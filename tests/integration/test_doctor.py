@@ -216,4 +216,4 @@ def test_an_engine_is_asked_again(weights: Path, answers: Answers, tmp_path: Pat
     (tmp_path / "a").mkdir()
     (found,) = examine_run(run.run_dir, run.config, run.versions[0], tmp_path / "a", engine=True).findings
     assert found.name == ("other_weights" if right else "first_layer")
-    assert right or "computes layers.0.self_attn otherwise" in found.text
+    assert right or "computes layers.0.self_attn differently" in found.text

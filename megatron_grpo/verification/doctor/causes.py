@@ -1,4 +1,4 @@
-"""Why a side's record differs from the oracle: damage, then causes in groups, then the side's own code again."""
+"""Finds why a side's record differs from the oracle: damage, then suspects in tiers, then its own code again."""
 
 from __future__ import annotations
 
@@ -67,20 +67,17 @@ COMMANDS = {
     "trainer": "python -m megatron_grpo.replay RUN_DIR step=N policy.parallel.tensor=1 (or another layout, or "
     "policy.packing=false) names the first layer that differs",
 }
-"""The commands that find what no suspect explains, by side."""
+"""By side, the commands that narrow down a difference that no suspect explains."""
 OTHER_WEIGHTS = "refit.weight_check_period=1 refit.canary_share=1 name the tensor at the refit that leaves it wrong"
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of hidden states that rounding explains, by precision."""
-MOST_NAMED = 3
-"""Most rollouts that are named where others agree."""
+MOST_NAMED = 3  # rollouts that a finding names
 FEW_EDITS = 2
-"""Most changed numbers of a record that are named before other causes are tried."""
+"""Most changed numbers of a record that are taken for edits before other causes are tried."""
 
 
 class Causes:
-    """The search for the cause of a side's difference.
-
-    Models are loaded when they are needed.
+    """Searches the cause of a side's difference; models are loaded when needed.
 
     Args:
         run_dir: the run's folder.
@@ -89,7 +86,7 @@ class Causes:
         evidence: the recorded rollouts of the step.
         prompts: their prompts, made again.
         remarks: gets what could not be tried.
-        again: start an engine if nothing explains the engine's record.
+        may_start_engine: compute with a new engine if nothing explains the engine's record.
         timeout_s: seconds after which no further cause is tried on a side.
     """
 
@@ -102,24 +99,16 @@ class Causes:
         prompts: Prompts,
         remarks: list[str],
         *,
-        again: bool,
+        may_start_engine: bool,
         timeout_s: float,
     ) -> None:
         self._run_dir, self._config, self._weights, self._prompts = run_dir, config, weights, prompts
-        self._step, self._version, self._remarks, self._may_start_engine = (
-            evidence.step,
-            evidence.version,
-            remarks,
-            again,
-        )
-        self._timeout_s = timeout_s
+        self._step, self._version, self._remarks = evidence.step, evidence.version, remarks
+        self._may_start_engine, self._timeout_s = may_start_engine, timeout_s
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
     def load_oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
-        """The model of a version in transformers.
-
-        The models of the examined version and of the latest other one stay loaded.
-        """
+        """Load a version in transformers; the examined and the latest version stay loaded."""
         key, keys_to_keep = (version, dtype), (self._version, torch.float32)
         if key not in self._oracles:
             self._oracles = {
@@ -138,7 +127,8 @@ class Causes:
             rounding: distance that rounding explains.
             stops: tokens that end a response.
         """
-        apart = find_rollouts_apart(side, base, rounding)  # one of several engines may be wrong
+        # One of several engines may be wrong, so only the rollouts that differ have to be explained.
+        apart = find_rollouts_apart(side, base, rounding)
         part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
         finding = find_damage(part, base, rounding) or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
@@ -150,7 +140,7 @@ class Causes:
     def _explain_side(
         self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]
     ) -> Finding:
-        # One or two changed numbers are certain; more of them may also be the mark of another cause, which comes first.
+        # One or two changed numbers are surely edits; more may come from another cause, so suspects are tried before.
         edits = find_edits(side, base, rounding)
         if edits is not None and edits[1] <= FEW_EDITS:
             return edits[0]
@@ -162,7 +152,7 @@ class Causes:
             text = f"not every cause was tried on the {side.name} within timeout_s={self._timeout_s:g}"
             self._remarks.append(text)
         finding = search.conclude()
-        # A refit moves weights into engines, so it is no remedy for a trainer.
+        # A refit moves weights into engines, so its key is no remedy for the trainer.
         if finding is not None and side.name == "trainer" and REFIT in finding.key:
             finding = replace(finding, key=self._name_command(side))
         if finding is None and edits is not None:
@@ -170,12 +160,9 @@ class Causes:
         return finding or self._describe_unexplained(side, base, version, search.describe_mentioned())
 
     def _list_tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
-        """List groups of suspects in tiers.
-
-        A tier is tried only if none before it reproduces the record.
-        """
-        # The order is that of cost and of doubt: whole models and options first, then parts of the weights, whose many
-        # thousand combinations would explain by chance what a simple cause explains exactly.
+        """Yield tiers of suspects: each is tried if none before reproduces the record."""
+        # Cheap and likely causes come first, whole models and options; then parts of the weights, whose many thousand
+        # combinations would explain by chance what a simple cause explains exactly.
         nearest = self._list_nearest_versions(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
         first: list[Group] = [partial(iterate_sampling_suspects, stops)]
@@ -184,8 +171,8 @@ class Causes:
             first += [
                 partial(iterate_engine_settings, settings),
                 partial(iterate_prompt_suspects, self._prompts.build_other_sequences),
+                partial(iterate_stale_caches, version, nearest, self.load_oracle),
             ]
-            first += [partial(iterate_stale_caches, version, nearest, self.load_oracle)]
         else:
             packs = read_packs(self._run_dir, self._step, self._config, self._weights.shape)
             first += [partial(iterate_packing_suspects, packs)]
@@ -205,13 +192,12 @@ class Causes:
             partial(iterate_stale_parts, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
         yield [*stale, partial(iterate_missing_parts, parts), iterate_permutations]
-        yield [partial(iterate_scaled_parts, parts, Side.predict)]
+        yield [partial(iterate_scaled_parts, parts)]
         yield [
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
 
     def _list_nearest_versions(self, version: int) -> list[int]:
-        """Other available versions, the nearest first, earlier ones before later ones."""
         versions = [number for number in self._weights.versions if number != version]
         return sorted(versions, key=lambda number: (abs(version - number), number > version))
 
@@ -220,7 +206,6 @@ class Causes:
         return "the base model, without its adapter" if has_adapters and version == 0 else f"version {version}"
 
     def _describe_unexplained(self, side: Side, base: Tensor, version: int, near_causes: list[str]) -> Finding:
-        """The finding for a record that no suspect explains."""
         before = Distance.measure(side.recorded, base)
         for find in (self._find_structured, self._find_eight_bits, self._find_rounding, self._compare_layers):
             finding = find(side, base, version)
@@ -231,7 +216,6 @@ class Causes:
         return Finding("unexplained", "unexplained", text, self._name_command(side), before, others=near_causes)
 
     def _name_command(self, side: Side) -> str:
-        """The command that finds what no suspect explains."""
         return COMMANDS[side.name].replace("RUN_DIR step=N", f"{self._run_dir} step={self._step}")
 
     def _find_structured(self, side: Side, base: Tensor, _version: int) -> Finding | None:
@@ -246,10 +230,7 @@ class Causes:
         return Finding("structured", "sampling", f"the engine draws only from tokens that {keys} allow", keys)
 
     def _find_eight_bits(self, side: Side, _base: Tensor, _version: int) -> Finding | None:
-        """Find that a side keeps or multiplies numbers in 8 bits.
-
-        The oracle does not show their rounding.
-        """
+        # The oracle does not imitate 8-bit rounding, so here the configuration is the only evidence.
         policy, arguments = self._config.policy, self._config.generation.engine_args
         if side.name == "engine":
             names = ("quantization", "kv_cache_dtype")
@@ -263,7 +244,6 @@ class Causes:
         return Finding("eight_bits", "precision", f"the {side.name} rounds to 8 bits: {listed}", listed)
 
     def _find_rounding(self, side: Side, base: Tensor, version: int) -> Finding | None:
-        """Find the signature of bfloat16 in a float32 record."""
         coarse = side.predict(oracle=self.load_oracle(version, torch.bfloat16))
         if not is_rounding(side, base, coarse):
             return None
@@ -276,7 +256,7 @@ class Causes:
     def _compare_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
         """Run the side's own code again and compare layers.
 
-        None: it was not asked for.
+        None: not asked for, or it failed (a remark says so), or no layer differs.
         """
         if side.name == "engine" and not self._may_start_engine:
             return None
@@ -293,6 +273,7 @@ class Causes:
         before, again = Distance.measure(side.recorded, base), Distance.measure(logprobs, side.predict(law=law))
         name = side.name
         if again.mean < before.mean / 10:
+            # The code is right, so the run gave it other weights or another layout.
             text = f"the {name} agrees with transformers when it computes again from the weights of version {version}"
             if name == "engine":
                 rest = "so it had other weights or another layout in the run"
@@ -308,10 +289,11 @@ class Causes:
         if apart is None:
             return None
         point, difference = apart
-        text = f"the {name} computes {point} otherwise, by {difference:.1e} of its norm: the first hidden state apart"
+        text = f"the {name} computes {point} differently, by {difference:.1e} of its norm; earlier states agree"
         cause: Cause = "routing" if point.endswith("router") else "layer"
         return Finding("first_layer", cause, text, self._name_command(side), after=again)
 
 
 def _is_eight_bits(value: Any) -> bool:
+    # vLLM's names of such types: fp8, int8, w8a8, mxfp4, mxfp8 and so on.
     return value is not None and any(text in str(value) for text in ("8", "mx"))

@@ -15,17 +15,17 @@ from megatron_grpo.verification.doctor.suspects.side import Side
 CHANGED = "the file of rollouts was changed after it was written; record the step again"
 WRITER = "what writes or converts the log-probabilities of the record"
 MOST_NAMED_TOKENS = 2
-"""Most tokens of a rollout that are named one by one; in a rollout with more, the cause is elsewhere."""
+"""Most edited numbers of a rollout; if more differ, an edited token id, or another cause, is behind it."""
 MOST_IDS = 64
-"""Most token ids that are tried in the place of an edited one: those whose log-probability is nearest to the record."""
+"""Most token ids that are tried in place of an edited one: those whose log-probability is nearest to the record."""
 CLIPPED_TOLERANCE = 1e-3
-"""Largest difference, in nats, of a record that agrees but for numbers that are cut off."""
+"""Largest difference, in nats, of a clipped record from the oracle's numbers clipped alike."""
 DIGITS = 4
 """Most decimal places of a record that counts as rounded; float32 has about seven."""
 
 
 def find_damage(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """Find what was done to a whole record; None: nothing shows.
+    """Find what was done to all numbers of a record; None: nothing shows.
 
     Args:
         side: the record.
@@ -40,7 +40,7 @@ def find_damage(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
 
 
 def _find_coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
-    """Find numbers of few decimal places, or of a small type."""
+    # Numbers of few decimal places, clipped numbers, or numbers of a 16-bit type.
     recorded = side.recorded
     if len(recorded) < 8 or not recorded.isfinite().all() or not recorded.any():
         return None
@@ -80,7 +80,7 @@ def _find_impossible(side: Side, base: Tensor, _rounding: Distance) -> Finding |
 
 
 def _describe_scored_token(side: Side, number: int) -> str:
-    """The rollout and the token of a scored token, for messages."""
+    """Name the rollout and the token of a number of the record."""
     for rollout, length in zip(side.rollouts, side.lengths, strict=True):
         if number < length:
             return _describe_token(rollout, number)
@@ -97,7 +97,7 @@ def _describe_token(rollout: Rollout, number: int) -> str:
 
 
 def _find_other_units(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """Log-probabilities of another base, with the other sign, or with a constant added."""
+    # Logarithms to another base, with the other sign, or with a constant added.
     finite = side.recorded.isfinite() & base.isfinite()
     if int(finite.sum()) < 8:
         return None
@@ -117,7 +117,7 @@ def _find_other_units(side: Side, base: Tensor, rounding: Distance) -> Finding |
 
 
 def _find_shifted(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """Each rollout's numbers one token later or earlier."""
+    """Find that each rollout's numbers stand one token later or earlier."""
     pairs = list(zip(side.recorded.split(side.lengths), base.split(side.lengths), strict=True))
     for text, ours, theirs in (
         ("later", slice(1, None), slice(None, -1)),
@@ -131,11 +131,11 @@ def _find_shifted(side: Side, base: Tensor, rounding: Distance) -> Finding | Non
 
 
 LEAST_MATCH = 4
-"""Fewest numbers of two rollouts by which one is taken for the other's."""
+"""Fewest tokens on which a rollout's numbers must agree with another's to be taken for them."""
 
 
 def _find_exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """Rollouts that have the numbers of others, as far as they are long."""
+    """Find rollouts whose numbers are those of other rollouts."""
     recorded, plain = side.recorded.split(side.lengths), base.split(side.lengths)
     sources: dict[int, int] = {}
     for number, numbers in enumerate(recorded):
@@ -160,9 +160,12 @@ def _find_exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | N
 
 
 def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, int] | None:
-    """Find changed tokens and numbers in rollouts that agree otherwise.
+    """Find edited tokens and numbers in rollouts that agree otherwise.
 
-    Arguments are those of `find_damage`; returns how many numbers were changed, too.
+    Arguments are those of `find_damage`.
+
+    Returns:
+        The finding, and how many numbers were edited.
     """
     texts, repaired, numbers = [], [], 0
     pieces = zip(side.rollouts, side.tokens, side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
@@ -173,7 +176,8 @@ def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, i
         elif len(apart) <= MOST_NAMED_TOKENS and len(apart) < len(recorded):
             numbers += len(apart)
             texts += [
-                f"another number at {_describe_token(rollout, number)}: {_describe_both(recorded, plain, number)}"
+                f"another number at {_describe_token(rollout, number)}: {float(recorded[number]):.6g}, "
+                f"and transformers computes {float(plain[number]):.6g}"
                 for number in apart
             ]
             repaired.append(recorded)
@@ -192,18 +196,11 @@ def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, i
     return _make_finding(side, f"has {listed_texts}", CHANGED, base, torch.cat(repaired)), numbers
 
 
-def _describe_both(recorded: Tensor, plain: Tensor, number: int) -> str:
-    return f"{float(recorded[number]):.6g}, and transformers computes {float(plain[number]):.6g}"
-
-
 def _find_original_id(
     side: Side, sequence: Tokens, recorded: Tensor, first: int, rounding: Distance
 ) -> tuple[int, Tensor] | None:
-    """Find the id with which a rollout agrees from its first difference on.
-
-    Returns what is predicted with it, too.
-    """
-    # Only ids whose probability is the recorded one can have been the original; the numbers behind it decide.
+    """Find the id with which a rollout agrees, and its log-probabilities then."""
+    # The original id has the recorded probability; among ids that have it, the numbers of the later tokens decide.
     (probabilities,) = side.oracle.compute_probabilities([sequence], side.law)
     nearest = (probabilities[first].log() - recorded[first]).abs()
     for token_id in nearest.argsort()[:MOST_IDS].tolist():

@@ -16,7 +16,7 @@ from megatron_grpo.verification.doctor.suspects.side import Cause, Side
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far log-probabilities are from others."""
+    """Distance of two lists of log-probabilities, in nats."""
 
     mean: float
     """Mean absolute difference."""
@@ -25,7 +25,7 @@ class Distance:
 
     @staticmethod
     def measure(first: Tensor, second: Tensor) -> Distance:
-        """The distance of two [tokens] of log-probabilities; 0 without tokens."""
+        """Measure the distance of two [tokens]; 0 without tokens."""
         if not len(first):
             return Distance(0.0, 0.0)
         apart = compute_residual(first, second)
@@ -40,15 +40,15 @@ FLOAT32 = Distance(3e-5, 1e-3)
 """Rounding of a forward pass in float32. Layouts differ by at most 2e-5 at a token (`verification.ranks.TOLERANCES`);
 engines have other kernels, so they are allowed more at single tokens."""
 MARGIN = 3.0
-"""A program in bfloat16 may be this many times as far from float32 as transformers in bfloat16 is."""
+"""A side in bfloat16 may be this many times as far from float32 as transformers in bfloat16 is."""
 
 
 def measure_rounding(exact: Tensor, rounded: Tensor | None) -> Distance:
-    """The distance that rounding explains.
+    """Measure the distance that rounding explains.
 
     Args:
-        exact: [tokens]: log-probabilities in float32.
-        rounded: [tokens]: those of the same program in the side's type; None: the side's type is float32.
+        exact: [tokens]: the oracle's log-probabilities in float32.
+        rounded: [tokens]: the oracle's in the side's type; None: the side's type is float32.
     """
     if rounded is None:
         return FLOAT32
@@ -74,10 +74,7 @@ class Finding:
 
     @property
     def explained(self) -> float:
-        """Share of the mean difference that this explains, 0 to 1.
-
-        It is 1 for what the record itself shows.
-        """
+        """Share of the mean difference that this explains, 0 to 1; 1 without distances."""
         if self.before is None or self.after is None:
             return 1.0
         return max(0.0, 1.0 - self.after.mean / self.before.mean) if self.before.mean else 0.0
@@ -89,7 +86,7 @@ STOP_KEY = "generation.stop_token_ids and the model's eos_token_id; an environme
 def find_token_mistakes(
     evidence: Evidence, stops: frozenset[int], *, stop_strings: bool, samples: int | None
 ) -> Iterator[Finding]:
-    """Mistakes that the tokens of the record show by themselves.
+    """Find mistakes that the record's tokens show by themselves.
 
     Args:
         evidence: the record.
@@ -99,9 +96,10 @@ def find_token_mistakes(
     """
     if samples is not None:
         yield from _find_missing_rollouts(evidence, samples)
-    # In an environment of several turns, a limit or the environment may end a rollout behind a response's own end.
-    of_turns = {row["task_name"] for row in evidence.rows if len(join_spans(row)) > 1}
-    single = [row for row in evidence.rows if row["task_name"] not in of_turns]
+    # With several turns a limit or the environment may rightly end a rollout after a complete response, so how rollouts
+    # end is judged only in tasks of one turn.
+    multi_turn_tasks = {row["task_name"] for row in evidence.rows if len(join_spans(row)) > 1}
+    single = [row for row in evidence.rows if row["task_name"] not in multi_turn_tasks]
 
     def is_stopped(row: dict[str, Any]) -> bool:
         return int(row["token_ids"][row["spans"][-1][1] - 1]) in stops
@@ -137,7 +135,7 @@ def find_token_mistakes(
 
 
 def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
-    """A finding if groups lack rollouts, or have one twice."""
+    """Find groups that lack rollouts, or have one twice."""
     groups: dict[int, list[int]] = {}
     for group, sample in evidence.members:
         groups.setdefault(group, []).append(sample)
@@ -210,16 +208,13 @@ def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[in
     pairs = zip(side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
     return [
         number
-        for number, (trained, engine_values) in enumerate(pairs)
-        if not Distance.measure(trained, engine_values).is_within(rounding)
+        for number, (recorded, predicted) in enumerate(pairs)
+        if not Distance.measure(recorded, predicted).is_within(rounding)
     ]
 
 
 def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
-    """Describe where a record differs from the oracle.
-
-    `lengths`: tokens of each rollout.
-    """
+    """Describe where a record differs; `lengths`: tokens of each rollout."""
     apart = compute_residual(recorded, base) > rounding.worst
     pieces: Sequence[Tensor] = apart.split(list(lengths))
     first = [int(piece.nonzero()[0]) for piece in pieces if piece.any()]
@@ -231,22 +226,21 @@ def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, round
 
 
 CORRELATION = 0.3
-"""Least correlation of a record's differences with those of transformers in bfloat16, for the verdict of rounding."""
+"""Least correlation with the differences of transformers in bfloat16 by which a record counts as rounded."""
 BOTH_SIGNS = 0.15
-"""Least share of the differences that are above, and that are below zero."""
+"""Least share of differences above zero, and of differences below zero, by which it does."""
 
 
 def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
-    """Whether a record differs from float32 as the same computation in bfloat16 does.
-
-    Rounding of the same weights and states moves a token in the same direction in every program, so the differences
-    correlate; a wrong tensor of the same size does not.
+    """True if a record differs from float32 as a computation in bfloat16 does.
 
     Args:
         side: the record.
         base: [tokens], float32: the oracle in float32.
         coarse: [tokens], float32: the oracle in bfloat16.
     """
+    # Rounding of the same weights and states moves a token in the same direction in every program, so the differences
+    # correlate; those of a wrong tensor do not, even if they are as large.
     gap, rounding = side.recorded - base, coarse - base
     if len(gap) < 2 or not gap.isfinite().all():
         return False

@@ -1,4 +1,4 @@
-"""Settings of the model with which the run's engines computed, and which differ from those of the policy."""
+"""Settings in which a run's engines differ from its policy and from its configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_grpo.run.directory import ENGINES_FILE
 _NO_NUMBERS = frozenset({"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 """Entries of a model's configuration that change no number."""
 _MODES = ("logprobs_mode", "dtype", "quantization", "kv_cache_dtype")
-"""Other settings that the file of the engines has."""
+"""Settings of an engine, besides those of its model, that ENGINES_FILE records."""
 
 
 def read_engine_settings(run_dir: Path, config: Config, model_config: Any) -> dict[str, Any]:
-    """Read model settings that engines have otherwise than the policy.
+    """Read model settings in which the engines differ from the policy.
 
-    They are those that the engines reported at their start and, where they reported none, those of hf_overrides.
+    The engines reported them at their start; what they did not report is that of hf_overrides.
 
     Args:
         run_dir: the run's folder.
@@ -42,11 +42,7 @@ def read_engine_settings(run_dir: Path, config: Config, model_config: Any) -> di
 
 
 def read_engines(run_dir: Path) -> list[dict[str, Any]]:
-    """The settings that each engine reported; empty if the run recorded none.
-
-    Raises:
-        ValueError: the file is damaged; the text names it.
-    """
+    """Read the settings that each engine reported; empty if none are recorded."""
     file = run_dir / ENGINES_FILE
     if not file.exists():
         return []
@@ -60,10 +56,7 @@ def read_engines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def list_differing_modes(run_dir: Path, config: Config) -> list[str]:
-    """Describe engine settings that are not those of the configuration.
-
-    Settings of the model are left out.
-    """
+    """Describe engine settings, those of the model apart, that are not configured."""
     configured = {"logprobs_mode": "processed_logprobs", "dtype": config.engine_dtype}
     arguments = config.generation.engine_args
     configured |= {name: str(arguments[name]) for name in _MODES if name in arguments}
@@ -77,7 +70,7 @@ def list_differing_modes(run_dir: Path, config: Config) -> list[str]:
 
 
 def _rename_settings(settings: dict[str, Any], model_config: Any) -> dict[str, Any]:
-    """Settings with the rotary embedding in one entry, as transformers has it."""
+    # The rotary embedding gets into one entry, as transformers has it.
     settings |= settings.pop("text_config", {})
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -92,13 +85,10 @@ def _rename_settings(settings: dict[str, Any], model_config: Any) -> dict[str, A
     return settings
 
 
-def _is_same(value: Any, second: Any) -> bool:
-    """True if two values say the same, read from JSON or not.
-
-    Of mappings only the keys of both are compared.
-    """
-    if isinstance(value, Mapping) and isinstance(second, Mapping):
-        return all(_is_same(value[name], second[name]) for name in value.keys() & second.keys())
-    if isinstance(value, list | tuple) and isinstance(second, list | tuple):
-        return list(value) == list(second)
-    return bool(value == second)
+def _is_same(first: Any, second: Any) -> bool:
+    """True if two values are equal; of mappings only the common keys count."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return all(_is_same(first[name], second[name]) for name in first.keys() & second.keys())
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):  # JSON has no tuples
+        return list(first) == list(second)
+    return bool(first == second)

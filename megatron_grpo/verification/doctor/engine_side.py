@@ -29,14 +29,11 @@ _ENVIRONMENT = {
     "TQDM_DISABLE": "1",
 }
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-LINES = 5
-"""Last lines of the engine's output that a message quotes."""
+_QUOTED_LINES = 5  # of the engine's output, the last ones, in a message
 
 
 def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute sequences in a new engine of one rank.
-
-    It has the run's engine settings, but no CUDA graphs.
+    """Compute sequences in a new engine of one rank, without CUDA graphs.
 
     Args:
         config: the run's configuration.
@@ -76,14 +73,14 @@ def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) 
                 f"the engine was not done within generation.timeout_s={config.generation.timeout_s}"
             ) from None
         if process.returncode or not result.exists():
-            raise RunError("the engine failed: " + " | ".join(process.stderr.strip().splitlines()[-LINES:]))
+            raise RunError("the engine failed: " + " | ".join(process.stderr.strip().splitlines()[-_QUOTED_LINES:]))
         result_values = torch.load(result, weights_only=True)
     logprobs = [values[sequence.chosen] for values, sequence in zip(result_values["logprobs"], sequences, strict=True)]
     return torch.cat(logprobs), {point: torch.cat(pieces) for point, pieces in result_values["states"].items()}
 
 
 def _serve(request: Path, result: Path) -> None:
-    """The body of the engine's process."""
+    """Compute a request in the engine's process."""
     from vllm import LLM, SamplingParams
 
     request_values = torch.load(request, weights_only=True)
@@ -92,7 +89,8 @@ def _serve(request: Path, result: Path) -> None:
     (_,) = llm.apply_model(lambda model: _register_hooks(model, states))
     parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     logprobs = []
-    for ids in request_values["ids"]:  # one by one, so that a forward pass has the tokens of one sequence
+    # One sequence at a time, so that the hooks see its tokens in one forward pass.
+    for ids in request_values["ids"]:
         prompt: Any = {"prompt_token_ids": ids.tolist()}
         (output,) = llm.generate(prompt, parameters, use_tqdm=False)
         listed: Sequence[Any] = output.prompt_logprobs or ()
@@ -104,14 +102,12 @@ def _serve(request: Path, result: Path) -> None:
 
 
 def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
-    """Keep the hidden states of every forward pass.
-
-    A layer of vLLM returns its output and the residual unadded.
-    """
+    """Keep the hidden states of every forward pass."""
 
     def keep(point: str) -> Any:
         def keep_output(_module: Any, _inputs: Any, output: Any) -> None:
             parts = output if isinstance(output, tuple) else (output,)
+            # A layer of vLLM returns its output and the residual, not yet added: the next layer's fused norm adds them.
             is_layer = point.count(".") == 1
             value = parts[0] + parts[1] if is_layer and len(parts) > 1 and parts[1] is not None else parts[0]
             states.setdefault(point, []).append(value.detach().float().cpu().clone())

@@ -1,4 +1,4 @@
-"""The evidence that a run leaves of one step: recorded rollouts, and the weights of each available version."""
+"""What a run leaves of one step as evidence: recorded rollouts, and the weights of each available version."""
 
 from __future__ import annotations
 
@@ -33,37 +33,33 @@ class Rollout:
 
     @property
     def name(self) -> str:
-        """The rollout for messages: row of the data, and number of the sample."""
         return f"prompt {self.row['prompt_idx']}, sample {self.row['sample']}"
 
     def keep_up_to(self, position: int) -> Rollout:
-        """The rollout with its chosen tokens up to a position, this one included."""
+        """Keep the chosen tokens up to a position, which is included."""
         return self.drop_tokens(self.tokens.chosen > position)
 
     def drop_tokens(self, left_out: Tensor) -> Rollout:
-        """The rollout without some of its chosen tokens: [chosen tokens], bool."""
+        """Drop chosen tokens where `left_out`, [chosen tokens], bool, is true."""
         remaining, tokens = ~left_out, self.tokens
         return Rollout(
             self.row, Tokens(tokens.ids, tokens.chosen[remaining], tokens.begins[remaining]), self.indices[remaining]
         )
 
     def replace_prompt(self, prompt: Sequence[int]) -> Tokens:
-        """The sequence with another prompt, token ids, before its first response."""
+        """Build the sequence with other token ids before its first response."""
         tokens, first = self.tokens, int(self.row["spans"][0][0])
         shift = len(prompt) - first
         ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), tokens.ids[first:]])
         return Tokens(ids, tokens.chosen + shift, tokens.begins + shift)
 
     def read_column(self, name: str) -> Tensor:
-        """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
+        """Read a column of sampled tokens at the chosen ones: [chosen tokens], float32."""
         return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.indices]
 
 
 def join_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Begin and end of each response of a rollout.
-
-    A response has several spans if its version changed.
-    """
+    """Find begin and end of each response; a refit splits one into spans."""
     joined: list[tuple[int, int]] = []
     before = None
     for start, end, version in row["spans"]:
@@ -81,8 +77,7 @@ def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Roll
     Args:
         row: row of the file of rollouts.
         version: a weight version.
-        recomputed: whether the engines computed their cache anew after a refit. If not, tokens after a change of
-            version depend on several versions, and are left out.
+        recomputed: whether the engines computed their cache anew after a refit.
 
     Returns:
         The rollout; None: it has no such tokens.
@@ -91,20 +86,20 @@ def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Roll
     positions_of_spans = [np.arange(span.start, span.end) for span in spans]
     of_version = np.repeat([span.version == version for span in spans], [len(span) for span in positions_of_spans])
     if not recomputed:
-        # Behind a change of version the cache has keys of the older one, so only the first span is of one version.
+        # After a change of version the cache still has keys of the older one, so only the first span is of one version.
         of_version = np.logical_and.accumulate(of_version)
     begins = np.concatenate([np.full(end - start, start) for start, end in join_spans(row)] or [np.zeros(0, int)])
     selected = np.flatnonzero(of_version[: len(row["logprobs"])])
     if not len(selected):
         return None
-    at = np.concatenate(positions_of_spans)[selected]
+    positions = np.concatenate(positions_of_spans)[selected]
     ids = torch.from_numpy(np.array(row["token_ids"], dtype=np.int64))
-    tokens = Tokens(ids, torch.from_numpy(at).long(), torch.from_numpy(begins[selected]).long())
+    tokens = Tokens(ids, torch.from_numpy(positions).long(), torch.from_numpy(begins[selected]).long())
     return Rollout(row, tokens, torch.from_numpy(selected))
 
 
 class Weights:
-    """Hugging Face folders of a run's versions; checkpoints are exported on demand.
+    """Finds the weights of a run's versions; checkpoints are exported on demand.
 
     Version N is the policy after N steps; version 0 is the model that the run started from.
 
@@ -129,7 +124,7 @@ class Weights:
         return sorted({0, *self._checkpoints})
 
     def find_folder(self, version: int) -> Path:
-        """The folder of a version's weights, in the run's precision.
+        """Find the folder of a version's weights, in the run's precision.
 
         Raises:
             RunError: the checkpoint cannot be loaded.
@@ -165,7 +160,7 @@ class Evidence:
     rollouts: list[Rollout]
     """Rollouts that are scored."""
     members: list[tuple[int, int]]
-    """Group and sample of every recorded rollout of the step, those that failed included."""
+    """Group and sample of every recorded rollout of the step, failed ones included."""
 
     @property
     def is_whole(self) -> bool:
@@ -174,10 +169,7 @@ class Evidence:
 
     @property
     def recorded_error(self) -> float | None:
-        """Mean of exp(abs(trainer - engine)) of all recorded tokens.
-
-        None: the step did not record the trainer's.
-        """
+        """Mean of exp(abs(trainer - engine)) of all tokens; None: not recorded."""
         pairs = [(row["prev_logprobs"], row["logprobs"]) for row in self.rows]
         if any(prev is None or len(prev) != len(logprobs) for prev, logprobs in pairs):
             return None
@@ -191,17 +183,14 @@ class Evidence:
         return [rollout.tokens for rollout in self.rollouts]
 
     def read_column(self, name: str) -> Tensor | None:
-        """A column at the scored tokens, [tokens], float32.
-
-        None: the step did not record it.
-        """
+        """Read a column at the scored tokens, [tokens], float32; None: not recorded."""
         if any(rollout.row[name] is None for rollout in self.rollouts):
             return None
         return torch.cat([rollout.read_column(name) for rollout in self.rollouts])
 
     @property
     def last(self) -> Tensor:
-        """[tokens], bool: whether the token is the last sampled one of its rollout."""
+        """[tokens], bool: true for the last sampled token of a rollout."""
         return torch.cat([rollout.indices == len(rollout.row["logprobs"]) - 1 for rollout in self.rollouts])
 
 
@@ -210,16 +199,13 @@ def read_evidence(
 ) -> Evidence:
     """Read the rollouts of a step.
 
-    Without `step` it is a suspicious one, or the newest one whose weights are available.
-
     Args:
         run_dir: the run's folder.
-        step: a recorded step.
+        step: a recorded step; None: a suspicious one, else the newest one whose weights are available.
         suspicious: steps whose recorded figures are beyond rounding, the worst first.
         weights: the weights of the run's versions.
         config: the run's configuration.
-        most_tokens: sampled tokens to score, of whole rollouts: those whose recorded log-probabilities differ most, and
-            others of all prompts.
+        most_tokens: sampled tokens to score, of complete rollouts.
 
     Raises:
         ValueError: nothing is recorded, or the weights of no recorded step are available; the text says what to do.
@@ -270,8 +256,8 @@ def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config,
 
 
 def _order_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Take turns between rollouts that differ most and those of all prompts."""
-    # Samples of a prompt may come from different engines, so each prompt begins with another sample.
+    # Rollouts that differ most take turns with rollouts of all prompts. Samples of a prompt may come from different
+    # engines, so each prompt begins with another sample.
     samples = max((row["sample"] for row in rows), default=0) + 1
     rotated = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
     differing = sorted((row for row in rows if _measure_difference(row) > 0), key=_measure_difference, reverse=True)
@@ -284,10 +270,7 @@ def _order_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _measure_difference(row: dict[str, Any]) -> float:
-    """Mean absolute difference of both sides' recorded log-probabilities.
-
-    0: the record has but one side.
-    """
+    """Mean absolute difference of both sides' records; 0 if one lacks."""
     if row["prev_logprobs"] is None or len(row["prev_logprobs"]) != len(row["logprobs"]):
         return 0.0
     pairs = torch.tensor(np.array(row["prev_logprobs"])), torch.tensor(np.array(row["logprobs"]))

@@ -71,7 +71,7 @@ class Diagnosis:
 
 
 MORE_TOKENS = 16
-"""If the record says more than the scored tokens show, this many times as many tokens are scored."""
+"""Factor of the scored tokens in a second attempt, if the run recorded a larger error than the first one shows."""
 
 
 def examine_run(
@@ -107,22 +107,26 @@ def examine_run(
     suspicious = find_suspicious_steps(
         figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled
     )
+
+    def examine(most_tokens: int) -> Examination:
+        evidence = read_evidence(run_dir, step, suspicious, weights, config, most_tokens)
+        examination = Examination(
+            run_dir, config, model, weights, evidence, figures, may_start_engine=engine, timeout_s=timeout_s
+        )
+        examination.run()
+        return examination
+
     # A few tokens are enough for most mistakes. If the run recorded a larger error than they show, the mistake is in
     # rollouts that were not scored, so more are.
-    examination = None
-    for token_count in (tokens, MORE_TOKENS * tokens):
-        evidence = read_evidence(run_dir, step, suspicious, weights, config, token_count)
-        examination = Examination(run_dir, config, model, weights, evidence, figures, again=engine, timeout_s=timeout_s)
-        diagnosis = examination.run()
-        if not examination.shows_less_than_recorded or evidence.is_whole:
-            break
-    assert examination is not None
+    examination = examine(tokens)
+    if examination.shows_less_than_recorded and examination.can_score_more:
+        examination = examine(MORE_TOKENS * tokens)
     examination.compare_with_record(suspicious)
-    return diagnosis
+    return examination.diagnosis
 
 
 class Examination:
-    """One examination; models are loaded when they are needed."""
+    """An examination of one set of tokens; models are loaded when needed."""
 
     def __init__(
         self,
@@ -133,25 +137,34 @@ class Examination:
         evidence: Evidence,
         figures: Mapping[int, RecordedFigures],
         *,
-        again: bool,
+        may_start_engine: bool,
         timeout_s: float,
     ) -> None:
         self._run_dir, self._config, self._model, self._weights = run_dir, config, model, weights
         self._evidence, self._figures, self._timeout_s = evidence, figures, timeout_s
-        self._diagnosis = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
-        self._prompts = Prompts(config, model, evidence.rows, self._diagnosis.remarks)
+        self.can_score_more = not evidence.is_whole
+        """Whether rollouts of the step were not read, to save time."""
+        self.diagnosis = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
+        self._prompts = Prompts(config, model, evidence.rows, self.diagnosis.remarks)
         self._causes = Causes(
-            run_dir, config, weights, evidence, self._prompts, self._diagnosis.remarks, again=again, timeout_s=timeout_s
+            run_dir,
+            config,
+            weights,
+            evidence,
+            self._prompts,
+            self.diagnosis.remarks,
+            may_start_engine=may_start_engine,
+            timeout_s=timeout_s,
         )
         if weights.shape.experts is not None:
             self._leave_out_ties()
         self._trainer_version = evidence.version
         recorded = figures.get(evidence.step, RecordedFigures())
         self._recorded = recorded
-        self._diagnosis.recorded_error, self._diagnosis.recorded_worst = recorded.error, recorded.worst
+        self.diagnosis.recorded_error, self.diagnosis.recorded_worst = recorded.error, recorded.worst
 
     def _leave_out_ties(self) -> None:
-        """Leave out tokens for which rounding in float32 may have chosen other experts."""
+        """Leave out tokens for which rounding may have chosen other experts."""
         before = self._evidence.rollouts
         ties = self._causes.load_oracle(self._evidence.version).find_first_ties(self._evidence.tokens)
         after = [rollout.keep_up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
@@ -163,23 +176,22 @@ class Examination:
         omitted = sum(len(rollout.indices) for rollout in before) - sum(len(rollout.indices) for rollout in after)
         if omitted and any(len(rollout.indices) for rollout in after):
             self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.indices)])
-            self._diagnosis.remarks.append(f"{omitted} tokens were left out: {reason}")
+            self.diagnosis.remarks.append(f"{omitted} tokens were left out: {reason}")
 
     def _compute_trainer_logprobs(self) -> tuple[int, Tensor]:
-        """The trainer's version and its log-probabilities, [tokens], float32.
+        """Find the trainer's version and its log-probabilities, recorded or computed again.
 
-        They are the recorded ones, or computed again. Tokens that a filter removes in training are left out of the
-        evidence.
+        They are [tokens], float32. Tokens that a filter removes in training are left out of the evidence.
         """
         evidence, version = self._evidence, self._evidence.step - 1
         recorded = evidence.read_column("prev_logprobs")
-        # Step N trains on version N - 1. Without these weights, those that sampled stand for the trainer's.
+        # Step N trains version N - 1. If its weights are gone, the trainer computes with those that sampled.
         if version not in self._weights.versions:
             version, recorded = evidence.version, None
         if recorded is None:
             folder = self._weights.find_folder(version)
             recorded, _ = run_trainer_again(self._config, folder, evidence.tokens, hidden=False)
-            self._diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
+            self.diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         removed = recorded.isneginf()
         if not removed.any() or removed.all() or not self._config.generation.has_training_filter:
             return version, recorded
@@ -188,11 +200,11 @@ class Examination:
         self._score_fewer(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
         return version, recorded[~removed]
 
-    def run(self) -> Diagnosis:
+    def run(self) -> None:
         """Examine the rollouts, the prompts, the engine and the trainer."""
         version, recorded = self._compute_trainer_logprobs()
         self._trainer_version = version
-        diagnosis, evidence = self._diagnosis, self._evidence
+        diagnosis, evidence = self.diagnosis, self._evidence
         scored = evidence.rollouts
         diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.indices) for rollout in scored)
         stop_strings = bool(self._ends.strings)
@@ -215,22 +227,19 @@ class Examination:
             text = f"the trainer had version {version}: this part of the gap is the policy's own change"
             diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
         diagnosis.findings = _without_repetitions(diagnosis.findings)
-        return diagnosis
 
     @cached_property
     def _ends(self) -> StopConditions:
-        """What ends a response of the run."""
         generation = self._config.generation
         try:
             return find_stop_conditions(generation, load_tokenizer(self._model), self._model)
         except RunError as error:
-            self._diagnosis.remarks.append(f"stop tokens are those of the model's configuration: {error}")
+            self.diagnosis.remarks.append(f"stop tokens are those of the model's configuration: {error}")
             ids = (*generation.stop_token_ids, *read_end_tokens(self._model))
             return StopConditions(ids, tuple(generation.stop_strings))
 
     @property
     def _stops(self) -> frozenset[int]:
-        """Tokens that end a response."""
         return frozenset(self._ends.token_ids)
 
     def _build_side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
@@ -239,12 +248,12 @@ class Examination:
         return Side(name, self._causes.load_oracle(version), rollouts, tokens, law, recorded)
 
     def _reach_verdict(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
-        """Find what is wrong with a side that differs beyond rounding."""
+        """Explain a side's difference if it is beyond rounding."""
         base = side.predict()
         rounded = None if dtype == "float32" else side.predict(oracle=self._causes.load_oracle(version, torch.bfloat16))
         rounding = measure_rounding(base, rounded)
         distance = Distance.measure(side.recorded, base)
-        self._diagnosis.sides[side.name] = distance, rounding
+        self.diagnosis.sides[side.name] = distance, rounding
         if distance.is_within(rounding):
             return
         if side.name == "engine":
@@ -255,7 +264,7 @@ class Examination:
         yield self._causes.explain(side, base, version, rounding, self._stops)
 
     def _find_configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
-        """Reasons in the configuration for a gap between correct sides."""
+        """Find reasons in the configuration for a gap between correct sides."""
         law, law_of_training = engine.law, trainer.law
         if law != law_of_training:
             before, after = (
@@ -264,30 +273,30 @@ class Examination:
             )
             named = [f"generation.{name}" for name in OPTIONS if getattr(law, name) != getattr(law_of_training, name)]
             text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
-            if not before.is_within(self._diagnosis.sides["engine"][1]):
+            if not before.is_within(self.diagnosis.sides["engine"][1]):
                 yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
         types = self._config.engine_dtype, self._config.policy.precision
         if types[0] != types[1]:
             text = f"the engine computes in {types[0]} and the trainer in {types[1]}"
-            yield Finding("precision", "precision", text, PRECISION, self._diagnosis.gap)
+            yield Finding("precision", "precision", text, PRECISION, self.diagnosis.gap)
 
     @property
     def _rounding(self) -> float:
         """Mean difference of log-probabilities that rounding of both sides explains, in nats."""
-        return sum(rounding.mean for _, rounding in self._diagnosis.sides.values())
+        return sum(rounding.mean for _, rounding in self.diagnosis.sides.values())
 
     @property
     def _is_comparable(self) -> bool:
-        """True if the scored tokens are like those of the run's error.
+        """True if the error of the scored tokens can be compared with the run's.
 
-        They are not if the trainer's weights are gone, or if other tokens of the step are of another version.
+        It cannot if the trainer's weights are gone, or if some tokens of the step are of another version.
         """
         versions = {version for row in self._evidence.rows for _, _, version in row["spans"]}
         return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
 
     @property
     def _is_off(self) -> bool:
-        """True if the run noticed the step, or older weights explain less."""
+        """True if the run flagged the step, or its error exceeds staleness."""
         return bool(self._recorded.is_off) or not self._recorded.excess <= STALE_EXCESS
 
     @property
@@ -295,40 +304,42 @@ class Examination:
         """True if the recorded error exceeds that of the scored tokens."""
         if self._recorded.error is None:
             return False
-        of_record = self._evidence.recorded_error
-        if of_record is not None:
-            return is_beyond(self._recorded.excess, of_record - 1, self._rounding)
+        error = self._evidence.recorded_error
+        if error is not None:
+            return is_beyond(self._recorded.excess, error - 1, self._rounding)
         if not self._is_comparable:
             return False
         worst = self._recorded.worst
         if worst is not None and worst > 1 and math.isfinite(worst):
-            rounding_size = sum(rounding.worst for _, rounding in self._diagnosis.sides.values())
-            if is_beyond(math.log(worst), self._diagnosis.gap.worst, rounding_size):
+            rounding_size = sum(rounding.worst for _, rounding in self.diagnosis.sides.values())
+            if is_beyond(math.log(worst), self.diagnosis.gap.worst, rounding_size):
                 return True
-        return is_beyond(self._recorded.excess, self._diagnosis.error - 1, self._rounding)
+        return is_beyond(self._recorded.excess, self.diagnosis.error - 1, self._rounding)
 
     def compare_with_record(self, suspicious: list[int]) -> None:
         """Add a finding if the run measured more than was found.
 
         `suspicious`: steps whose recorded figures are far from those of the others.
         """
-        diagnosis, step, config = self._diagnosis, self._evidence.step, self._config
+        diagnosis, step, config = self.diagnosis, self._evidence.step, self._config
         if self._recorded.error is None:
             diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
         elif self.shows_less_than_recorded:
             diagnosis.findings.append(self._explain_record())
         elif not self._is_comparable and self._is_off and not diagnosis.findings:
             text = (
-                f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
+                f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights a few steps "
+                "old explain, and both sides agree with transformers at the scored tokens"
             )
-            text += "before explain, and both sides agree with transformers at the scored tokens"
             key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
             diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
         version = self._evidence.version
         of_refit = self._figures.get(version, RecordedFigures())
         if of_refit.canary_failed:
-            text = f"the canary of the refit to version {version} differed by {of_refit.canary:.3g}, more than "
-            text += f"{of_refit.canary_limit:.3g}"
+            text = (
+                f"the canary of the refit to version {version} differed by {of_refit.canary:.3g}, "
+                f"more than {of_refit.canary_limit:.3g}"
+            )
             diagnosis.findings.append(Finding("canary", "weights", text, OTHER_WEIGHTS))
         reason = read_refused_refit(self._run_dir)
         if reason is not None:
@@ -347,15 +358,15 @@ class Examination:
                 diagnosis.findings.append(Finding("recorded_error", "layout", f"{text}; {examined}", key))
 
     def _explain_record(self) -> Finding:
-        """The finding for a recorded error that one rank does not compute."""
-        diagnosis, config, step = self._diagnosis, self._config, self._evidence.step
+        """Make the finding for a recorded error that one rank does not compute."""
+        diagnosis, config, step = self.diagnosis, self._config, self._evidence.step
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
         )
-        of_record = self._evidence.recorded_error
-        if of_record is not None:
+        error = self._evidence.recorded_error
+        if error is not None:
             text = (
-                f"{measured} at step {step}, and the log-probabilities that it recorded have {of_record:.6g}: "
+                f"{measured} at step {step}, and the log-probabilities that it recorded have {error:.6g}: "
                 "its metrics and its rollouts are not of the same step, or one of them was changed"
             )
             return Finding("damaged_record", "record", text, "record the step again")

@@ -1,4 +1,4 @@
-"""The search for the explanation of a record: which suspect reproduces it, and which others come near."""
+"""Searches the explanation of a record: the suspect that reproduces it, and others that come near."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCREENED = 256
 FINALISTS = 8
 """Suspects of a group that are tried on all tokens: those that come closest on the screened ones."""
 EXPLAINED = 0.8
-"""Least share of the mean difference that a named cause removes, unless the rest is rounding."""
+"""Least share of the mean difference that a cause has to remove to be named, unless the rest is rounding."""
 REPRODUCED = 0.5
-"""Least share that a cause removes whose rest is rounding: near rounding, much else comes within it, too."""
+"""Least share if the rest is rounding: if the difference is little more than that, wrong causes leave rounding too."""
 EQUAL = 2.0
 """Explanations that leave at most this many times the least difference cannot be told apart."""
 EXACT = 5e-6
@@ -40,7 +40,7 @@ class Explanation:
 
 @dataclass(slots=True)
 class Search:
-    """The explanations of a side's record, closest first."""
+    """Tries suspects on a side's record, and keeps the explanations, closest first."""
 
     side: Side
     base: Tensor
@@ -50,18 +50,16 @@ class Search:
     """Time (monotonic) after which no further suspect is tried."""
     explanations: list[Explanation] = field(default_factory=list)
     ran_out_of_time: bool = False
-    """Whether suspects were left out because the time was over."""
+    """Whether suspects were left out because of `until`."""
 
     @property
     def before(self) -> Distance:
-        """The distance of the record from the oracle."""
+        """Distance of the record from the oracle."""
         return Distance.measure(self.side.recorded, self.base)
 
     def try_groups(self, groups: Sequence[Group]) -> bool:
-        """Try groups of suspects; returns whether one reproduces the record.
-
-        All suspects are tried on the rollouts that differ most, and the closest of a group on all rollouts.
-        """
+        """Try groups of suspects; return whether one reproduces the record."""
+        # All suspects are tried on the rollouts that differ most, and the closest of a group on all rollouts.
         part = self._select_part()
         for group in groups:
             tried: list[tuple[Distance, Suspect, Candidate]] = []
@@ -71,18 +69,17 @@ class Search:
                 if time.monotonic() > self.until:
                     self.ran_out_of_time = True
                     break
-                if len(tried) > 2 * FINALISTS:  # the others' tensors need not stay in memory
+                if len(tried) > 2 * FINALISTS:  # a candidate holds tensors, so those that lost are dropped early
                     tried = _find_closest(tried)
             for distance, suspect, (_, predict) in _find_closest(tried):
-                distance_of_record = (
-                    distance if part is self.side else Distance.measure(self.side.recorded, predict(self.side))
-                )
-                self.explanations.append(Explanation(suspect, distance_of_record))
+                if part is not self.side:
+                    distance = Distance.measure(self.side.recorded, predict(self.side))
+                self.explanations.append(Explanation(suspect, distance))
         self.explanations.sort(key=lambda explanation: explanation.after.mean)
         return bool(self.explanations) and self._is_reproduced(self.explanations[0])
 
     def _select_part(self) -> Side:
-        """The rollouts that differ most, with `SCREENED` tokens or all."""
+        """Select the rollouts that differ most, with at least `SCREENED` tokens."""
         lengths = self.side.lengths
         if sum(lengths) <= SCREENED:
             return self.side
@@ -102,10 +99,8 @@ class Search:
         return explanation.after.is_within(self.rounding) and self._share(explanation) >= REPRODUCED
 
     def conclude(self) -> Finding | None:
-        """Choose the explanation that assumes least of the closest.
-
-        None: none explains enough. Explanations that come equally close are mentioned, and so are the next ones.
-        """
+        """Make the finding of the best explanation; None: none explains enough."""
+        # Of explanations that come equally close the one that assumes least is chosen, and the others are mentioned.
         if not self.explanations:
             return None
         closest = self.explanations[0]
@@ -122,7 +117,7 @@ class Search:
         return Finding(suspect.name, suspect.cause, text, suspect.key, self.before, chosen.after, mentioned)
 
     def describe_mentioned(self, chosen: Explanation | None = None) -> list[str]:
-        """Texts of the next explanations, with the share that each explains."""
+        """Describe the next explanations, with the share that each explains."""
         texts: dict[str, float] = {}
         for explanation in self.explanations:
             share, text = self._share(explanation), explanation.suspect.text
@@ -132,5 +127,4 @@ class Search:
 
 
 def _find_closest(tried: list[tuple[Distance, Suspect, Candidate]]) -> list[tuple[Distance, Suspect, Candidate]]:
-    """The finalists among suspects, closest first."""
     return sorted(tried, key=lambda entry: entry[0].mean)[:FINALISTS]

@@ -16,14 +16,11 @@ GREEDY = 1e-5
 
 
 LARGEST = 40.0
-"""Differences are cut to this size, as in the metrics of a step (docs/metrics.md)."""
+"""Differences are clipped to this size, as in the metrics of a step (docs/metrics.md)."""
 
 
 def compute_residual(recorded: Tensor, predicted: Tensor) -> Tensor:
-    """Absolute differences of log-probabilities, [tokens], float32.
-
-    A difference that is not finite is `LARGEST`.
-    """
+    """Absolute differences, [tokens], float32; `LARGEST` where they are not finite."""
     return (recorded - predicted).nan_to_num(LARGEST, LARGEST, -LARGEST).abs().clamp(max=LARGEST)
 
 
@@ -43,7 +40,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """The distribution of drawn tokens: vLLM's options in vLLM's order."""
+    """The distribution that tokens are drawn from: vLLM's options in vLLM's order."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -71,7 +68,7 @@ class Law:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def compute_logprobs(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Log-probabilities of the chosen tokens.
+        """Compute log-probabilities of the chosen tokens.
 
         Args:
             logits: [chosen tokens, vocabulary], float32, before each chosen token.
@@ -83,9 +80,9 @@ class Law:
         return self.compute_distribution(logits, tokens).gather(1, tokens.ids[tokens.chosen][:, None])[:, 0]
 
     def compute_distribution(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Log-probabilities of all tokens of the vocabulary, [chosen tokens, vocabulary], float32.
+        """Compute log-probabilities of the vocabulary: [chosen tokens, vocabulary], float32.
 
-        Takes the same as `compute_logprobs`.
+        Arguments are those of `compute_logprobs`.
         """
         # The order is vLLM's: bias, penalties, temperature, then min_p, top_k and top_p.
         if self.cap is not None:
@@ -103,10 +100,7 @@ class Law:
         return logits.log_softmax(-1)
 
     def _apply_penalties(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Logits after the penalties.
-
-        `repetition_penalty` counts the prompt too, the others only the response.
-        """
+        # The repetition penalty counts the prompt too, the others only the response.
         occurrences = torch.zeros(len(tokens.ids) + 1, logits.shape[1])
         occurrences[1:].scatter_(1, tokens.ids[:, None], 1.0)
         counts = occurrences.cumsum(0)  # of each token, how often it occurs before a position
@@ -119,7 +113,7 @@ class Law:
         if self.min_p > 0:
             probabilities = logits.softmax(-1)
             logits = logits.masked_fill(probabilities < self.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
-        # vLLM sorts in ascending order and removes from the low end: at ties another order would keep other tokens.
+        # As in vLLM, tokens are removed from the low end of an ascending order: at ties another order keeps others.
         values, order = logits.sort(-1)
         if self.top_k:
             values = values.masked_fill(values < values[:, -min(self.top_k, values.shape[1])][:, None], -torch.inf)
@@ -135,13 +129,13 @@ OPTIONS = (*FILTERS, *(name for name in PENALTIES if name != "bad_words"))
 
 
 def build_engine_law(config: Config) -> Law:
-    """The distribution that engines draw from; vLLM ignores filters at temperature 0."""
+    """Build the distribution of the engines; vLLM ignores filters at temperature 0."""
     names = OPTIONS if config.generation.temperature > 0 else set(OPTIONS).difference(FILTERS)
     return _build_law(config, ("temperature", *names))
 
 
 def build_training_law(config: Config) -> Law:
-    """The distribution that the policy's log-probabilities are of in training."""
+    """Build the distribution of the log-probabilities in training."""
     return _build_law(config, ("temperature", *(FILTERS if config.generation.has_training_filter else ())))
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities with hidden states: of a rank of a layout, and of recorded sequences on one rank here."""
+"""Log-probabilities with hidden states: of a rank of a layout, and of recorded sequences in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compute_logprobs_and_states(
 def run_trainer_again(
     config: Config, folder: Path, sequences: Sequence[Tokens], *, hidden: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute recorded sequences by the trainer's code, on one rank here.
+    """Compute recorded sequences by the trainer's code, in this process.
 
     Args:
         config: the run's configuration; its layout is replaced by one rank.
@@ -73,10 +73,10 @@ def run_trainer_again(
             temperature=config.generation.temperature,
             token_filter=make_training_filter(config.generation),
         )
-        (microbatches,) = make_packer(policy, TOKEN_COST).make_microbatches([np.array(lengths)])
-        rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
+        (microbatches,) = make_packer(policy, OF_TOKENS).make_microbatches([np.array(lengths)])
+        rank, token_indices = PolicyRank(settings), np.arange(sum(lengths))
         if hidden:
-            logprobs_of_tokens, pieces = compute_logprobs_and_states(rank, batch, microbatches, everywhere)
+            logprobs_of_tokens, pieces = compute_logprobs_and_states(rank, batch, microbatches, token_indices)
         else:
             logprobs_of_tokens, pieces = rank.compute_logprobs(batch, microbatches), []
     finally:
@@ -85,4 +85,4 @@ def run_trainer_again(
         part[sequence.chosen]
         for part, sequence in zip(require_field(logprobs_of_tokens).split(lengths), sequences, strict=True)
     ]
-    return torch.cat(logprobs), assemble_pieces(pieces, len(everywhere))
+    return torch.cat(logprobs), assemble_pieces(pieces, len(token_indices))

@@ -1,11 +1,10 @@
-"""The packs in which a run's trainer computed the log-probabilities of a step, and what a leak between them gives."""
+"""The packs in which a run's trainer computed a step, and suspects that let their sequences see each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.microbatch_schedule import assign_microbatches, derive_cost
-from megatron_grpo.verification.doctor.evidence import Rollout
 from megatron_grpo.verification.doctor.law import Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
 
@@ -25,9 +23,7 @@ Packs = Mapping[tuple[int, int], tuple[list[Tensor], Tensor]]
 
 
 def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> Packs:
-    """Read the sequences before each rollout in its pack.
-
-    Empty without packing.
+    """Pack a step's rollouts again as the run did; empty without packing.
 
     Raises:
         ValueError: the record cannot be read.
@@ -43,8 +39,8 @@ def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> P
     batch.partitions = partition_sequences(config, batch, cost)
     tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
     packs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
-    for plan in assign_microbatches(config.policy, cost, batch, np.arange(len(batch)), tokens):
-        for pack in plan:
+    for packs_of_replica in assign_microbatches(config.policy, cost, batch, np.arange(len(batch)), tokens):
+        for pack in packs_of_replica:
             ids = [torch.from_numpy(np.array(trajectories[number].token_ids, dtype=np.int64)) for number in pack]
             for index, number in enumerate(pack):
                 trajectory = trajectories[number]
@@ -57,9 +53,9 @@ MOST_BEFORE = 7
 
 
 def iterate_packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
-    """Sequences of a pack that see the sequences before them.
+    """Yield attention across the sequences of a pack.
 
-    The packs are those that the planner makes of the step, or runs of rollouts in the order of the record.
+    The packs are those of the step, or neighbours in the order of the record.
     """
     if not packs:
         return
@@ -75,12 +71,13 @@ def iterate_packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
 
 
 def _predict_leaked(packs: Packs, restarts: bool, side: Side) -> Tensor:
-    pairs = zip(side.rollouts, side.tokens, strict=True)
-    return side.predict(tokens=[_predict_behind(packs, rollout, tokens, restarts) for rollout, tokens in pairs])
+    before = [packs[rollout.row["group"], rollout.row["sample"]][0] for rollout in side.rollouts]
+    pairs = zip(before, side.tokens, strict=True)
+    return side.predict(tokens=[_prepend_sequences(ids, tokens, restarts) for ids, tokens in pairs])
 
 
 def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
-    """Predict each rollout behind as many predecessors as fit best."""
+    # How many sequences a pack had is not known here, so each rollout is tried behind 0 to MOST_BEFORE of them.
     order = sorted(packs)
     ids_by_name = {name: ids for name, (_, ids) in packs.items()}
     pieces = []
@@ -89,7 +86,7 @@ def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor
         tried = []
         for count in range(min(MOST_BEFORE, at) + 1):
             before = [ids_by_name[name] for name in order[at - count : at]]
-            tokens = _predict_after(before, side.tokens[number], restarts)
+            tokens = _prepend_sequences(before, side.tokens[number], restarts)
             (predicted,) = side.oracle.compute_logprobs([tokens], [side.law])
             tried.append(predicted)
         errors = [float(compute_residual(recorded, predicted).mean()) for predicted in tried]
@@ -97,14 +94,7 @@ def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor
     return torch.cat(pieces)
 
 
-def _predict_behind(packs: Packs, rollout: Rollout, tokens: Tokens, restarts: bool) -> Tokens:
-    row: Mapping[str, Any] = rollout.row
-    before, _ = packs[row["group"], row["sample"]]
-    return _predict_after(before, tokens, restarts)
-
-
-def _predict_after(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
-    """The sequence behind others."""
+def _prepend_sequences(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
     shift = sum(len(ids) for ids in before)
     positions = torch.cat([torch.arange(len(ids)) for ids in (*before, tokens.ids)]) if restarts else None
     return Tokens(torch.cat([*before, tokens.ids]), tokens.chosen + shift, tokens.begins + shift, positions)

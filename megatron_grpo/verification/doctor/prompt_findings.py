@@ -1,4 +1,4 @@
-"""The recorded prompts against those that the configuration and other settings of the data make."""
+"""Compares recorded prompts with those that the configuration, or other data settings, make of the data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompts:
 
     @cached_property
     def _configured(self) -> Rendering | None:
-        """The prompts as the configuration says; None: they cannot be made again."""
+        """The configured prompts; None: they cannot be made again."""
         try:
             if self._config.generation.endpoint.enabled:
                 raise ValueError("generation.endpoint.enabled=true: agents write the prompts")
@@ -47,7 +47,7 @@ class Prompts:
         return list(iterate_other_renderings(self._config, self._model, sorted(self._configured.prompts)))
 
     def find_mistakes(self) -> Iterator[Finding]:
-        """A finding if the recorded prompts are not the configured ones."""
+        """Find recorded prompts that are not the configured ones."""
         expected = self._configured
         if expected is None:
             return
@@ -55,27 +55,26 @@ class Prompts:
         wrong = [row for row in self._rows if expected.prompts[row["prompt_idx"]] != _read_prompt_ids(row)]
         if not wrong:
             return
-        numbers = list(dict.fromkeys(row["prompt_idx"] for row in wrong))
-        alike = [
+        wrong_prompts = {row["prompt_idx"] for row in wrong}
+        matching = [
             candidate
             for candidate in self._candidates
             if all(candidate.prompts.get(row["prompt_idx"]) == _read_prompt_ids(row) for row in wrong)
         ]
-        if alike:
-            reason = f"they are those of {alike[0].text}"
+        if matching:
+            reason = f"they are those of {matching[0].text}"
         else:
             where = _find_first_difference(wrong[0], expected.prompts[wrong[0]["prompt_idx"]])
             reason = f"no other template gives them: the data has changed, or the record was edited ({where})"
-        text = (
-            f"{len(numbers)} of {len(rows)} recorded prompts are not what the configuration makes of the data; {reason}"
-        )
-        if alike or len(wrong) == len(self._rows):
-            yield Finding("wrong_template", "tokens", text, alike[0].key if alike else expected.key)
+        counted = f"{len(wrong_prompts)} of {len(rows)} recorded prompts"
+        text = f"{counted} are not what the configuration makes of the data; {reason}"
+        if matching or len(wrong) == len(self._rows):
+            yield Finding("wrong_template", "tokens", text, matching[0].key if matching else expected.key)
         else:
             yield Finding("damaged_record", "record", text, CHANGED)
 
     def build_other_sequences(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, Sequence[Tokens]]]:
-        """Rollouts with the prompts of other data settings, with keys."""
+        """By data setting, its key and the rollouts behind its prompts."""
         settings = [] if self._configured is None else [self._configured, *self._candidates]
         sequences: dict[str, tuple[str, Sequence[Tokens]]] = {}
         for setting in settings:
@@ -87,7 +86,6 @@ class Prompts:
 
 
 def _read_prompt_ids(row: dict[str, Any]) -> list[int]:
-    """Tokens before the first response."""
     ids: list[int] = row["token_ids"][: row["spans"][0][0]].tolist()
     return ids
 

@@ -1,4 +1,4 @@
-"""The prompts of a run's data again, rendered as the configuration says, and as other templates would."""
+"""Renders the prompts of a run's data again, as the configuration says and as other templates would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rendering:
 
 
 def render_configured(config: Config, model: Path, rows: Sequence[int]) -> Rendering:
-    """The prompts as the configuration says.
+    """Render the prompts as the configuration says.
 
     Args:
         config: how rows become prompts.
@@ -46,10 +46,7 @@ def render_configured(config: Config, model: Path, rows: Sequence[int]) -> Rende
 
 
 def iterate_other_renderings(config: Config, model: Path, rows: Sequence[int]) -> Iterator[Rendering]:
-    """The prompts under other settings that this data allows.
-
-    Takes the same arguments as `render_configured`.
-    """
+    """Render the prompts under other settings; arguments are those of `render_configured`."""
     with tempfile.TemporaryDirectory() as folder:
         for text, key, changes in _iterate_settings(config, Path(folder)):
             data: Any = replace(config.data, **changes)
@@ -60,7 +57,7 @@ def iterate_other_renderings(config: Config, model: Path, rows: Sequence[int]) -
 
 
 def _iterate_settings(config: Config, folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(description, key, changed fields of the section data) of each other setting."""
+    """Yield each setting: description, key, changed fields of the section data."""
     data = config.data
     if data.apply_chat_template:
         plain = {"apply_chat_template": False, "system_prompt": None, "system_prompt_file": None}
@@ -82,7 +79,6 @@ def _iterate_settings(config: Config, folder: Path) -> Iterator[tuple[str, str, 
 
 
 def _read_prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list[int]]:
-    """Token ids of the prompts of some rows; ValueError: no such prompts."""
     if config.data.streaming:
         raise ValueError("data.streaming=true: rows of a stream cannot be read again")
     loader = load_prompt_data(

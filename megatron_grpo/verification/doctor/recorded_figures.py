@@ -1,4 +1,4 @@
-"""What a run itself measured of its steps, the first evidence, and where a replay of a step looks for the reason."""
+"""What a run measured of its own steps, and a replay of a step in its layout and on one rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ERROR = "token_mult_prob_error"
 FIGURES = (ERROR, f"{ERROR}_max", "canary_logprob_error", "canary_limit", f"{ERROR}_off")
 """Metrics of a step (docs/metrics.md), in the order of the fields of `RecordedFigures`."""
 AGREEMENT_FACTOR = 5.0
-"""A recorded excess over 1 agrees with a computed one up to this factor: they are means over different tokens."""
+"""Recorded and computed excess over 1 agree up to this factor: they are means over different tokens."""
 SUSPICIOUS_FACTOR = 10.0
-"""A step is suspicious whose excess is this many times that of the run's better steps."""
+"""A step is suspicious if its excess is this many times that of the run's better steps."""
 STALE_EXCESS = 1.0
-"""Largest excess that tokens of earlier versions explain where it cannot be computed again."""
+"""Largest excess that staleness may explain where it cannot be computed again."""
 NOTICEABLE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Excess of a step's error over 1 that is never called suspicious below, by the precision of the run."""
+"""By precision of the run, the least excess over 1 that makes a step suspicious."""
 MOST_RANKS = 8
 """Most ranks of a layout that are started on a machine without GPUs, unless it has more processors."""
 HIDDEN_TOKENS = 4096
@@ -38,10 +38,7 @@ HIDDEN_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RecordedFigures:
-    """The figures of a step, as the run recorded them.
-
-    NaN: a figure was not finite; None: the run has no such figure.
-    """
+    """The figures that a run recorded of a step; NaN: not finite; None: none."""
 
     error: float | None = None
     worst: float | None = None
@@ -49,7 +46,7 @@ class RecordedFigures:
     """Difference that the canary after the refit of this step had."""
     canary_limit: float | None = None
     is_off: float | None = None
-    """1: the run itself noticed that the step leaves its noise."""
+    """1: the run itself flagged the step's error as beyond its noise."""
 
     @property
     def canary_failed(self) -> bool:
@@ -58,10 +55,7 @@ class RecordedFigures:
 
     @property
     def excess(self) -> float:
-        """How far the error is above 1.
-
-        It is infinite where the error is not finite, and 0 without an error.
-        """
+        """The error less 1: infinite if it is not finite, 0 without one."""
         if self.error is None:
             return 0.0
         return self.error - 1.0 if math.isfinite(self.error) else math.inf
@@ -78,18 +72,18 @@ def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
 
 
 def _read_figure(row: Mapping[str, Any], name: str) -> float | None:
-    values = {**row.get("throughput", {}), **row}  # figures of the checks of weights stand there
+    values = {**row.get("throughput", {}), **row}  # "throughput" has the figures of the canary
     if name not in values:
         return None
     return math.nan if values[name] is None else float(values[name])
 
 
 NOT_SERVED = ("is not served:", "must not serve:")
-"""What the reason of a run says that ended because a check of weights refused a refit."""
+"""Texts in a run's end reason by which a check of the weights refused a refit."""
 
 
 def read_refused_refit(run_dir: Path) -> str | None:
-    """Read why a refit was refused, if that ended the run; else None.
+    """Read why a refused refit ended the run; None: none did.
 
     Raises:
         ValueError: the summary of the run is damaged; the message names the file.
@@ -101,9 +95,7 @@ def read_refused_refit(run_dir: Path) -> str | None:
 def find_suspicious_steps(
     figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool
 ) -> list[int]:
-    """Find steps whose error stands out or that the run noticed.
-
-    The worst come first.
+    """Find steps whose error stands out or that the run flagged, worst first.
 
     Args:
         figures: recorded figures by step.
@@ -113,7 +105,8 @@ def find_suspicious_steps(
     limit = STALE_EXCESS
     if not has_older_tokens:
         excesses = sorted(step.excess for step in figures.values())
-        usual = excesses[len(excesses) // 4] if excesses else 0.0  # most steps of a run may be wrong
+        # The lower quartile, not the median, because most steps of a run may be wrong.
+        usual = excesses[len(excesses) // 4] if excesses else 0.0
         limit = max(SUSPICIOUS_FACTOR * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
         limit = min(limit, STALE_EXCESS)
     beyond = {number: step.excess for number, step in figures.items() if step.excess > limit or step.is_off}
@@ -133,27 +126,18 @@ def is_beyond(recorded: float, computed: float, rounding: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReplay:
-    """A replay of the step in the run's layout and on one rank."""
+    """The outcome of `replay_in_layout`."""
 
     command: str
-    """The command that does it."""
+    """The command that replays the step on one rank."""
     text: str
-    """What came of it, or why it was not done here."""
+    """The result, or why there is none."""
     differs: bool
     """Whether the layouts differ."""
 
 
 def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float) -> LayoutReplay:
-    """Replay a step in the run's layout and on one rank.
-
-    The text says where the two first differ.
-
-    Args:
-        run_dir: the run's folder.
-        step: the step.
-        config: the run's configuration.
-        timeout_s: deadline of each replay.
-    """
+    """Replay a step in the run's layout and on one rank, each within `timeout_s`."""
     overrides = _list_one_rank_overrides(config)
     command = " ".join(["python -m megatron_grpo.replay", str(run_dir), f"step={step}", *overrides])
     ranks, gpus = config.policy.parallel.world_size, torch.cuda.device_count()
@@ -188,7 +172,6 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
 
 
 def _list_one_rank_overrides(config: Config) -> list[str]:
-    """Overrides of the configuration that make the layout one rank without packing."""
     parallel, plain = config.policy.parallel, ParallelConfig()
     names = [name for name in vars(plain) if getattr(parallel, name) != getattr(plain, name)]
     values = {name: getattr(plain, name) for name in names}
@@ -201,7 +184,7 @@ def _write_yaml(value: object) -> str:
 
 
 def _describe_versions(record: RecordedStep) -> str:
-    """What else may be the reason: packages and devices that were others."""
+    """Describe what else may be the reason: other packages or devices."""
     recorded = {} if record.figures is None else record.figures.versions
     versions = find_library_versions()
     changed = [

@@ -1,4 +1,4 @@
-"""Compares what two replays of a step computed, or a replay with the record, and finds where they first differ."""
+"""Compares two replays of a step, or a replay with the record, and finds where they first differ."""
 
 from __future__ import annotations
 
@@ -57,26 +57,25 @@ SMALL = 1e-3
 some gradients are zero but for rounding, such as those of the biases of keys."""
 
 TIES, FEWEST_TIES = 0.05, 3
-"""Largest share of tokens that rounding sends to other experts at a router, where precision is coarser than float32,
+"""Tokens that rounding may send to other experts at a router, where precision is coarser than float32: largest share,
 and the number that is always allowed."""
 EXPERT_GRADIENT = 2.0
-"""How many times the tolerance a gradient may be apart because of them, in a model with experts."""
+"""Factor of the tolerance of gradients in a model with experts, because of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """How coarse rounding spreads over tokens.
+    """How rounding in a coarse precision spreads over tokens.
 
-    In shares and multiples of the tolerance. A few tokens, whose terms cancel or which went to other experts, are
-    several times as far apart as the others.
+    A few tokens, whose terms cancel or which went to other experts, are several times as far apart as the others.
     """
 
     share: float
-    """Share of the tokens, at least one token, that may be past the tolerance."""
+    """Share of the tokens, at least one token, that may exceed the tolerance."""
     times: float
-    """How many times the tolerance these may be apart."""
+    """Their limit, in tolerances."""
     typical: float
-    """Share of the tolerance by which half of all tokens may be apart."""
+    """Limit of the median token, in tolerances."""
 
 
 STATES_TAIL, LOGPROBS_TAIL, ROUTED_LOGPROBS_TAIL = Tail(0.02, 2.0, 0.6), Tail(0.02, 5.0, 1.0), Tail(0.03, 8.0, 1.0)
@@ -85,19 +84,19 @@ STATES_TAIL, LOGPROBS_TAIL, ROUTED_LOGPROBS_TAIL = Tail(0.02, 2.0, 0.6), Tail(0.
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one quantity of two sides is apart."""
+    """The difference of two sides in one quantity."""
 
     quantity: Quantity
     difference: float
-    """Absolute for log-probabilities and the loss, else relative; of tokens the largest one, or less where single
-    tokens may be further apart (`Tail`)."""
+    """Absolute for log-probabilities and the loss, else relative. Of tokens the largest one; with a `Tail` the least
+    number that the tolerance must reach for its three limits to hold."""
     tolerance: float
     tensor: str | None = None
-    """The first tensor, in the order of computation, that is past the tolerance; if none is, the one most apart."""
+    """The first tensor, in the order of computation, beyond the tolerance; without one, the most different tensor."""
     sequence: int | None = None
     token: int | None = None
-    """The first token past the tolerance, or the token most apart if none is: number of its sequence in the step, and
-    its position in the sequence."""
+    """The first token beyond the tolerance, or the most different one: index of its sequence in the step, and its
+    position in the sequence."""
     token_id: int | None = None
 
     @property
@@ -107,7 +106,7 @@ class Difference:
 
     @property
     def layer(self) -> int | None:
-        """Number of the tensor's layer, from 0; None: it belongs to no layer."""
+        """Number of the tensor's layer, from 0; None: no layer."""
         layer = find_layer(self.tensor or "")
         return layer if 0 <= layer < _LAST else None
 
@@ -116,10 +115,7 @@ _LAST = 1 << 30
 
 
 def find_layer(name: str) -> int:
-    """Number of the layer in the name of a tensor or a point.
-
-    -1 before the first layer, `_LAST` after the last.
-    """
+    """Find the layer in a name: -1 before the first, `_LAST` after the last."""
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1])
@@ -141,10 +137,10 @@ class Comparison:
 
     @property
     def first_difference(self) -> dict[str, str | int | None] | None:
-        """Where the sides first differ, in the order of computation; None: they agree.
+        """Where the sides first differ; None: they agree.
 
-        Quantity, layer and tensor are those of the first quantity past its tolerance. Point, sequence and token are of
-        the first one that has tokens: the first hidden state past its tolerance, or log-probability.
+        Quantity, layer and tensor are those of the first quantity beyond its tolerance; point, sequence and token those
+        of the first one that has tokens, hidden states or log-probabilities.
         """
         apart = [difference for difference in self.differences if not difference.agrees]
         if not apart:
@@ -173,10 +169,7 @@ def read_recorded(record: RecordedStep) -> Replayed:
 
 
 def _read_recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
-    """Recorded sketches by point in the order of computation.
-
-    Each is [captured, SKETCH]; the tokens are [captured].
-    """
+    """Order recorded sketches: [captured, SKETCH] by point, and the tokens, [captured]."""
     captured = np.unique(np.array([state.token for state in states], dtype=np.int64))
     rows: dict[str, Tensor] = {
         point: torch.full((len(captured), SKETCH), torch.nan)
@@ -188,7 +181,7 @@ def _read_recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tens
 
 
 def choose_tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
-    """The tolerances for sides with these settings: those of the coarsest precision."""
+    """Choose the tolerances of the coarsest precision of the sides."""
     if any(policy.fp8.format != "off" or policy.quantization is not None for policy in policies):
         return TOLERANCES["fp8"]
     return TOLERANCES["bfloat16" if any(policy.precision == "bfloat16" for policy in policies) else "float32"]
@@ -197,11 +190,11 @@ def choose_tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
 def compare(
     names: tuple[str, str], record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Comparison:
-    """Compare two sides of a step in all that both have, in order.
+    """Compare two sides in all that both have, in the order of computation.
 
     Args:
         names: names of the sides, for the report.
-        record: the step, whose tokens are named.
+        record: the step, from which tokens are named.
         sides: what each side computed; the second one's numbers are the scale of relative differences.
         limits: the tolerances.
     """
@@ -211,7 +204,7 @@ def compare(
         *_compare_hidden_states(record, sides, limits),
     ]
     if first.logprobs is not None and second.logprobs is not None:
-        # A filter of sampling may remove a token at its edge on one side only, by rounding.
+        # By rounding, a sampling filter may remove a token at its edge on one side only.
         removed = first.logprobs.isneginf() | second.logprobs.isneginf()
         apart = (first.logprobs - second.logprobs).abs().masked_fill(removed, 0.0)
         tail = ROUTED_LOGPROBS_TAIL if _has_experts(sides) else LOGPROBS_TAIL
@@ -235,18 +228,16 @@ def compare(
 
 
 def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
-    """Whether these are the tolerances of a precision that is coarser than float32."""
+    """True for the tolerances of a precision coarser than float32."""
     return limits["hidden states"] > TOLERANCES["float32"]["hidden states"]
 
 
 def _compare_hidden_states(
     record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """The first point past the limit, or the point most apart.
-
-    Nothing without a common point. Tokens that predict nothing are left out. So are, from a router on, tokens that go
-    to other experts on the two sides, if they are so few that rounding explains them (`TIES`).
-    """
+    """Yield the first point beyond the limit, else the most different point, if any."""
+    # Tokens that predict nothing are left out. So are, from a router on, tokens that the two sides send to other
+    # experts, if they are so few that rounding explains them (`TIES`).
     limit, is_coarse = limits["hidden states"], _is_coarse(limits)
     captured = np.intersect1d(sides[0].captured, sides[1].captured)
     captured = captured[record.predicts[captured]]
@@ -254,7 +245,7 @@ def _compare_hidden_states(
     for point in (name for name in sides[0].hidden if name in sides[1].hidden):
         rows, second_rows = _find_states_at(point, sides, captured)
         if is_coarse and point.endswith(ROUTER):
-            # Weights of experts are 0 where an expert was not chosen, so other zeros are other experts.
+            # A router's state is 0 at experts that were not chosen, so other zeros mean other experts.
             moved = ((rows != 0) != (second_rows != 0)).any(dim=1)
             if int(moved.sum()) <= max(FEWEST_TIES, TIES * len(captured)):
                 captured, rows, second_rows = captured[~moved.numpy()], rows[~moved], second_rows[~moved]
@@ -275,9 +266,9 @@ def _compare_hidden_states(
 
 
 def _find_states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Both sides' states of some tokens at a point, [tokens, width].
+    """Select both sides' states at a point; sketches if a side has no more.
 
-    They are float32, and sketches if a side has no more.
+    Each is [tokens, width or SKETCH], float32.
     """
     as_sketches = any(side.is_sketched for side in sides)
 
@@ -297,7 +288,7 @@ def _describe_at_token(
     numbers: NDArray[np.int64],
     tail: Tail | None,
 ) -> Difference:
-    """Describe a difference by token, with the first past the limit.
+    """Describe a difference by token.
 
     Args:
         record: the step.
@@ -305,10 +296,10 @@ def _describe_at_token(
         tensor: name of the tensor or of the point; None: it has none.
         apart: [tokens], float32: difference of each token.
         limit: the tolerance.
-        numbers: [tokens], int64, ascending: numbers of these tokens in the step.
-        tail: what rounding may do to single tokens; None: none may be past the tolerance.
+        numbers: [tokens], int64, ascending: indices of these tokens in the step.
+        tail: what rounding may do to single tokens; None: none may exceed the tolerance.
     """
-    apart = apart.nan_to_num(nan=math.inf)  # NaN is larger than no limit, and would pass for agreement
+    apart = apart.nan_to_num(nan=math.inf)  # a comparison with NaN is false, so NaN would pass for agreement
     past = torch.nonzero(apart > limit)
     token_index = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
     sequence = int(np.searchsorted(np.cumsum(record.lengths), token_index, side="right"))
@@ -319,7 +310,7 @@ def _describe_at_token(
 
 
 def _find_largest(apart: Tensor, tail: Tail) -> float:
-    """The largest token difference that must not pass the tolerance."""
+    """Find the number that must not exceed the tolerance for a tail to hold."""
     largest = apart.sort(descending=True).values
     strays = max(1, int(tail.share * len(apart)))
     stray = float(largest[strays]) if strays < len(apart) else 0.0
@@ -327,14 +318,11 @@ def _find_largest(apart: Tensor, tail: Tail) -> float:
 
 
 Distances = dict[tuple[int, str], tuple[float, float]]
-"""By (optimizer step, name): the distance of a tensor between the two sides, and its norm on the second side."""
+"""By (optimizer step, name): a tensor's distance between the sides, and its norm on the second one."""
 
 
 def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Distances:
-    """Distances of tensors of a kind, from their sketches.
-
-    Infinite for a tensor that only one side has.
-    """
+    """Compute distances from sketches; infinite if only one side has the tensor."""
     first, second = (
         {(figure.optimizer_step, figure.name): figure for figure in side.tensors if figure.kind == kind}
         for side in sides
@@ -355,11 +343,9 @@ def _compute_distances(kind: str, sides: tuple[Replayed, Replayed]) -> Distances
 def _compare_tensors(
     quantity: Quantity, kind: str, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """The largest difference, with the first tensor past the limit.
-
-    Gradients are computed from the last layer to the first. In a coarse precision rounding sends tokens to other
-    experts, so those of a layer's experts and router are compared together, and of all count an `EXPERT_GRADIENT`-th.
-    """
+    """Yield the largest difference, with the first tensor beyond the limit."""
+    # In a coarse precision rounding sends tokens to other experts. So the gradients of a layer's experts and router are
+    # compared together, and the difference of every gradient is divided by `EXPERT_GRADIENT`.
     figures, limit = _compute_distances(kind, sides), limits[quantity]
     if not figures:
         return
@@ -373,7 +359,7 @@ def _compare_tensors(
     }
     if is_routed:
         apart = {key: value / EXPERT_GRADIENT for key, value in apart.items()}
-    sign = -1 if kind == "gradient" else 1
+    sign = -1 if kind == "gradient" else 1  # gradients are computed from the last layer to the first
     order = sorted(apart, key=lambda key: (key[0], sign * find_layer(key[1]), key[1]))
     worst = max(order, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
     past = [key for key in order if not apart[key] <= limit]
@@ -381,7 +367,7 @@ def _compare_tensors(
 
 
 def _with_experts_together(figures: Distances) -> Distances:
-    """One figure for a layer's router and experts, named by the worst."""
+    """Combine a layer's router and experts, under the name of the worst."""
     # A token that rounding sends to another expert moves gradient from one expert to the other; their sum stays.
     together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
     layers: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -394,17 +380,15 @@ def _with_experts_together(figures: Distances) -> Distances:
 
 
 def _has_experts(sides: tuple[Replayed, Replayed]) -> bool:
-    """True if the tensors' names are those of a mixture of experts."""
     return any(_is_routed(figure.name) for side in sides for figure in side.tensors)
 
 
 def _is_routed(name: str) -> bool:
-    """True if a tensor belongs to a router or to one of its experts."""
     return ".experts." in name or ".gate." in name or ".router." in name
 
 
 def _compare_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:
-    """The change of all weights together, with the worst tensor."""
+    """Compare the change of all weights together, and name the worst tensor."""
     # Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
     figures = _compute_distances("update", sides)
     if figures:

@@ -1,4 +1,4 @@
-"""The record of a step of a run: its configuration, the state before it, its rollouts, and what it computed."""
+"""Opens the record of a step: its configuration, the state before it, its rollouts, and what it computed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from megatron_grpo.run.directory import load_run_config, override_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One recorded step: what doing it again needs, and its results."""
+    """A recorded step: what a replay needs, and the results of the run."""
 
     run_dir: Path
     step: int
     config: Config
-    """The configuration of the step, with the changes that were asked for."""
+    """The configuration of the step, with overrides."""
     checkpoint: Path | None
     """The checkpoint before the step (`checkpoints/step_N-1`); None: the step began with the weights of `model`."""
     model: Path
@@ -60,8 +60,8 @@ class RecordedStep:
     def predicts(self) -> NDArray[np.bool_]:
         """True where a token's hidden state reaches a sampled log-probability.
 
-        [tokens], bool. True up to the token before the last sampled one: later tokens of the sequence attend to earlier
-        ones. The last sampled token, such as a stop token, and an environment's words behind it predict nothing.
+        [tokens], bool. True up to the token before the last sampled one, since later tokens attend to earlier ones. The
+        last sampled token, such as a stop token, and an environment's words after it predict nothing.
         """
         lasts = [
             max((span.end for span in trajectory.spans if span.end > span.start), default=0)
@@ -76,7 +76,7 @@ class RecordedStep:
         return self.place_at_sampled([np.ones(trajectory.response_tokens) for trajectory in self.trajectories]) > 0
 
     def join_tokens(self) -> TokenBatch:
-        """All rollouts end to end: token_ids (int32), sampled (bool) and generation_logprobs (float32)."""
+        """Join all rollouts: token_ids (int32), sampled (bool), generation_logprobs (float32)."""
         fields = TokenFields(
             token_ids=torch.from_numpy(np.concatenate([trajectory.token_ids for trajectory in self.trajectories])),
             sampled=torch.from_numpy(self.sampled),
@@ -87,7 +87,7 @@ class RecordedStep:
         return TokenBatch(self.lengths.tolist(), fields)
 
     def place_at_sampled(self, values: Sequence[NDArray[Any] | None]) -> NDArray[np.float32]:
-        """Spread values of sampled tokens over all tokens, 0 elsewhere.
+        """Place values of sampled tokens among all tokens, 0 elsewhere.
 
         From [sampled tokens] of each rollout to [all tokens], float32.
 
@@ -110,8 +110,7 @@ class RecordedStep:
 def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:
     """Open the record of one step of a run.
 
-    The configuration is the one with which the step was made if the run recorded it (logger.replay_every), else that
-    of the run's last start.
+    The configuration is that of the step if the run recorded it (logger.replay_every), else that of the last start.
 
     Args:
         run_dir: folder of the run.
@@ -151,7 +150,7 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
 
 
 def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
-    """Check that the rollouts of a step are recorded, all of them."""
+    """Require that all rollouts of the step are recorded."""
     steps = find_recorded_steps(run_dir)
     if step not in steps:
         recorded = f"there are {min(steps)} to {max(steps)}" if steps else "there are none at all"

@@ -1,4 +1,4 @@
-"""Does one recorded step again, on ranks of this machine, in any layout and precision."""
+"""Replays one recorded step on ranks of this machine, in any layout and precision."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import RecordedStep
 
 Schedule = list[StepMicrobatches]
-"""For each replica its microbatches, each the numbers of its sequences in the step."""
+"""By replica its microbatches, each the indices of its sequences in the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayTask:
-    """The input of every rank of a replay."""
+    """What every rank of a replay gets."""
 
     settings: RankSettings
     checkpoint: str | None
@@ -56,9 +56,9 @@ class ReplayTask:
     batch: TokenBatch
     """All sequences of the step."""
     members: list[NDArray[np.int64]]
-    """For each replica the numbers of its sequences, [sequences of it], int64."""
+    """By replica the indices of its sequences in the step, [sequences of the replica], int64."""
     captured: NDArray[np.bool_]
-    """[tokens of the batch], bool: whether hidden states of the token are kept."""
+    """[tokens of the batch], bool: true for tokens whose hidden states are kept."""
     logprobs: Schedule
     steps: list[tuple[Schedule, GlobalCounts]]
     """Microbatches and denominators of each optimizer step."""
@@ -69,26 +69,23 @@ class ReplayTask:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay computed, or what a run recorded.
-
-    Fields that are not known are None or empty.
-    """
+    """What a replay computed or a run recorded; unknown fields are None or empty."""
 
     logprobs: Tensor | None
     """[tokens], float32: log-probability of every sampled token before the step; 0 elsewhere."""
     result: TrainResult | None
     tensors: list[TensorFigure]
     hidden: dict[str, Tensor]
-    """[captured, width] for each point of the model, in the order of computation (`assemble_pieces`); of a
-    record [captured, SKETCH], a sketch of each token's state (`step_record.sketch_rows`)."""
+    """[captured, width] by point, in the order of computation (`assemble_pieces`); of a record [captured, SKETCH], a
+    sketch of each token's state (`step_record.sketch_rows`)."""
     captured: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[captured], int64, ascending: numbers of the tokens, in the step, whose hidden states are known."""
+    """[captured], int64, ascending: indices, in the step, of the tokens whose hidden states are known."""
     is_sketched: bool = False
     """Whether `hidden` has sketches."""
 
 
 def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, gpus: int) -> Replayed:
-    """Do a recorded step again with the record's configuration.
+    """Replay a recorded step with the record's configuration.
 
     Args:
         record: the step, whose rollouts, rewards and advantages are taken as they are.
@@ -118,16 +115,13 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
 
 
 def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
-    """Make the ranks' input from a record.
-
-    Arguments and errors are those of `replay_step`.
-    """
+    """Build the ranks' input; arguments and errors are those of `replay_step`."""
     config = record.config
     settings = make_policy_settings(config, record.model)
     _require_replayable(record, settings)
     outcomes = [trajectory.outcome for trajectory in record.trajectories]
     step, batch = StepBatch.from_outcomes(config, outcomes), record.join_tokens()
-    # The run excluded sequences by its own log-probabilities, which the record has; those of the replay come too late.
+    # The run excluded sequences by its log-probabilities, which are recorded; those of the replay come after packing.
     threshold = config.training_loop.seq_logprob_error_threshold
     if threshold is not None:
         mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
@@ -167,7 +161,7 @@ def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
 
 
 def _choose_captured_tokens(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
-    """[tokens], bool: whether the hidden states of the token are kept (`replay_step`)."""
+    """Choose tokens whose hidden states are kept (`replay_step`): [tokens], bool."""
     predicts, ends = record.predicts, np.cumsum(record.lengths)
     counts = np.cumsum(predicts)[ends - 1]  # tokens that predict others, up to each sequence's end
     first = counts[counts > 0][:1]
@@ -207,10 +201,7 @@ def _add_fields(record: RecordedStep, step: StepBatch, batch: TokenBatch) -> Non
 
 
 def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str, Any]:
-    """Body of a rank: log-probabilities, states, then optimizer steps.
-
-    `enter` gets each phase.
-    """
+    """Compute log-probabilities and states, then take the optimizer steps."""
     enter("building the model")
     rank = PolicyRank(task.settings)
     if task.checkpoint is not None:
@@ -222,19 +213,20 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
         find_token_indices(np.asarray(task.batch.lengths), members),
     )
     enter("log-probabilities")
-    # Nothing but tokens goes into the forward pass, as in a run: a mask or an advantage must not change it.
+    # Only tokens go into the forward pass, as in a run: a mask or an advantage must not change it.
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
-    plan = _select_replica_microbatches(task.logprobs, members)
-    numbers = np.cumsum(task.captured) - 1  # of the captured tokens alone, whose states are gathered in one tensor
+    forward_microbatches = _select_replica_microbatches(task.logprobs, members)
+    # States of captured tokens alone are gathered in one tensor, so these are counted from 0; the others get -1.
+    numbers = np.cumsum(task.captured) - 1
     logprobs_of_rank, pieces = compute_logprobs_and_states(
-        rank, forward, plan, np.where(task.captured[token_indices], numbers[token_indices], -1)
+        rank, forward, forward_microbatches, np.where(task.captured[token_indices], numbers[token_indices], -1)
     )
     logprobs = _broadcast_outputs(task, logprobs_of_rank, token_indices)
     if task.uses_prev:
         batch.fields.prev_logprobs = logprobs[token_indices]
     if task.settings.reference is not None:
         batch.fields.reference_logprobs = _broadcast_outputs(
-            task, rank.compute_reference_logprobs(forward, plan), token_indices
+            task, rank.compute_reference_logprobs(forward, forward_microbatches), token_indices
         )[token_indices]
     enter("optimizer steps")
     rank.recorder.begin()
@@ -246,14 +238,15 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     enter("gathering the tensors")
     return {
         "logprobs": logprobs if dist.get_rank() == 0 else None,
+        # Not asdict, which copies every tensor.
         "pieces": [{name: getattr(piece, name) for name in Piece.__slots__} for piece in pieces],
-        "tensors": [asdict(piece) for piece in rank.recorder.end()],
-        "shares": [asdict(piece) for piece in shares],
+        "tensors": [asdict(figure) for figure in rank.recorder.end()],
+        "shares": [asdict(share) for share in shares],
     }
 
 
 def _select_replica_microbatches(plan: Schedule, members: NDArray[np.int64]) -> list[list[int]]:
-    """This replica's microbatches of a plan, by its own numbers."""
+    """Select this replica's microbatches, by indices into `members`."""
     index_of = {int(number): index for index, number in enumerate(members)}
     return [
         [index_of[int(number)] for number in microbatch] for microbatch in plan[parallel_state.get_data_parallel_rank()]
@@ -261,12 +254,12 @@ def _select_replica_microbatches(plan: Schedule, members: NDArray[np.int64]) -> 
 
 
 def _broadcast_outputs(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
-    """Send outputs to all ranks, [tokens of the batch], float32, on the host.
+    """Send outputs to all ranks: [tokens of the batch], float32, on the host.
 
     Collective over all ranks. `values`: [tokens of the replica] on the replica's output rank, else None.
     """
-    # The ranks of the last pipeline stage need them all for the loss. Each token has one output rank, and the others
-    # add zeros, so the sum is exact.
+    # The loss needs them on the ranks of the last stage. Each token has one output rank, and the others add zeros, so
+    # the sum is exact.
     device = detect_platform().device
     all_values = torch.zeros(sum(task.batch.lengths), device=device)
     if values is not None:
@@ -276,7 +269,7 @@ def _broadcast_outputs(task: ReplayTask, values: Tensor | None, token_indices: N
 
 
 def _make_result(task: ReplayTask, results_of_ranks: list[dict[str, Any]]) -> TrainResult:
-    """Combine the ranks' shares of the optimizer steps, as a run does."""
+    """Combine the ranks' metrics of the optimizer steps, as a run does."""
     results = []
     for number in range(len(task.steps)):
         shares = [result["shares"][number] for result in results_of_ranks]

@@ -269,7 +269,7 @@ def test_what_no_suspect_explains_is_found_layer_by_layer(
     dense.write(1, sampled(dense.versions[0], dense.prompts()))
     found = examined(dense, tmp_path / "scratch", step=1)
     assert only(found) == ("layer", "first_layer")
-    assert "the trainer computes layers.2.mlp otherwise" in found.findings[0].text
+    assert "the trainer computes layers.2.mlp differently" in found.findings[0].text
 
 
 def top_4(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts of a model that go wrong together: a tensor, a layer, a stage, the head, a rank's shard, an expert, a kind."""
+"""Parts of a model whose weights go wrong together: tensors, layers, stages, shards, experts, kinds of tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUSED = {
     "weights of the shared experts": r"mlp\.shared_experts?\.",
     "biases": r"\.bias$",
 }
-"""Kinds of tensors that programs keep in one, or load by one rule, as expressions of their names."""
+"""Kinds of tensors that programs fuse, or load by one rule, as expressions of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,12 @@ class Part:
     """Some tensors of a model, or regions of them."""
 
     name: str
-    """The part for messages, such as layer 3."""
+    """Name in messages, such as layer 3."""
     regions: Mapping[str, Region]
     """By the tensor's name in transformers."""
 
     def mix(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors with the other model's numbers in the part, by name.
-
-        Tensors that stay the same are left out.
-        """
+        """Put the other model's numbers into the part; returns the changed tensors."""
         values = {}
         for name, region in self.regions.items():
             value = ours[name].clone()
@@ -53,7 +50,7 @@ class Part:
         return values
 
     def scale(self, ours: Mapping[str, Tensor], factor: float, added: float = 0.0) -> dict[str, Tensor]:
-        """The part's numbers times `factor`, plus `added`, by tensor name."""
+        """Scale the part's numbers and add a number; returns the part's tensors."""
         values = {}
         for name, region in self.regions.items():
             value = ours[name].clone()
@@ -63,12 +60,10 @@ class Part:
 
 
 def list_single_tensors(tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Each tensor."""
     return [Part(name, {name: ()}) for name in tensors]
 
 
 def list_layers(tensors: Mapping[str, Tensor], count: int) -> list[Part]:
-    """Each layer."""
     return [
         Part(f"layer {number}", _list_whole(tensors, _of_layers(tensors, number, number + 1)))
         for number in range(count)
@@ -84,7 +79,7 @@ def _list_whole(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str
 
 
 def list_stages(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]) -> Iterator[Part]:
-    """The pipeline stages of layouts with `sizes` stages, embedding and head included."""
+    """Yield the stages of layouts with `sizes` stages, with embedding and head."""
     for size in sorted(set(sizes)):
         if not 1 < size <= layers:
             continue
@@ -97,7 +92,7 @@ def list_stages(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]
 
 
 def list_kinds(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """One kind of tensor in every layer, and kinds that programs keep together."""
+    """Yield kinds of tensors that programs fuse, and each kind over all layers."""
     for kind, expression in FUSED.items():
         names = [name for name in tensors if re.search(expression, name)]
         if len(names) > 1:
@@ -112,7 +107,7 @@ def list_kinds(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
 
 
 def list_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
-    """List what each tensor- and expert-parallel rank has, over layers."""
+    """Yield the weights of each tensor- and expert-parallel rank, over all layers."""
     for size in sorted(set(sizes)):
         for rank in range(size if size > 1 else 0):
             shard = {name: region for name, value in tensors.items() if (region := _cut_shard(name, value, rank, size))}
@@ -135,10 +130,8 @@ def _slice(length: int, rank: int, size: int) -> slice:
 
 
 def list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """List each expert of each layer, and each of its matrices.
-
-    Names are those of model files. Transformers stacks the experts of a layer: [experts, rows, columns].
-    """
+    """Yield each matrix of each expert, then each expert, by names of model files."""
+    # Transformers stacks the experts of a layer, [experts, rows, columns], and gate on up; model files do neither.
     for name, value in tensors.items():
         if value.dim() != 3:
             continue
@@ -157,6 +150,5 @@ def list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
 
 
 def find_head_width(config: Any) -> int:
-    """Width of an attention head."""
     width = getattr(config, "head_dim", None)
     return int(width or config.hidden_size // config.num_attention_heads)

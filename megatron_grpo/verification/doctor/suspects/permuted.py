@@ -1,4 +1,4 @@
-"""Explanations by weights in each other's place: matrices, rows of heads, experts, shards of ranks, layers."""
+"""Suspects of exchanged weights: matrices, rows of heads, experts, shards of ranks, layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_grpo.verification.doctor.suspects.versions import REFIT
 
 Tensors = Mapping[str, Tensor]
 Exchange = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""From the tensors of a layer, by name without the layer's prefix, to those that change, by the same names."""
+"""From a layer's tensors, by name without the layer's prefix, to the changed ones by these names."""
 MOST_PAIRS = 16
-"""Most heads or experts of which every pair is tried in each other's place."""
+"""Most heads or experts of which every pair is exchanged; of more only neighbours."""
 MATRICES = (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj", "v_proj"))
 NORMS = (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm"))
 
 
 def iterate_permutations(side: Side) -> Iterator[Candidate]:
-    """Weights in each other's place in each layer, and in every layer."""
+    """Yield exchanged weights, in each layer alone and in every layer."""
     tensors, count = side.oracle.list_tensors(), len(side.oracle.layers)
     of_layers = [_select_layer(tensors, number) for number in range(count)]
     for name, text, exchange in _iterate_exchanges(of_layers[-1], side.oracle.model.config):
@@ -59,7 +59,7 @@ def _add_prefix(number: int, change: Tensors) -> dict[str, Tensor]:
 
 
 def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str, Exchange]]:
-    """Yield finding name, text and exchange of each trial in a layer."""
+    """Yield name of the finding, text and exchange of each trial."""
     for first, second in (*MATRICES, *NORMS):
         name = "gate_up_swapped" if first == "gate_proj" else "permuted_weights"
         yield name, f"{first} and {second} in each other's place", partial(_swap_names, first, second)
@@ -72,16 +72,9 @@ def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[
     for projection, heads in _count_heads(layer, config).items():
         for text, order in _list_orders(heads).items():
             yield "permuted_weights", f"heads of {projection} {text}", partial(_order_heads, projection, order)
-    yield (
-        "permuted_weights",
-        "query and key rows in the order of interleaved rotary pairs",
-        partial(_reorder_rotary_pairs, False, config),
-    )
-    yield (
-        "permuted_weights",
-        "query and key rows out of the order of interleaved rotary pairs",
-        partial(_reorder_rotary_pairs, True, config),
-    )
+    for words, back in (("in", False), ("out of", True)):
+        text = f"query and key rows {words} the order of interleaved rotary pairs"
+        yield "permuted_weights", text, partial(_reorder_rotary_pairs, back, config)
     experts = next((len(value) for value in layer.values() if value.dim() == 3), 0)
     for expert in range(experts):
         text = f"gate_proj and up_proj of expert {expert} in each other's place"
@@ -89,17 +82,11 @@ def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[
     for text, order in _list_orders(experts).items():
         yield "permuted_weights", f"experts {text}", partial(_order_experts, order)
     for projection in ("o_proj", "down_proj"):
-        yield (
-            "permuted_weights",
-            f"the halves of {projection}'s columns exchanged",
-            partial(_swap_halves, projection, 1),
-        )
+        text = f"the halves of {projection}'s columns exchanged"
+        yield "permuted_weights", text, partial(_swap_halves, projection, 1)
     for projection in ("gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "qkv_proj"):
-        yield (
-            "permuted_weights",
-            f"the halves of {projection}'s rows exchanged",
-            partial(_swap_halves, projection, 0),
-        )
+        text = f"the halves of {projection}'s rows exchanged"
+        yield "permuted_weights", text, partial(_swap_halves, projection, 0)
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
         yield "permuted_weights", f"{projection} reordered", partial(_transpose, projection)
 
@@ -117,7 +104,6 @@ def _swap_names(first: str, second: str, layer: dict[str, Tensor]) -> dict[str, 
 
 
 def _swap_in_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The stacked gate and up matrices with those of one expert exchanged."""
     changed = {}
     for name, value in layer.items():
         if name.endswith("gate_up_proj"):
@@ -127,7 +113,7 @@ def _swap_in_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reorder_halves(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gate and up matrices whose four halves, stacked, are in another order."""
+    """Put the four halves of gate and up, one above the other, in another order."""
     changed = {}
     for name, value in layer.items():
         up = layer.get(name.replace("gate_proj", "up_proj")) if "gate_proj." in name else None
@@ -139,7 +125,7 @@ def _reorder_halves(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[st
 
 
 def _count_heads(layer: Tensors, config: Any) -> dict[str, int]:
-    """Heads by projection whose rows, or o_proj's columns, they are."""
+    """Count the heads of each projection: in its rows, or o_proj's columns."""
     width = find_head_width(config)
     heads = {}
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -151,7 +137,7 @@ def _count_heads(layer: Tensors, config: Any) -> dict[str, int]:
 
 
 def _list_orders(count: int) -> dict[str, list[int]]:
-    """Other orders of heads or experts, by description."""
+    """List other orders of heads or experts, by description."""
     if count < 2:
         return {}
     numbers = list(range(count))
@@ -191,10 +177,8 @@ def _order_experts(order: list[int], layer: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _reorder_rotary_pairs(back: bool, config: Any, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows of each head from pairs (0, 1), (2, 3) to halves, or back.
-
-    Rotary embeddings are defined on halves.
-    """
+    # Rotary embeddings rotate pairs of rows: neighbours (0, 1), (2, 3) in the original form, and row i with row
+    # i + width / 2 in transformers. A conversion that is left out, or done twice, leaves rows in the other order.
     width = find_head_width(config)
     changed = {}
     for name, value in layer.items():
@@ -218,7 +202,6 @@ def _transpose(projection: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _iterate_exchanged_layers(of_layers: list[dict[str, Tensor]]) -> Iterator[Candidate]:
-    """Two neighbouring layers in each other's place."""
     for number, (first, second) in enumerate(pairwise(of_layers)):
         if {name: value.shape for name, value in first.items()} == {
             name: value.shape for name, value in second.items()
@@ -229,7 +212,7 @@ def _iterate_exchanged_layers(of_layers: list[dict[str, Tensor]]) -> Iterator[Ca
 
 
 def _iterate_ends(tensors: Tensors) -> Iterator[Candidate]:
-    """Rows of the embedding and of the head in another order."""
+    """Yield rows of embedding and head in another order."""
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         value = tensors.get(name)
         if value is None:

@@ -1,4 +1,4 @@
-"""Explanations by what the engine was asked for: sampling options and prompts."""
+"""Suspects in what the engine was asked for: sampling options and prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILTERS: Mapping[str, Sequence[float]] = {
     "top_p": (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995),
     "min_p": (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2),
 }
-"""Numbers of filters that people configure; a removed token makes others likelier in steps, so none is refined."""
+"""Usual values of filters. Log-probabilities change in steps with them, so no grid is refined around the best."""
 PENALTIES: Mapping[str, Sequence[float]] = {
     "repetition_penalty": (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0),
     "presence_penalty": (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0),
@@ -33,14 +33,11 @@ PENALTIES: Mapping[str, Sequence[float]] = {
 CAPS = (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 BIASES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 MOST_BIASED = 4
-"""Most tokens whose logits are tried with a bias: those with the largest differences."""
+"""Most tokens that are tried with a bias: those with the largest differences."""
 
 
 def iterate_sampling_suspects(stops: frozenset[int], side: Side) -> Iterator[Candidate]:
-    """Other distributions over the same logits than the configured one.
-
-    `stops`: tokens that end a response.
-    """
+    """Yield other distributions over the logits; `stops`: tokens that end a response."""
     for suspect, law in (*_iterate_omissions(side.law), *_fit_option(side), *_find_bias(side, stops)):
         if law != side.law:
             yield suspect, partial(_predict_law, law)
@@ -51,7 +48,7 @@ def _predict_law(law: Law, side: Side) -> Tensor:
 
 
 def _iterate_omissions(law: Law) -> Iterator[tuple[Suspect, Law]]:
-    """The configured distribution without some of its options."""
+    """Yield the configured distribution without some of its options."""
     key = f"generation.temperature={law.temperature:g}"
     yield (
         Suspect("temperature", "sampling", f"does not divide logits by {key}", f"{key}; {LOGPROBS_MODE}"),
@@ -72,10 +69,10 @@ def _iterate_omissions(law: Law) -> Iterator[tuple[Suspect, Law]]:
 
 
 def _fit_option(side: Side) -> Iterator[tuple[Suspect, Law]]:
-    """The configured distribution with another number for one of its options."""
+    """Yield the configured distribution with the best value of one option."""
     law = side.law
     best = fit_law(side, TEMPERATURES, lambda number: replace(law, temperature=number))
-    # The head multiplies the last norm, so these three cannot be told apart by log-probabilities.
+    # The head multiplies the last norm, so a factor of norm, head or temperature gives the same log-probabilities.
     text = f"has temperature {best:.4g}, and generation.temperature={law.temperature:g} is configured"
     equivalent = (
         f"which is the same as model.norm.weight or the head (lm_head.weight) times {law.temperature / best:.4g}"
@@ -101,7 +98,7 @@ def _with_option(law: Law, name: str, number: float) -> Law:
 
 
 def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
-    """Try a bias on a token's logit, or tokens that are never drawn."""
+    """Yield biases on a token's logit, and tokens that are never drawn."""
     law, key = side.law, OPTION_KEY.format(name="stop_token_ids")
     if stops:
         text = "never draws the tokens that end a response (min_tokens, ignore_eos)"
@@ -132,22 +129,21 @@ def _with_bias(law: Law, token: int, number: float) -> Law:
 
 
 def _find_banned_token(side: Side, base: Tensor) -> int:
-    """The token without which the other tokens' probabilities come closest to the record."""
-    chances = torch.cat(
-        [chance for tokens in side.tokens for chance in side.oracle.compute_probabilities([tokens], side.law)]
+    # Without a token of probability p every other log-probability rises by -log(1 - p).
+    probabilities = torch.cat(
+        [row for tokens in side.tokens for row in side.oracle.compute_probabilities([tokens], side.law)]
     )
-    residual = (side.recorded - base)[:, None] + torch.log1p(-chances.clamp(max=1 - 1e-6))
+    residual = (side.recorded - base)[:, None] + torch.log1p(-probabilities.clamp(max=1 - 1e-6))
     return int(residual.abs().mean(0).argmin())
 
 
 OtherPrompts = Callable[[Sequence[Rollout]], Mapping[str, tuple[str, Sequence[Tokens]]]]
-"""From rollouts to other prompts before them: by description, the key that chooses them and the sequences."""
-MOST_LENGTHS = 12
-"""Most lengths to which prompts are cut."""
+"""From rollouts to sequences with other prompts: by description, the key that chooses the prompts and the sequences."""
+MOST_LENGTHS = 12  # to which prompts are cut
 
 
 def iterate_prompt_suspects(other_prompts: OtherPrompts, side: Side) -> Iterator[Candidate]:
-    """Other prompts before the same responses."""
+    """Yield other prompts before the same responses."""
     for text, (key, _) in other_prompts(side.rollouts).items():
         suspect = Suspect("wrong_template", "tokens", f"has seen another prompt: {text}", key)
         yield suspect, partial(_with_prompts, other_prompts, text)
@@ -159,7 +155,7 @@ def _with_prompts(other_prompts: OtherPrompts, text: str, side: Side) -> Tensor:
 
 
 def _cut_prompts(side: Side) -> Iterator[Candidate]:
-    """Prompts that lack tokens at one end, or have their first token twice."""
+    """Yield prompts that lack tokens, or have their first token twice."""
     lengths = [int(rollout.row["spans"][0][0]) for rollout in side.rollouts]
     key = "data.max_input_seq_length, generation.engine_args.max_model_len, and the tokenizer's special tokens"
     cuts: dict[str, Callable[[list[int]], list[int]]] = {
@@ -181,10 +177,6 @@ def _with_cut_prompts(cut: Callable[[list[int]], list[int]], side: Side) -> Tens
 
 
 def _cut_prompt(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
-    """The sequence behind the prompt that `cut` leaves.
-
-    It is the whole one if nothing would remain of the prompt.
-    """
     first = int(rollout.row["spans"][0][0])
     prompt = cut(rollout.tokens.ids[:first].tolist())
-    return rollout.replace_prompt(prompt) if prompt else rollout.tokens
+    return rollout.replace_prompt(prompt) if prompt else rollout.tokens  # an empty prompt predicts nothing

@@ -1,4 +1,4 @@
-"""Explanations by settings of the model: those that the engine was started with, and those that engines get wrong."""
+"""Suspects in settings of the model: those that the engine was started with, and those that programs get wrong."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ CAPS = (10.0, 20.0, 30.0, 50.0)
 
 
 def iterate_engine_settings(settings: Mapping[str, Any], side: Side) -> Iterator[Candidate]:
-    """Yield settings that only the engine had, alone and together.
-
-    `settings`: entries of the model's configuration, by name, that the engine was started with.
-    """
+    """Yield the engine's differing model settings, by name, alone and together."""
     alone = [{name: value} for name, value in settings.items()]
     for changes in [*alone, *([dict(settings)] if len(settings) > 1 else [])]:
         config = side.oracle.model.config
@@ -39,10 +36,7 @@ def iterate_engine_settings(settings: Mapping[str, Any], side: Side) -> Iterator
 
 
 def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> Iterator[Candidate]:
-    """The suspect of a model with other settings.
-
-    There is none if transformers cannot build this model.
-    """
+    """Yield the model with other settings, if transformers can build it."""
 
     @cache
     def load_changed() -> Oracle:
@@ -56,10 +50,7 @@ def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> 
 
 
 def iterate_settings(side: Side) -> Iterator[Candidate]:
-    """Yield settings of the model that programs get wrong.
-
-    Epsilon, scale, window, caps, activation, and those of experts.
-    """
+    """Yield settings that programs get wrong: epsilon, scale, window, caps, experts."""
     config = side.oracle.model.config
     yield from _fit_setting(
         side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon
@@ -92,7 +83,7 @@ def _fit_setting(
 
 
 def _list_values(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Other values of the settings that the model has, by name."""
+    """List other values of the settings that the model has, by name."""
     window = getattr(config, "sliding_window", None)
     count, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
     count = count or getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
@@ -113,7 +104,7 @@ def _list_values(config: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _list_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
-    """The kinds of the layers in other orders, and one kind for all."""
+    """List other orders of the layers' kinds, and one kind for all layers."""
     if not kinds or len(set(kinds)) < 2:
         return ()
     moved = [[*kinds[by:], *kinds[:by]] for by in range(1, min(len(kinds), 8))]
@@ -121,10 +112,7 @@ def _list_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
 
 
 def iterate_ropes(side: Side) -> Iterator[Candidate]:
-    """Yield other rotary embeddings.
-
-    Without the model's scaling, with another factor or base, or with a scaling that the model lacks.
-    """
+    """Yield rotary embeddings with other scalings, factors and bases."""
     rope_parameters: dict[str, Any] = side.oracle.model.config.rope_parameters
     # Some families have parameters of their own for each kind of layer.
     of_kinds = (
@@ -139,14 +127,16 @@ def iterate_ropes(side: Side) -> Iterator[Candidate]:
         yield Suspect("rope_scaling", "layer", text, ROPE), partial(_with_rope, exchanged)
     for kind, rope in of_kinds.items():
         for text, changed_rope in _list_ropes(rope):
-            everywhere = {**rope_parameters, kind.removeprefix(" of "): changed_rope} if kind else changed_rope
             suspect = Suspect("rope_scaling", "layer", f"has rotary embeddings{kind} {text}", ROPE)
-            yield suspect, partial(_with_rope, everywhere)
-        based = partial(_set_base, rope_parameters, kind, rope)
-        fitted = fit(side, _list_bases(rope), partial(_with_bases, based, side))
+            yield suspect, partial(_with_rope, _replace_rope(rope_parameters, kind, changed_rope))
+
+        def set_base(base: float, kind: str = kind, rope: Mapping[str, Any] = rope) -> Mapping[str, Any]:
+            return _replace_rope(rope_parameters, kind, {**rope, "rope_theta": base})
+
+        fitted = fit(side, _list_bases(rope), partial(_with_bases, set_base, side))
         text = f"has rotary embeddings{kind} of rope_theta={fitted:.4g} instead of {rope['rope_theta']:g}"
         suspect = Suspect("rope_scaling", "layer", text, ROPE, assumes=2)
-        yield suspect, partial(_with_rope, based(fitted))
+        yield suspect, partial(_with_rope, set_base(fitted))
 
 
 def _with_rope(rope: Mapping[str, Any], side: Side) -> Tensor:
@@ -154,13 +144,12 @@ def _with_rope(rope: Mapping[str, Any], side: Side) -> Tensor:
         return side.predict()
 
 
-def _with_bases(based: Callable[[float], dict[str, Any]], side: Side, bases: Sequence[float]) -> Iterator[Tensor]:
-    return (_with_rope(based(base), side) for base in bases)
+def _with_bases(set_base: Callable[[float], Mapping[str, Any]], side: Side, bases: Sequence[float]) -> Iterator[Tensor]:
+    return (_with_rope(set_base(base), side) for base in bases)
 
 
-def _set_base(rope_parameters: Mapping[str, Any], kind: str, rope: Mapping[str, Any], base: float) -> dict[str, Any]:
-    changed_rope = {**rope, "rope_theta": base}
-    return {**rope_parameters, kind.removeprefix(" of "): changed_rope} if kind else changed_rope
+def _replace_rope(rope_parameters: Mapping[str, Any], kind: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**rope_parameters, kind.removeprefix(" of "): rope} if kind else rope
 
 
 def _list_bases(rope: Mapping[str, Any]) -> list[float]:
@@ -169,7 +158,7 @@ def _list_bases(rope: Mapping[str, Any]) -> list[float]:
 
 
 def _list_ropes(rope: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(description, transformers' rope_parameters) of other rotary embeddings than a model's own."""
+    """Yield description and rope_parameters of other rotary embeddings."""
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         plain["partial_rotary_factor"] = rope["partial_rotary_factor"]
@@ -185,7 +174,7 @@ def _list_ropes(rope: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def iterate_routers(side: Side) -> Iterator[Candidate]:
-    """Yield routers in bfloat16, and how many tokens they send elsewhere."""
+    """Yield routers in bfloat16; the texts count tokens that change experts."""
     if not side.oracle.routers:
         return
     key = "generation.engine.dtype=float32 and policy.precision=float32; or policy.moe.replay_routing=true"
@@ -218,7 +207,7 @@ PRECISION = "generation.engine.dtype and policy.precision (one type for both); e
 
 
 def iterate_rounded_weights(side: Side) -> Iterator[Candidate]:
-    """Weights rounded to a smaller type, and computed with in float32."""
+    """Yield weights rounded to 16 bits, with which float32 arithmetic computes."""
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         suspect = Suspect("weight_precision", "precision", f"has weights rounded to {name}", PRECISION)
         yield suspect, partial(_round_weights, dtype)

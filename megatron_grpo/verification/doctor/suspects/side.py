@@ -1,4 +1,4 @@
-"""A recorded side, the oracle for it, and what an explanation of its record is."""
+"""A side's record with its oracle, the suspects that may explain it, and how their numbers are fitted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SideName = Literal["engine", "trainer"]
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """An explanation of a side's record."""
+    """A possible cause of a side's difference from the oracle."""
 
     name: str
     """Name for programs, such as stale_tensor."""
@@ -33,7 +33,7 @@ class Suspect:
     key: str
     """The configuration key to change, or another remedy."""
     assumes: int = 1
-    """Number of parts of the model, and of fitted numbers, that have to be wrong together."""
+    """Independent assumptions: parts of the model that are wrong together, and fitted numbers. Fewer are better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Side:
         return [len(rollout.indices) for rollout in self.rollouts]
 
     def select_rollouts(self, numbers: Sequence[int]) -> Side:
-        """The side with some of its rollouts."""
+        """Keep some of the rollouts, by index."""
         pieces = self.recorded.split(self.lengths)
         return replace(
             self,
@@ -66,19 +66,19 @@ class Side:
         )
 
     def predict(self, **changes: Any) -> Tensor:
-        """The oracle's log-probabilities, [tokens], float32; `changes`: fields of the side."""
+        """Compute the oracle's log-probabilities, [tokens], float32, with changed fields."""
         side = replace(self, **changes) if changes else self
         return side.oracle.compute_logprobs(side.tokens, [side.law])[0]
 
 
 Candidate = tuple[Suspect, Callable[[Side], Tensor]]
-"""A suspect, and what it predicts for a side or for some of its rollouts: [tokens], float32."""
+"""A suspect, and its prediction for a side, or for some rollouts of it: [tokens], float32."""
 Group = Callable[[Side], Iterator[Candidate]]
-"""Suspects of one kind; numbers that a suspect fits are fitted to the side that the group gets."""
+"""Yields suspects of one kind, whose free numbers are fitted to the given side."""
 
 
 Predictions = Callable[[Sequence[float]], Iterable[Tensor]]
-"""From numbers to the log-probabilities, [tokens], float32, that follow from each."""
+"""From numbers to the log-probabilities under each, [tokens], float32."""
 
 
 FITTED = 2e-6
@@ -86,16 +86,16 @@ FITTED = 2e-6
 
 
 def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 8) -> float:
-    """The number under which the record is predicted best.
+    """Find the number under which the record is predicted best.
 
     Args:
         side: the record.
-        tried: numbers in ascending order that are tried first; the search goes on between the neighbours of the best.
-        predict: the log-probabilities that follow from numbers.
-        rounds: most times that numbers are tried; fewer if the best one predicts the record, or no longer improves.
+        tried: the first grid of numbers, ascending.
+        predict: the log-probabilities under numbers.
+        rounds: most grids; fewer if the best number predicts the record, or no longer improves.
     """
-    # The error need not have one minimum, so a grid is refined around its best number; a method that follows the slope
-    # would stop at the first minimum.
+    # The error may have several minima, so each grid refines the last one around its best number; a method that follows
+    # the slope would stop at the first minimum.
     best, before, stalled = tried[0], math.inf, 0
     for _ in range(rounds):
         errors = [float(compute_residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]
@@ -105,12 +105,12 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
             return tried[at]
         before = min(before, errors[at])
         low, best, high = tried[max(at - 1, 0)], tried[at], tried[min(at + 1, len(tried) - 1)]
-        tried = sorted({low + (high - low) * part / 12 for part in range(13)} | {best})
+        tried = sorted({low + (high - low) * step / 12 for step in range(13)} | {best})
     return best
 
 
 def fit_law(side: Side, tried: Sequence[float], law_of: Callable[[float], Law], rounds: int = 8) -> float:
-    """Fit the number of a distribution to the record, as `fit` does."""
+    """Fit a parameter of the distribution; arguments are those of `fit`."""
     return fit(
         side,
         tried,

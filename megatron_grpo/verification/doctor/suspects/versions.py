@@ -1,4 +1,4 @@
-"""Explanations by whole models: weights or cached keys and values of another version, adapters that are not merged."""
+"""Suspects of complete models: weights, or cached keys and values, of another version; adapters that are not merged."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from functools import partial
 
 from torch import Tensor
 
+from megatron_grpo.verification.doctor.evidence import Rollout
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit
 from megatron_grpo.verification.oracle import Oracle
 
 REFIT = "refit.mode=broadcast (another transport, with vLLM's own loaders), and report the transport that failed"
 RECENT_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-"""Last tokens of a prompt that are computed anew although the others are cached."""
+"""Numbers of a prompt's last tokens that are computed anew although the others are cached."""
 BLOCK = 16
-"""Tokens of a block of vLLM's prefix cache, which keeps whole blocks only."""
+"""Tokens of a block of vLLM's prefix cache, which keeps full blocks only."""
 FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Factors of adapters that are tried before the best one is refined."""
 
 
 Load = Callable[[int], Oracle]
-"""From a version to its model, which is loaded when it is needed, so that few models are in memory at once."""
+"""Loads the model of a version; candidates call it when they predict, so that few models are in memory at once."""
 
 
 def iterate_versions(
     version: int, versions: Sequence[int], load: Load, has_adapters: bool, side: Side
 ) -> Iterator[Candidate]:
-    """All weights of another version.
+    """Yield all weights of another version.
 
     Args:
         version: the version that the record names.
-        others: the other versions.
-        load: gives the model of a version.
+        versions: other versions to try.
+        load: loads the model of a version.
         has_adapters: whether the run trains adapters, so that version 0 is the model without them.
         side: the record.
     """
@@ -52,10 +53,7 @@ def _of_version(load: Load, number: int, side: Side) -> Tensor:
 
 
 def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
-    """Yield adapters that are merged with another factor.
-
-    `load` gives version 0, the model without adapters.
-    """
+    """Yield adapters merged with another factor; version 0 is without adapters."""
     ours, bare = side.oracle.list_tensors(), load(0).list_tensors()
 
     def scale_adapters(factor: float) -> AbstractContextManager[None]:
@@ -80,67 +78,47 @@ def iterate_adapters(load: Load, side: Side) -> Iterator[Candidate]:
 
 
 def iterate_stale_caches(version: int, versions: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
-    """Yield keys and values that another version has left.
+    """Yield keys and values that another version left in the cache.
 
     They are of prompts, or of responses that a refit interrupted. Arguments are those of `iterate_versions`.
     """
-    interrupted = any(len(_list_starts(side, number)) > 1 for number in range(len(side.rollouts)))
+    interrupted = any(len(rollout.row["spans"]) > 1 for rollout in side.rollouts)
     key = "generation.engine.enable_prefix_caching=false"
-    again = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
+    refit_key = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
     for number in versions:
         text = f"has the keys and values of prompts cached from version {number}"
         suspect = Suspect("stale_cache", "staleness", text, key)
-        yield suspect, partial(_predict_behind_blocks, load, number)
+        yield suspect, partial(_predict_with_cache, load, number, _cut_at_blocks)
         for recent_tokens in RECENT_TOKENS:
             suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {recent_tokens} tokens", key)
-            yield suspect, partial(_predict_behind_prompt, load, number, recent_tokens)
+            yield suspect, partial(_predict_with_cache, load, number, partial(_cut_before_last, recent_tokens))
         if interrupted:
             text = f"goes on with the keys and values of version {number} after a refit"
-            suspect = Suspect("stale_cache", "staleness", text, again)
-            yield suspect, partial(_predict_behind_interruption, load, number, version)
+            suspect = Suspect("stale_cache", "staleness", text, refit_key)
+            yield suspect, partial(_predict_with_cache, load, number, partial(_cut_at_refit, version))
 
 
-def _predict_behind_blocks(load: Load, number: int, side: Side) -> Tensor:
-    return _predict_behind(load(number), side, _list_blocks(side))
+Cut = Callable[[Rollout], int]
+"""Number of a rollout's first tokens whose keys and values are of another version."""
 
 
-def _predict_behind_prompt(load: Load, number: int, recent_tokens: int, side: Side) -> Tensor:
-    return _predict_behind(
-        load(number), side, [max(0, length + 1 - recent_tokens) for length in _list_prompt_ends(side)]
-    )
-
-
-def _predict_behind_interruption(load: Load, number: int, version: int, side: Side) -> Tensor:
-    return _predict_behind(load(number), side, _list_interruptions(side, version))
-
-
-def _predict_behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:
+def _predict_with_cache(load: Load, number: int, cut: Cut, side: Side) -> Tensor:
     # A token is predicted by the hidden state before it, which has to be computed anew by the newer model.
     firsts = [int(tokens.chosen[0]) if len(tokens.chosen) else 0 for tokens in side.tokens]
-    allowed = [min(cut, max(0, first - 1)) for cut, first in zip(cuts, firsts, strict=True)]
-    return side.oracle.compute_logprobs_with_cache(oracle, side.tokens, allowed, side.law)
+    cuts = [min(cut(rollout), max(0, first - 1)) for rollout, first in zip(side.rollouts, firsts, strict=True)]
+    return side.oracle.compute_logprobs_with_cache(load(number), side.tokens, cuts, side.law)
 
 
-def _list_starts(side: Side, number: int) -> list[int]:
-    return [int(start) for start, _, _ in side.rollouts[number].row["spans"]]
+def _cut_at_blocks(rollout: Rollout) -> int:
+    # vLLM computes at least the prompt's last token anew, even if its block is cached.
+    return max(0, int(rollout.row["spans"][0][0]) - 1) // BLOCK * BLOCK
 
 
-def _list_prompt_ends(side: Side) -> list[int]:
-    return [max(0, _list_starts(side, number)[0] - 1) for number in range(len(side.rollouts))]
+def _cut_before_last(recent_tokens: int, rollout: Rollout) -> int:
+    return max(0, max(1, int(rollout.row["spans"][0][0])) - recent_tokens)
 
 
-def _list_blocks(side: Side) -> list[int]:
-    return [length // BLOCK * BLOCK for length in _list_prompt_ends(side)]
-
-
-def _list_interruptions(side: Side, version: int) -> list[int]:
-    """Tokens before the version's first span, by rollout.
-
-    0 for rollouts of one version.
-    """
-    cuts = []
-    for rollout in side.rollouts:
-        spans = rollout.row["spans"]
-        later = [int(start) for start, _, number in spans[1:] if number == version]
-        cuts.append(max(0, later[0] - 1) if later and spans[0][2] != version else 0)
-    return cuts
+def _cut_at_refit(version: int, rollout: Rollout) -> int:
+    spans = rollout.row["spans"]
+    later = [int(start) for start, _, number in spans[1:] if number == version]
+    return max(0, later[0] - 1) if later and spans[0][2] != version else 0

@@ -1,4 +1,4 @@
-"""Explanations by parts of the weights: kept from another version, missing, or multiplied by a number."""
+"""Suspects in parts of the weights: kept from another version, missing, or multiplied by a number."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from megatron_grpo.verification.oracle import Oracle
 
 Values = Mapping[str, Tensor]
 FIRST_FACTOR = 1.05
-"""The factor from whose effect the factor that explains the record is estimated."""
+"""First factor that is tried; the effect of it gives the next one."""
 ROUNDS = 5
-"""Most corrections of an estimated factor."""
+"""Most corrections of a factor."""
 MOST_STALE = 16
-"""Most parts that are named together; if more are stale, the whole version is under suspicion."""
+"""Most parts of a set; if more are stale, the version as a whole is suspect."""
 
 
 def list_parts(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -> list[Part]:
-    """The parts that are tried, small ones first.
+    """List the parts that are tried, small ones first.
 
     Args:
         oracle: the model.
@@ -57,11 +57,9 @@ def iterate_stale_parts(
 ) -> Iterator[Candidate]:
     """Yield each part with another version's numbers.
 
-    Head and embedding of a tied pair are tried alone, too.
-
     Args:
         parts: parts of the model.
-        load: gives the model of the other version.
+        load: loads the other version.
         text: that version, for messages.
         side: the record.
     """
@@ -71,6 +69,7 @@ def iterate_stale_parts(
         if values:
             suspect = Suspect("stale_tensor", "weights", f"kept {part.name} of {text}", REFIT)
             yield suspect, partial(_with_values, values)
+    # An engine may copy tied weights for the head, so a refit may reach one of the two alone.
     if side.oracle.is_tied and not torch.equal(ours[EMBEDDING], theirs[EMBEDDING]):
         head = Suspect("stale_tensor", "weights", f"kept the head ({HEAD}, tied to {EMBEDDING}) of {text}", REFIT)
         yield head, partial(_with_head, theirs[EMBEDDING])
@@ -101,10 +100,8 @@ WRONG_NORMS = ((0.0, 1.0, "ones for"), (1.0, 1.0, "one more than"), (1.0, -1.0, 
 
 
 def iterate_missing_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
-    """Yield parts that were never loaded, doubled or negated.
-
-    And norms that are off by one, as in Gemma's form.
-    """
+    """Yield parts that were never loaded, scaled, or off by one."""
+    # Norms off by one are what a program does that takes Gemma's norms, whose weights are added to 1, for others.
     ours = side.oracle.list_tensors()
     for part in parts:
         is_norm = all("norm" in name for name in part.regions)
@@ -113,24 +110,17 @@ def iterate_missing_parts(parts: Sequence[Part], side: Side) -> Iterator[Candida
             yield suspect, partial(_with_values, part.scale(ours, factor, added))
 
 
-def iterate_scaled_parts(parts: Sequence[Part], base: Callable[[Side], Tensor], side: Side) -> Iterator[Candidate]:
-    """Parts multiplied by the number that explains most of the record.
-
-    The effect of a small factor gives a first estimate of the number, and each correction starts from the last one.
-
-    Args:
-        parts: parts of the model.
-        base: the oracle's log-probabilities of a side without a change.
-        side: the record.
-    """
-    plain = base(side)
+def iterate_scaled_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
+    """Yield each part times the number that explains most of the record."""
+    ours, plain = side.oracle.list_tensors(), side.predict()
     gap = side.recorded - plain
     for part in parts:
-        factor = _fit_factor(part, side, plain, gap)
+        predict_scaled = partial(_scale_part, part, ours, side)
+        factor = _fit_factor(predict_scaled, side, plain, gap)
         if factor is not None:
             text = f"has {part.name} times {factor:.4g}"
             suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2)
-            yield suspect, partial(_with_values, part.scale(side.oracle.list_tensors(), factor))
+            yield suspect, partial(_with_values, part.scale(ours, factor))
     if side.oracle.is_tied:
         for text, scaled in (
             ("the head, tied to the embedding,", _with_head),
@@ -139,16 +129,13 @@ def iterate_scaled_parts(parts: Sequence[Part], base: Callable[[Side], Tensor], 
             yield from _scale_end(text, scaled, side, plain, gap)
 
 
-def _fit_factor(part: Part, side: Side, plain: Tensor, gap: Tensor) -> float | None:
-    """Fit the factor that explains the record best.
-
-    None: the first corrections leave most of the difference.
-    """
-    ours = side.oracle.list_tensors()
-    return _correct_factor(lambda factor: _with_values(part.scale(ours, factor), side), side, plain, gap)
+def _scale_part(part: Part, ours: Values, side: Side, factor: float) -> Tensor:
+    return _with_values(part.scale(ours, factor), side)
 
 
-def _correct_factor(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
+def _fit_factor(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
+    """Fit the best factor; None: the first corrections leave most of the gap."""
+    # A secant method: the effect of a small step of the factor, projected on what is left of the gap, gives the next.
     factor, step = 1.0, FIRST_FACTOR - 1.0
     now, remainder = plain, gap
     for number in range(ROUNDS):
@@ -170,7 +157,7 @@ def _correct_factor(predict: Callable[[float], Tensor], side: Side, plain: Tenso
 def _scale_end(
     text: str, with_head: Callable[[Tensor, Side], Tensor] | None, side: Side, plain: Tensor, gap: Tensor
 ) -> Iterator[Candidate]:
-    """Scale head or embedding of a tied pair by the best number."""
+    """Yield head or embedding of a tied pair, without the other, times a number."""
     weight = side.oracle.list_tensors()[EMBEDDING]
 
     def predict(factor: float, part: Side) -> Tensor:
@@ -178,17 +165,15 @@ def _scale_end(
             return with_head(weight * factor, part)
         return _with_embedding({EMBEDDING: weight * factor}, weight, part)
 
-    factor = _correct_factor(lambda number: predict(number, side), side, plain, gap)
+    factor = _fit_factor(lambda number: predict(number, side), side, plain, gap)
     if factor is not None:
         suspect = Suspect("scaled_tensor", "weights", f"has {text} times {factor:.4g}", REFIT, assumes=2)
         yield suspect, partial(predict, factor)
 
 
 def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
-    """Yield a set of stale tensors whose effects add up to the gap.
-
-    Weights change little in a step, so the effect of a set of tensors is nearly the sum of their effects.
-    """
+    """Yield a set of stale parts whose effects add up to the gap."""
+    # Weights change little in a step, so the effect of a set of parts is nearly the sum of their effects.
     ours, theirs = side.oracle.list_tensors(), load().list_tensors()
     plain = side.predict()
     changes = {part.name: values for part in parts if (values := part.mix(ours, theirs))}
@@ -201,16 +186,14 @@ def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: 
 
 
 def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
-    """Choose units whose effects add up to a gap, greedily.
-
-    The one that comes closest, then each that brings the sum closer.
+    """Choose effects that add up to a gap, greedily (a pursuit, without factors).
 
     Args:
         gap: [tokens], float32.
-        effects: effect of each unit, [tokens], float32.
+        effects: [tokens], float32, by name.
 
     Returns:
-        Names of the units, at most `MOST_STALE`; empty if each leaves the gap wider than it was.
+        At most `MOST_STALE` names; empty if every effect widens the gap.
     """
     chosen: list[str] = []
     remainder = gap
@@ -225,7 +208,7 @@ def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
 
 
 def _join_changes(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
-    """Join changes, of which several may be to one tensor."""
+    # Several changes may be to regions of one tensor, so each adds the numbers in which it differs.
     joined: dict[str, Tensor] = {}
     for change in changes:
         for name, value in change.items():
