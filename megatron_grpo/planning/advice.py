@@ -1,4 +1,4 @@
-"""Advice for a run that does not fit: the keys that make it fit, found by planning the run again with them."""
+"""Advice for a run that does not fit: keys that make it fit, found by planning the run again with them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from megatron_grpo.planning.trace import LateError
 from megatron_grpo.planning.whole import Advice, Plan, count_host_gib, find_host_memory, submit_plan
 from megatron_grpo.preflight.config_checks import find_problems
 
-_COMPUTING = ("train", "logprobs", "reference", "values")
-"""Phases that brief plans have."""
+_COMPUTING = ("train", "logprobs", "reference", "values")  # the phases of brief plans
 _TRIAL_BATCH = 4
-"""Changes that are planned before the best of those that fit is taken."""
+"""Changes that are planned together, before the best of those that fit is taken."""
 _MOST_KEYS = 3
-"""Most keys of a set that is put together from single keys and a layout."""
+"""Most keys of a set of changes."""
 _LAYOUTS = 24
 """Layouts of a model that are combined with single keys: those with the least estimated memory."""
 _MARGIN = 1.1
-"""Changes whose estimated memory is above this share of the GPU's are not planned in sets."""
+"""Largest estimated memory of a set that is planned, as a share of the GPU's."""
 
 
 def with_advice(plan: Plan, pool: ProcessPoolExecutor, *, brief: bool = False) -> Plan:
@@ -48,7 +47,7 @@ def with_advice(plan: Plan, pool: ProcessPoolExecutor, *, brief: bool = False) -
     Args:
         plan: the plan of the run; its plan.search_s limits the seconds of the search.
         pool: processes of `trace.start_trace_pool`.
-        brief: whether the plan is a brief one, and the advice's plans are to be.
+        brief: whether the plan is a brief one; the plans of the search are then brief too.
     """
     if not plan.shortages:
         return plan
@@ -66,8 +65,9 @@ class _Trials:
     """Of time.monotonic."""
     brief: bool
     count: int = 0
+    """Plans that were made."""
     closest: tuple[float, Changes] | None = None
-    """Least GiB of the fullest GPU beyond its memory among changes that do not fit, and these."""
+    """Of the changes that do not fit, those with the least GiB beyond the GPU's memory, and these GiB."""
     tried_keys: set[str] = field(default_factory=set)
 
     @property
@@ -93,31 +93,25 @@ class _Trials:
             except RunError:  # this layout does not build
                 continue
             self.count += 1
-            over = trial.fullest.peak / GIB - trial.hardware.memory_gib
-            if trial.shortages and (self.closest is None or over < self.closest[0]):
-                self.closest = over, changes
+            excess_gib = trial.fullest.peak / GIB - trial.hardware.memory_gib
+            if trial.shortages and (self.closest is None or excess_gib < self.closest[0]):
+                self.closest = excess_gib, changes
             yield changes, trial
 
     @property
     def _is_brief(self) -> bool:
-        """True if brief plans show the peak.
-
-        They leave out the phases around the engines' turns and skewed experts.
-        """
+        """True if brief plans, without moves and skewed experts, show the peak."""
         worst = self.plan.fullest
         return self.brief or (worst.phase in _COMPUTING and worst.expert_skew == 1.0)
 
     def _is_refused_by_arithmetic(self, config: Config) -> bool:
-        """True if hosts or engines lack memory; that needs no dry run."""
-        needed, has = count_host_gib(config, self.plan.shape), find_host_memory(config, self.plan.hardware)
+        """True if hosts or engines lack memory, for which no dry run is needed."""
+        needed, available = count_host_gib(config, self.plan.shape), find_host_memory(config, self.plan.hardware)
         lacks_room = has_own_engines(config) and find_room_problems(config, self.plan.shape, self.plan.hardware)
-        return (has is not None and needed > has) or bool(lacks_room)
+        return (available is not None and needed > available) or bool(lacks_room)
 
     def confirm(self, changes: Changes, trial: Plan) -> Plan | None:
-        """Plan changes in full after their brief plan fits.
-
-        None: they do not fit after all, or the plan is late.
-        """
+        """Plan changes in full if their plan was brief; None: they do not fit."""
         if self.brief or not self._is_brief:
             return trial
         try:
@@ -128,27 +122,21 @@ class _Trials:
         return None if full_plan.shortages else full_plan
 
     def find_best(self, proposals: Iterable[Changes]) -> Advice | None:
-        """Advise on the first few proposals among which some fit.
+        """Advise on the best of the first few proposals among which some fit.
 
-        Of those that fit, the advice is the one that frees most memory.
+        The best has the fewest keys, and of equals the least memory of the fullest GPU.
         """
         rest = iter(proposals)
-        while not self.is_late and (some := list(islice(rest, _TRIAL_BATCH))):
-            fitting = [
-                (trial.fullest.peak, number, changes, trial)
-                for number, (changes, trial) in enumerate(self.plan_proposals(some))
-                if not trial.shortages
-            ]
-            if fitting:
-                fitting.sort(key=lambda row: (len(row[2]), row[0], row[1]))
-                for _, _, changes, trial in fitting:
-                    full_plan = self.confirm(changes, trial)
-                    if full_plan is not None:
-                        return self.make_advice(changes, full_plan)
+        while not self.is_late and (batch := list(islice(rest, _TRIAL_BATCH))):
+            fitting = [(changes, trial) for changes, trial in self.plan_proposals(batch) if not trial.shortages]
+            for changes, trial in sorted(fitting, key=lambda pair: (len(pair[0]), pair[1].fullest.peak)):
+                full_plan = self.confirm(changes, trial)
+                if full_plan is not None:
+                    return self.make_advice(changes, full_plan)
         return None
 
     def make_advice(self, changes: Changes, trial: Plan) -> Advice:
-        """The advice to make changes with which the run fits."""
+        """Make the advice of changes with which the run fits."""
         overrides, peak = as_overrides(changes), trial.fullest.peak / GIB
         how = "makes it fit" if len(overrides) == 1 else "together make it fit"
         text = f"{' '.join(overrides)} {how}: {peak:.1f} of {trial.hardware.memory_gib:.1f} GiB"
@@ -169,10 +157,7 @@ def _advise_on(trials: _Trials) -> Advice:
 
 
 def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
-    """Yield changes to plan, the smallest sets first.
-
-    Within a size those come first that leave the least estimated memory.
-    """
+    """Yield changes to plan: small sets first, of equals those of least estimated memory."""
     if of_engines and not _needs_more_than_engines(plan):
         yield [of_engines]
     singles, layouts = list(iterate_single_changes(plan)), _list_layouts(plan)
@@ -187,21 +172,14 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
     ]
     sets += layouts
     sets += [change | layout for change in singles for layout in layouts if not change.keys() & layout.keys()]
-    sized = sorted({len(keys) for keys in sets})
-    for number in (size for size in sized if size <= _MOST_KEYS):
-        alike = [
-            (estimate.estimate_gib(keys), position, keys) for position, keys in enumerate(sets) if len(keys) == number
-        ]
-        alike = sorted(row for row in alike if row[0] < _MARGIN * plan.hardware.memory_gib)
-        yield [keys | of_engines for _, _, keys in alike[: 2 * _TRIAL_BATCH]]
+    for size in range(1, _MOST_KEYS + 1):
+        estimated = [(estimate.estimate_gib(keys), index, keys) for index, keys in enumerate(sets) if len(keys) == size]
+        fitting = sorted(row for row in estimated if row[0] < _MARGIN * plan.hardware.memory_gib)
+        yield [keys | of_engines for _, _, keys in fitting[: 2 * _TRIAL_BATCH]]
     everything = merge_changes(plan)
     yield [everything | of_engines]
-    yield [
-        everything | layout | of_engines
-        for layout in sorted(layouts, key=lambda layout_keys: estimate.estimate_gib(everything | layout_keys))[
-            :_TRIAL_BATCH
-        ]
-    ]
+    layouts.sort(key=lambda keys: estimate.estimate_gib(everything | keys))
+    yield [everything | keys | of_engines for keys in layouts[:_TRIAL_BATCH]]
 
 
 def _overlap(*changes: Changes) -> bool:
@@ -209,16 +187,16 @@ def _overlap(*changes: Changes) -> bool:
 
 
 def _needs_more_than_engines(plan: Plan) -> bool:
-    """Whether GPUs of the models or hosts are short too."""
-    needed, has = plan.host
-    return plan.fullest.peak > plan.hardware.memory_gib * GIB or (has is not None and needed > has)
+    """True if GPUs of the models, or hosts, are short of memory too."""
+    needed, available = plan.host
+    return plan.fullest.peak > plan.hardware.memory_gib * GIB or (available is not None and needed > available)
 
 
 def _list_layouts(plan: Plan) -> list[Changes]:
     """List layouts of the models that do not fit, the smallest first."""
-    has, relevant = plan.hardware.memory_gib * GIB, []
+    available, relevant = plan.hardware.memory_gib * GIB, []
     for section, ranks, shape in _iterate_models(plan):
-        if max((rank.peak for rank in ranks), default=0) > has:
+        if max((rank.peak for rank in ranks), default=0) > available:
             estimate = _Estimate(plan)
             layouts = sorted(iterate_layout_changes(plan, section, shape), key=estimate.estimate_gib)
             relevant += [keys for keys in layouts if len(keys) == 1] + layouts[:_LAYOUTS]
@@ -233,10 +211,9 @@ def _iterate_models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], Mod
 
 
 class _Estimate:
-    """Rough GiB of the fullest GPU after changes.
+    """Estimates the fullest GPU's memory after changes, without a dry run."""
 
-    Arithmetic, scaled by the plan before them.
-    """
+    # Arithmetic before and after the changes gives ratios, by which the memory of the plan before is scaled.
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.worst = plan, plan.fullest
@@ -251,7 +228,7 @@ class _Estimate:
         return float(count_static_bytes(config, self.plan.shape)), estimate_activation_bytes(config, self.plan.shape)
 
     def estimate_gib(self, changes: Changes) -> float:
-        """GiB after changes."""
+        """Estimate GiB of the fullest GPU after changes."""
         static, activations = self._estimate_parts(changes)
         worst = self.worst
         tensors = worst.static * static / max(self.static, 1.0)
@@ -260,10 +237,7 @@ class _Estimate:
 
 
 def _advise_elsewhere(trials: _Trials) -> Advice:
-    """Advise on other layouts of models and engines together.
-
-    On the same nodes, or on more of them; or say that nothing fits.
-    """
+    """Advise on other layouts of the run, on more nodes if needed."""
     plan = trials.plan
     usable = plan.hardware.memory_gib - plan.hardware.reserve_gib
     if usable <= 0:
@@ -282,22 +256,16 @@ def _advise_elsewhere(trials: _Trials) -> Advice:
 
 
 def _explain_nothing_fits(trials: _Trials) -> str:
-    """That no change makes the run fit on its nodes, and why."""
+    """Say that no change makes the run fit on its nodes, and why."""
     plan, cluster = trials.plan, trials.plan.config.cluster
     where = f"on {cluster.num_nodes} x {cluster.gpus} {plan.hardware.name}"
     least, usable = find_least_gib(plan), plan.hardware.memory_gib - plan.hardware.reserve_gib
     if least > usable:
         why = f"weights, gradients and optimizer state alone take at least {least:.1f} of {usable:.1f} GiB of a GPU"
         return f"nothing makes it fit {where}: in every layout {why}"
-    if trials.is_late:
-        limit = f"within plan.search_s={plan.config.plan.search_s:g}"
-        return (
-            f"none of {trials.count} changes that were planned {limit} makes it fit {where}{_describe_closest(trials)}"
-        )
-    return f"none of {trials.count} changes that were planned makes it fit {where}{_describe_closest(trials)}"
-
-
-def _describe_closest(trials: _Trials) -> str:
+    limit = f" within plan.search_s={plan.config.plan.search_s:g}" if trials.is_late else ""
+    text = f"none of {trials.count} changes that were planned{limit} makes it fit {where}"
     if trials.closest is None or trials.closest[0] <= 0:
-        return ""
-    return f"; the closest, {' '.join(as_overrides(trials.closest[1]))}, lacks {trials.closest[0]:.1f} GiB"
+        return text
+    excess_gib, changes = trials.closest
+    return f"{text}; the closest, {' '.join(as_overrides(changes))}, lacks {excess_gib:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Calibration: the efficiencies and the reserve with which a plan repeats the seconds and the memory of a run."""
+"""Calibration: fits the efficiencies and the reserve with which a plan repeats the seconds and memory of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from megatron_grpo.planning.hardware import Efficiency, Hardware
 from megatron_grpo.planning.step import StepTimes
 
 WARM_UP_STEPS = 2
-"""First steps of a run, which are left out: they start kernels, caches and communicators."""
-_LEAST, _MOST = 1 / 8, 8.0
-"""Limits of the factor by which an efficiency is changed."""
+"""First steps of a run, which are left out because kernels, caches and communicators start in them."""
+_LEAST, _MOST = 1 / 8, 8.0  # limits of the factor by which an efficiency is changed
 
 _COMPUTE = ("matmul", "matmul_fp8", "grouped", "attention", "memory")
 _DECODE = ("decode_memory",)
@@ -52,7 +51,7 @@ class Calibration:
     """(name, planned before, measured, planned with the new profile) of each compared figure; seconds or GiB."""
 
     def render_table(self) -> list[str]:
-        """Lines for a terminal."""
+        """Render lines for a terminal."""
         lines = [f"{'':<12}{'planned':>10}{'measured':>10}{'off by':>9}{'calibrated':>12}"]
         for name, before, run, after in self.rows:
             lines.append(f"{name:<12}{before:>10.3f}{run:>10.3f}{before / run - 1:>+9.1%}{after:>12.3f}")
@@ -60,7 +59,7 @@ class Calibration:
 
 
 def read_measurements(run_dir: Path) -> Measured:
-    """The medians of a run's metrics.jsonl.
+    """Read the medians of a run's metrics.jsonl.
 
     Raises:
         ValueError: the run has too few steps.
@@ -79,9 +78,8 @@ def fit_hardware(
 ) -> Calibration:
     """Fit a profile to a run.
 
-    Each group of efficiencies gets one factor, by bisection, with which the plan takes as long as the run in the phases
-    that depend on it; efficiencies stay at or below 1. Memory of the policy's tensors beyond the plan's is added to the
-    reserve.
+    One factor for each row of `FITS` makes the plan take as long as the run; efficiencies stay at or below 1. Memory of
+    the policy's tensors beyond the plan's is added to the reserve.
 
     Args:
         measured: the run.
@@ -124,10 +122,7 @@ def _time_planned(plan: Callable[[Hardware], StepTimes], phases: tuple[str, ...]
 def _fit_efficiency(
     hardware: Hardware, names: tuple[str, ...], seconds: Callable[[Hardware], float], target: float
 ) -> Hardware:
-    """Fit one factor of these efficiencies to a measured time.
-
-    Where no factor reaches the target, the nearest limit is taken.
-    """
+    # Bisection of the factor's logarithm. If no factor reaches the target, it ends at the nearest limit.
     low, high = _LEAST, _MOST
     for _ in range(40):
         middle = (low * high) ** 0.5

@@ -22,14 +22,13 @@ from megatron_grpo.planning.whole import Plan
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, estimate_nccl_bytes
 
-_USUAL_SHARE = 0.9
-"""gpu_memory_utilization that vLLM takes by default."""
+_USUAL_SHARE = 0.9  # vLLM's default of gpu_memory_utilization
 Changes = dict[str, Any]
 """New values by key, such as policy.microbatch_tokens."""
 
 
 def apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A copy of a configuration with other values of some keys."""
+    """Copy a configuration, with other values of some keys."""
     copied = copy.deepcopy(config)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -41,23 +40,20 @@ def apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Changes as they are written on a command line."""
+    """Write changes as on a command line."""
     return [f"{key}={write_value(value)}" for key, value in changes.items()]
 
 
 def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
-    """Yield keys that take tensors off the GPUs or off short hosts.
-
-    Results change by rounding alone.
-    """
+    """Yield keys that save memory of GPUs or short hosts; results only round differently."""
     config = plan.config
     yield from _iterate_model_changes(config, "policy")
     if config.value_model is not None:
         yield from _iterate_model_changes(config, "value")
     if config.uses_reference and not config.reference.offload and not config.policy.lora.rank:
         yield {"reference.offload": True}
-    needed, has = plan.host
-    if has is None or needed <= has:
+    needed, available = plan.host
+    if available is None or needed <= available:
         return
     if config.has_checkpoints and config.checkpointing.async_save:
         yield {"checkpointing.async_save": False}
@@ -68,7 +64,7 @@ def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
 
 
 def _iterate_model_changes(config: Config, section: str) -> Iterator[Changes]:
-    """Keys of a model's batches, kernels and optimizer."""
+    """Yield keys of a model's batches, kernels and optimizer."""
     model, longest = getattr(config, section), config.policy.max_total_sequence_length
     is_policy = section == "policy"
     tokens = model.microbatch_tokens or config.policy.microbatch_tokens
@@ -94,7 +90,7 @@ def _iterate_model_changes(config: Config, section: str) -> Iterator[Changes]:
 
 
 def merge_changes(plan: Plan) -> Changes:
-    """Every single change at once."""
+    """Merge all single changes; a key keeps its first value."""
     merged: Changes = {}
     for change in iterate_single_changes(plan):
         merged |= {key: value for key, value in change.items() if key not in merged}
@@ -102,9 +98,7 @@ def merge_changes(plan: Plan) -> Changes:
 
 
 def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
-    """Yield the keys of other layouts of a model.
-
-    Layouts use the model's GPUs, and those that are idle.
+    """Yield other layouts of a model, on its GPUs and on idle ones.
 
     Args:
         plan: the plan of the run.
@@ -115,7 +109,7 @@ def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Itera
     model = config.policy if section == "policy" else config.value_model
     assert model is not None
     gpus_of_model, spare = model.parallel.world_size, 0 if config.generation.is_colocated else count_idle_gpus(config)
-    # Checked as if it were the policy, without engines and other models, whose keys are checked with the whole.
+    # Layouts are checked as if the model were the policy; engines and other models are checked later, with the run.
     alone = replace(config, policy=model)
     for gpus in dict.fromkeys(
         [
@@ -137,11 +131,8 @@ def _list_differences(section: str, before: ParallelConfig, after: ParallelConfi
 
 
 def find_engine_changes(plan: Plan) -> Changes | None:
-    """Find the fewest keys that give engines room; None: none do.
-
-    An engine takes more of its GPUs' memory, or splits its weights over more of them, idle ones too. On shared GPUs it
-    has to leave room to what the models keep there.
-    """
+    """Find the fewest keys that give engines room; None: none do."""
+    # An engine takes more of its GPUs' memory, or splits its weights over more GPUs, idle ones too.
     config, shape, gpu = plan.config, plan.shape, plan.hardware
     if plan.engine is None:
         return {}
@@ -168,15 +159,12 @@ def find_engine_changes(plan: Plan) -> Changes | None:
 
 
 def _list_memory_shares(plan: Plan) -> list[float]:
-    """List values of gpu_memory_utilization to try.
-
-    They are that of the run, and the largest that leaves room to the models.
-    """
-    share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
+    # gpu_memory_utilization of the run, vLLM's default, and the largest that leaves room to NCCL and to the models.
+    share, available = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
     nccl_bytes = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
-    largest = int(100 * (1 - nccl_bytes / has)) / 100
+    largest = int(100 * (1 - nccl_bytes / available)) / 100
     if plan.config.generation.is_colocated:
-        largest = min(largest, int(100 * (1 - plan.beside_engine / has)) / 100)
+        largest = min(largest, int(100 * (1 - plan.beside_engine / available)) / 100)
         return [largest] if largest < share else [share, largest]
     return [share, *(larger for larger in (_USUAL_SHARE, largest) if share < larger <= largest)]
 

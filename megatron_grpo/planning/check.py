@@ -19,13 +19,13 @@ from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 def check_fit(config: Config) -> Iterator[Problem]:
     """Yield the remarks of --check on a run's memory and layout.
 
-    Nothing is planned without cluster.gpu, on CPUs, or when the model is not on this machine. Dry runs take seconds to
-    minutes; the plan is a brief one (`submit_plan`), and that of its advice too.
+    Nothing is planned without cluster.gpu, on CPUs, or if the model is not on this machine. Dry runs take seconds to
+    minutes, so plan and advice are brief (`submit_plan`).
     """
     if config.cluster.gpu is None or not config.cluster.gpus or not config.debug.train:
         return
     shape, path = find_model_shape(config), config.policy.model.path
-    if shape is None:  # a model of the hub is read when it is here
+    if shape is None:  # a model of the hub need not be downloaded for --check
         yield from [] if is_hub_name(path) else explain_unusable_model(f"policy.model.path={path}", path)
         return
     subject = f"cluster.gpu={config.cluster.gpu}"
@@ -41,5 +41,5 @@ def check_fit(config: Config) -> Iterator[Problem]:
         return
     yield from (Problem(subject, f"does not fit: {text}") for text in plan.problems)
     if not plan.problems:
-        peak, has = plan.fullest.peak / GIB, plan.hardware.memory_gib
-        yield Problem(subject, f"{plan.verdict}: {peak:.1f} of {has:.1f} GiB, planned in {plan.planned_s:.0f} s")
+        peak, available = plan.fullest.peak / GIB, plan.hardware.memory_gib
+        yield Problem(subject, f"{plan.verdict}: {peak:.1f} of {available:.1f} GiB, planned in {plan.planned_s:.0f} s")

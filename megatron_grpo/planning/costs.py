@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from megatron_grpo.planning.dry.work import Work
 
 TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5), (16, 64, 0.25))
-"""Rows and columns of the result that one multiprocessor computes at a time, and the speed of such kernels: smaller
-tiles read more for each operation. cuBLAS chooses by heuristics; here the fastest is taken."""
+"""Rows and columns of the result that one multiprocessor computes at a time, and the relative speed of such kernels:
+smaller tiles read more for each operation. cuBLAS chooses by heuristics; here the fastest is taken."""
 
+# Names of torch's collectives by which Megatron-Core's data parallelism reduces gradients and gathers weights.
 _GRADIENTS = "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"
 _PARAMETERS = "allgather_into_tensor_coalesced_"
 _OF_TENSOR = "allgather", "reduce_scatter", "allreduce"
@@ -25,7 +26,7 @@ _OF_TENSOR = "allgather", "reduce_scatter", "allreduce"
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Messages that go on while something else computes."""
+    """Which messages go on while something else computes."""
 
     gradients: bool = True
     """Gradients are reduced over data-parallel ranks during the backward passes (policy.overlap_grad_reduce)."""
@@ -36,8 +37,8 @@ class Overlap:
     experts: bool = False
     """Tokens travel to experts while another microbatch computes (overlap_moe_expert_parallel_comm)."""
     expert_copies: int = 1
-    """Experts of a token whose copies share a way between domains: top_k with a dispatcher that sends a token once to
-    each domain (DeepEP, HybridEP), 1 with an all-to-all of NCCL."""
+    """Copies of a token, for its experts, that a domain gets as one message: top_k with a dispatcher that sends a token
+    once to each domain (DeepEP, HybridEP), 1 with an all-to-all of NCCL."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class PassSeconds:
     """Seconds by kind of work, hidden messages included."""
 
     def compute_seconds(self, tokens: float = 1.0, context: float = 1.0) -> float:
-        """Seconds of the pass, with launches that go on meanwhile.
+        """Seconds of the pass: its kernels and messages, or its launches if they take longer.
 
         Args:
             tokens: tokens of a microbatch relative to the dry run's.
@@ -80,11 +81,9 @@ class PhaseSeconds:
 
 
 def time_product(hardware: Hardware, work: Work) -> float:
-    """Seconds of a matrix product, or of a layer's expert products.
-
-    The larger of memory traffic and arithmetic. Products are computed in tiles of the result: the last wave of tiles
-    leaves multiprocessors idle, and every tile has a start and an end that do not depend on the inner dimension.
-    """
+    """Seconds of a matrix product, or of a layer's expert products: a roofline."""
+    # Products are computed in tiles of the result. The last wave of tiles leaves multiprocessors idle, and every tile
+    # has a start and an end that do not depend on the inner dimension, hence k / (k + inner).
     (m, k, n, number), efficiency = work.sizes, hardware.efficiency
     if not work.flops:
         return 0.0
@@ -98,10 +97,7 @@ def time_product(hardware: Hardware, work: Work) -> float:
 
 
 def _fill_share(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
-    """Share of the peak that a tile reaches on `number` results.
-
-    A result is [rows, columns].
-    """
+    """Share of the peak that a tile reaches on `number` results, [rows, columns]."""
     high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
     used = rows / tile[0] / high * columns / tile[1] / wide
     tiles = number * high * wide
@@ -144,8 +140,8 @@ def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int
         name: the collective's name in torch, or that of a fused layer.
         nbytes: bytes of the larger side on each rank.
         ranks: global ranks.
-        copies: of an all-to-all, experts of a token whose copies share a way between domains. With d domains the copies
-            of a token go to d (1 - (1 - 1/d)^copies) of them, which takes the place of `copies` ways.
+        copies: of an all-to-all, copies of a token that a domain gets as one message (`Overlap.expert_copies`). With d
+            domains they go to d (1 - (1 - 1/d)^copies) of them on average.
     """
     count, efficiency = len(ranks), hardware.efficiency
     if count < 2:
@@ -154,7 +150,8 @@ def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int
     local, number = max(domains.values()), len(domains)
     inside, outside = hardware.local_bytes_per_s * efficiency.nvlink, hardware.network_bytes_per_s * efficiency.network
     if "alltoall" in name:
-        # A token's copies for experts of one domain may travel as one and be copied there (see `copies`).
+        # A token's copies for experts of one domain may travel as one and be copied there: the share of the copies that
+        # travel. For one copy it is 1.
         way = number * (1 - (1 - 1 / number) ** copies) / copies
         remote = nbytes * (count - local) / count * way
         return max(remote / outside, nbytes * (count - 1) / count / inside) + efficiency.message_s
@@ -169,7 +166,7 @@ def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int
 def sum_phase(
     work: Mapping[Work, int], passes: Mapping[tuple[str, int], int], phase: str, hardware: Hardware, overlap: Overlap
 ) -> PhaseSeconds:
-    """Add up the work of a phase, by passes of a microbatch.
+    """Add up the seconds of a phase, by passes of a microbatch.
 
     Args:
         work: `DryReport.work`.
@@ -180,6 +177,7 @@ def sum_phase(
     """
     total = PhaseSeconds({}, 0.0)
     number = {chunk: times for (name, chunk), times in passes.items() if name == phase}
+    # By pass: seconds of ring attention's messages, and of its attention.
     rings: dict[tuple[int, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for piece, times in work.items():
         if piece.phase != phase:
@@ -222,7 +220,7 @@ def _add_work(
 
 
 def _find_hidden_share(message: Work, overlap: Overlap, efficiency: Efficiency) -> float:
-    """Share of a message of a pass that nothing waits for."""
+    """Find the share of a pass's message that computing hides."""
     # In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
     # scatters this gradient while it computes the weight's; the row-parallel layer's gathering is not hidden. So all
     # that is scattered or reduced is hidden, and half of what is gathered.

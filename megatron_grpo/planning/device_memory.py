@@ -1,4 +1,4 @@
-"""Memory of a GPU of the policy, by phase and distinct rank, from dry runs and an explicit reserve."""
+"""GPU memory of each distinct rank by phase, from dry runs and an explicit reserve."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ GRAPHS_GIB = 1.0
 """Assumed memory of an engine's CUDA graphs, which stay on the GPU while it sleeps; vLLM logs the figure of a run."""
 STATIC = ("weights", "gradients", "optimizer", "FP8 weights")
 """Kinds of tensors that a rank holds throughout a step."""
-_SET_UP = ("build", "first step")
-"""Phases before the first whole step, which hold less than it does."""
+_SET_UP = ("build", "first step")  # phases that hold less than the step after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Holder:
     """Bytes that each layer adds; the rest belongs to no layer. None: not known, since the rank ran at full depth."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The holder for JSON."""
+        """Convert to JSON; sizes in GiB."""
         layer_bytes = self.bytes_per_layer
         split = {} if layer_bytes is None else {"layers": self.layers, "gib_per_layer": round(layer_bytes / GIB, 4)}
         return {"kind": self.kind, "gib": round(self.bytes / GIB, 3), **split}
@@ -43,7 +42,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The GPU memory of a rank of policy or value model, in bytes."""
+    """GPU memory of a rank of policy or value model, in bytes."""
 
     stage: int
     rank: int
@@ -58,7 +57,7 @@ class RankMemory:
     holders: list[Holder]
     """Tensors at the peak, the largest first."""
     asleep: int
-    """Bytes of tensors that stay while engines have the GPU in turn; 0: not run."""
+    """Bytes of tensors that stay on the GPU during the engines' turn; 0: this phase was not run."""
     model: str = "policy"
     """Model of the rank: policy, or value model."""
 
@@ -78,7 +77,7 @@ class RankMemory:
         return sum(holder.bytes for holder in self.holders if holder.kind in STATIC)
 
     def as_dict(self) -> dict[str, Any]:
-        """The rank for JSON; sizes in GiB."""
+        """Convert to JSON; sizes in GiB."""
         return {
             "model": self.model,
             "stage": self.stage,
@@ -101,13 +100,13 @@ def build_rank_memory(
     model: str = "policy",
     beside: int = 0,
 ) -> RankMemory:
-    """The memory of a traced rank's GPU.
+    """Build the memory of a traced rank's GPU.
 
     Args:
         config: the run's configuration.
         trace: the rank's dry run.
         hardware: the GPU and its reserve.
-        engine_weights: bytes of weights of an engine's rank, which share the GPU during a refit if engines do so.
+        engine_weights: bytes of an engine rank's weights, which are on a shared GPU during a refit.
         model: policy, or value model.
         beside: bytes that the other model holds on the same GPU.
     """
@@ -122,22 +121,22 @@ def build_rank_memory(
         phases = {**phases, "refit": phases["refit"] - before + weights + engine_weights}
     peak = max(phases.values())
     return RankMemory(
-        trace.stage,
-        trace.rank,
-        trace.layers,
-        trace.expert_skew,
-        phases,
-        {name: _list_parts(report, name, size) for name, size in phases.items()},
-        sum(list_reserve_parts(config, peak, hardware, model=model).values()) + beside,
-        _list_holders(trace, phases),
-        report.end_bytes.get("offload", 0),
-        model,
+        stage=trace.stage,
+        rank=trace.rank,
+        layers=trace.layers,
+        expert_skew=trace.expert_skew,
+        phases=phases,
+        parts={name: _list_parts(report, name, size) for name, size in phases.items()},
+        reserve=sum(list_reserve_parts(config, peak, hardware, model=model).values()) + beside,
+        holders=_list_holders(trace, phases),
+        asleep=report.end_bytes.get("offload", 0),
+        model=model,
     )
 
 
 def _list_holders(trace: RankTrace, phases: Container[str]) -> list[Holder]:
-    """Tensors of at least 1 MiB at the peak, the largest first."""
-    moments = (sizes for sort, sizes in trace.report.moments.items() if sort[0] in phases)
+    """List tensors of at least 1 MiB at the peak, the largest first."""
+    moments = (sizes for (phase, _, _), sizes in trace.report.moments.items() if phase in phases)
     fullest = max(moments, key=lambda sizes: sum(sizes.values()))
     return [
         Holder(_name_kind(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
@@ -147,26 +146,22 @@ def _list_holders(trace: RankTrace, phases: Container[str]) -> list[Holder]:
 
 
 def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
-    """List the bytes of a phase by kind.
-
-    A refit of a deep rank has no moment of its own; the one before it stands for it.
-    """
-    moments = [moment for sort, moment in report.moments.items() if sort[0] in (phase, name_phase_before_refit(report))]
+    """List the bytes of a phase by kind."""
+    # A refit of an extrapolated rank has no moments, so the phase before it stands for it.
+    phases = (phase, name_phase_before_refit(report))
+    moments = [moment for (name, _, _), moment in report.moments.items() if name in phases]
     fullest = min(moments, key=lambda moment: abs(sum(moment.values()) - size), default={})
     sizes = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
     return {**sizes, "other tensors": size - sum(sizes.values())}
 
 
 def _name_kind(kind: str) -> str:
-    """Name a kind in tables.
-
-    Tensors of no kernel are counted under the phase that made them.
-    """
+    # Tensors that belong to no kernel are counted under the phase that made them.
     return f"other tensors of {kind}" if kind in ("build", "logprobs", "reference", "train", "refit") else kind
 
 
 def list_reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: str = "policy") -> dict[str, int]:
-    """Bytes that a rank needs besides its tensors, by purpose."""
+    """List bytes that a rank needs besides its tensors, by purpose."""
     parts = {
         "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
         "fragmentation": int(hardware.fragmentation * tensors),
@@ -183,6 +178,6 @@ def list_reserve_parts(config: Config, tensors: int, hardware: Hardware, *, mode
 
 
 def count_sleeping_engine(config: Config, hardware: Hardware) -> int:
-    """Bytes of a sleeping engine: its CUDA context and graphs."""
+    """Count the bytes of a sleeping engine: its CUDA context and graphs."""
     graphs = 0.0 if config.generation.engine.enforce_eager else GRAPHS_GIB
     return int((hardware.reserve_gib + graphs) * GIB)

@@ -47,20 +47,20 @@ SHAPED_PARTS = TeParts(make_shaped_layer, ShapedAttention, ShapedNorm)
 
 @dataclass(frozen=True)
 class DryReport:
-    """The memory of one rank's GPU."""
+    """Memory and work of one rank's GPU."""
 
     peak_bytes: int
     """Most bytes of tensors at once; CUDA's context, NCCL's buffers and fragmentation come on top."""
     phases: dict[str, int]
     """Most bytes at once in each phase, in their order."""
     end_bytes: dict[str, int]
-    """Bytes that were left at the end of each phase."""
+    """Bytes that are alive at the end of each phase."""
     holders: dict[str, int]
     """Bytes at the peak, by kind of tensor."""
     moments: Moments
-    """The fullest moment of each sort."""
+    """The fullest moments (`tracker.Moments`)."""
     work: Counter[Work]
-    """Work of the operators of all phases, and how often each was done."""
+    """Work of the operators of all phases, counted."""
     passes: Counter[tuple[str, int]]
     """Forward passes of microbatches, by phase and model chunk."""
 
@@ -69,7 +69,7 @@ _ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", 
 
 
 def list_phases(config: Config) -> frozenset[str]:
-    """Names of the phases of a step, and of its checkpoints."""
+    """Name the phases of a run's step that a dry run can run."""
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
@@ -92,17 +92,16 @@ def run_dry(
     moves: bool = True,
     phases: Container[str] | None = None,
 ) -> DryReport:
-    """Run two steps' phases on a rank; microbatches are full.
+    """Run a step on a rank, with full microbatches and all tokens sampled.
 
-    All tokens are sampled. The second step shows the peak, since the optimizer's moments appear in the first. A process
-    that calls this cannot use its GPU for Megatron-Core afterwards.
+    A process that calls this cannot use its GPU for Megatron-Core afterwards.
 
     Args:
-        config: the run's configuration; `problems` are not checked.
+        config: the run's configuration, which has passed the run's checks.
         shape: sizes of the model.
         rank: number of the rank in the layout of `config.policy.parallel`.
         expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
-        moves: whether to run the phases around the engines' turns, a refit and a checkpoint too, half of the time.
+        moves: whether to run offload, onload, refit and checkpoint too, which take half of the time.
         phases: names of the phases to run, as `list_phases` gives them; None: all.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -119,10 +118,7 @@ def run_tracked(
     moves: bool = True,
     phases: Container[str] | None = None,
 ) -> DryReport:
-    """Run dry on fake tensors, or on real ones to compare.
-
-    Real ones are not moved to host memory.
-    """
+    """Run dry on fake tensors, or on real ones (None) to compare, without moves."""
     mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
 
     def move(array: NDArray[Any]) -> Tensor:
@@ -155,12 +151,9 @@ def run_tracked(
 
 
 def _adapt_policy(config: Config) -> PolicyConfig:
-    """The policy's configuration for a dry run.
-
-    FP8 is off, because only the shape-only layers imitate it. The whole optimizer is on the device; the share that
-    belongs on the host is subtracted later. Log-probabilities with a filter hold a chunk's logits, as the chunked
-    kernel does.
-    """
+    # FP8 is off in Megatron-Core; the shape-only layers imitate it. The optimizer is on the device, and the share that
+    # belongs on the host is subtracted later. Log-probabilities with a filter hold a chunk's logits, as the chunked
+    # kernel does.
     policy = config.policy
     fp8 = replace(policy.fp8, format="off") if policy.fp8.is_on_device else policy.fp8
     kernel = "chunked" if config.generation.has_training_filter else policy.logprob_kernel
@@ -168,9 +161,10 @@ def _adapt_policy(config: Config) -> PolicyConfig:
 
 
 def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
-    """The phases of a step between the engines' turns."""
+    """Run the phases of a step between the engines' turns."""
     policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
-    with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
+    # The optimizer makes its moments in the first step, which needs no gradients for that; the next one shows the peak.
+    with mode.phase("first step"):
         rank.optimizer.step(rank.optimizer.compute_grad_norm())
     state = list(iter_optimizer_state(rank))
     mode.name_kind(state, "optimizer")
@@ -201,7 +195,7 @@ def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: Dry
 
 
 def _run_moving_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
-    """The phases around the engines' turns, a refit and a checkpoint."""
+    """Run the phases around the engines' turns, a refit and a checkpoint."""
     if "offload" in phases:
         with mode.phase("offload"):
             rank.memory.offload(weights=True)
@@ -220,7 +214,7 @@ def _run_moving_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMo
 
 
 class DryLinks:
-    """A rank's messages of a refit, packed and sent nowhere (`Links`)."""
+    """A rank's messages of a refit, packed but not sent (`Links`)."""
 
     def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
@@ -228,9 +222,9 @@ class DryLinks:
         engine = split_engine(generation, shape)
         scheduled = schedule_messages(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
-        laid = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
-        self.packed_pieces = [pieces for pieces, _ in laid]
-        self.sizes = [size for _, size in laid]
+        layouts = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
+        self.packed_pieces = [pieces for pieces, _ in layouts]
+        self.sizes = [size for _, size in layouts]
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Pack the messages one after the other."""
@@ -241,17 +235,15 @@ class DryLinks:
 
 
 def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
-    """Let layers multiply in FP8, except those that stay in bfloat16.
-
-    Except with delayed scales Megatron-Core lets the projection after attention save its input as it came, since
-    attention keeps that tensor, its output, anyway.
-    """
+    """Let layers multiply in FP8, except those that stay in bfloat16."""
     layers = [layer for chunk in (*rank.chunks, *(rank.reference or ())) for layer in chunk.decoder.layers]
     for layer in layers:
         if fp8.first_layers_bf16 < layer.layer_number <= rank.shape.layers - fp8.last_layers_bf16:
             for module in layer.modules():
                 if isinstance(module, Quantizable):
                     module.fp8 = fp8
+            # Attention keeps its output anyway, so Megatron-Core lets the projection after it save this tensor instead
+            # of an FP8 copy, except with delayed scales.
             layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
@@ -266,8 +258,8 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
     )
-    # Microbatches are made of real numbers, outside of the modes: packing looks at lengths. Only the platform's
-    # `move` leaves the numbers behind.
+    # Packing reads lengths, so microbatches are made of real numbers, outside of the modes; the platform's `move` makes
+    # fake tensors of them.
     maker = MicrobatchMaker(settings.config, shape, platform, scope=_disable_current_modes)
     rank: PolicyRank | ValueRank
     if shape.value_head is not None:
@@ -285,8 +277,8 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
 def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
     """Make as many full microbatches as the pipeline holds at once.
 
-    They have `most_tokens` tokens in the longest sequences, all sampled. `reference`: whether there are
-    log-probabilities of the reference policy.
+    Each has `most_tokens` tokens in sequences of the longest length. `reference`: add log-probabilities of the
+    reference policy.
     """
     config, parallel, is_value = rank.config, rank.config.parallel, rank.shape.value_head is not None
     longest = min(config.max_total_sequence_length, most_tokens)
@@ -312,8 +304,5 @@ def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool
 
 
 def list_reference_weights(rank: ModelRank) -> list[Tensor]:
-    """List the reference policy's weights.
-
-    They are on the device here even if they are to be on the host.
-    """
+    """List the reference policy's weights, which a dry run keeps on the device."""
     return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]

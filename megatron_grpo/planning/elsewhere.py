@@ -28,9 +28,9 @@ from megatron_grpo.planning.whole import Plan
 from megatron_grpo.preflight.config_checks import find_problems
 
 _SPLITS = 24
-"""Ways to share GPUs out between policy and engines that are tried on a number of nodes."""
+"""Most ways to share GPUs out between policy and engines that are tried on a number of nodes."""
 _LAYOUTS = 3
-"""Layouts of each way that are proposed: those with the least estimated memory."""
+"""Layouts that are proposed of each way: those with the least estimated memory."""
 _MOST_NODES = 512
 _KEYS = (
     "cluster.num_nodes",
@@ -68,11 +68,7 @@ def iterate_node_counts(config: Config, shape: ModelShape, gpu: Hardware, deadli
 
 
 def _place_on_nodes(config: Config, nodes: int) -> Config:
-    """The run on so many nodes.
-
-    Engines share GPUs with the policy on one node only.
-    """
-    placed = config
+    placed = config  # engines can share GPUs with the policy on one node only
     if nodes > 1 and config.generation.is_colocated:
         placed = replace(config, generation=replace(config.generation, placement="separate"))
     return replace(placed, cluster=replace(placed.cluster, num_nodes=nodes))
@@ -81,10 +77,7 @@ def _place_on_nodes(config: Config, nodes: int) -> Config:
 def iterate_run_layouts(
     before: Config, config: Config, shape: ModelShape, gpu: Hardware, nodes: int
 ) -> Iterator[Changes]:
-    """Yield changes into layouts on so many nodes.
-
-    Their estimated memory fits, with keys that save memory.
-    """
+    """Yield changes from `before` to layouts of `config` that may fit these nodes."""
     for layout in _iterate_fitting(_place_on_nodes(config, nodes), shape, gpu):
         changes = {
             key: _read_key(layout, key)
@@ -110,10 +103,7 @@ def _read_key(config: Config, key: str) -> Any:
 
 
 def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[Config]:
-    """Yield layouts of policy and engines whose estimated memory fits.
-
-    Of each way to share GPUs out, those with the least memory.
-    """
+    """Yield layouts of policy and engines whose estimated memory fits."""
     sized: dict[int, list[Config]] = {}
     used: set[int] = set()
     for policy_gpus, engine_gpus in split_gpus(config)[:_SPLITS]:
@@ -132,7 +122,7 @@ def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterat
 
 
 def _list_fitting_policies(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> list[Config]:
-    """Layouts of the policy whose estimated memory fits, the smallest first."""
+    """List layouts of the policy that may fit, by estimated memory."""
     usable = (gpu.memory_gib - gpu.reserve_gib) / (1 + gpu.fragmentation)
     sized: list[tuple[float, int, Config]] = []
     for layout in iterate_possible_layouts(config, shape, gpus, Refusals()):
@@ -146,10 +136,8 @@ def _list_fitting_policies(config: Config, shape: ModelShape, gpu: Hardware, gpu
 
 
 def find_least_gib(plan: Plan) -> float:
-    """Least static GiB of the fullest GPU, over the nodes' layouts.
-
-    With every key that saves memory, and on as many GPUs as engines leave that have one GPU.
-    """
+    """Find the least static GiB of the fullest GPU, with every memory-saving key."""
+    # Engines of one GPU leave the policy most of the GPUs, so these splits come first.
     config = apply_changes(plan.config, merge_changes(plan))
     counts = sorted({policy for policy, _ in split_gpus(config)}, reverse=True)[:_SPLITS]
     return min((find_least_static_gib(config, plan.shape, gpus) for gpus in counts), default=float("inf"))

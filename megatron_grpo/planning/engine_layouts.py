@@ -1,4 +1,4 @@
-"""The layout of engines on some GPUs: the one that answers a step's prompts soonest, or why there is none."""
+"""Layouts of engines on some GPUs: the one that answers a step's prompts soonest, or why there is none."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _STAGES = 8
 
 
 def iterate_engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[GenerationParallelConfig]:
-    """Yield every way to share GPUs out to engines.
-
-    Ranks have experts of their own, or not.
-    """
+    """Yield every layout of engines on these GPUs, the recipe's pipeline first."""
     recipe = config.generation.parallel
     stages = [size for size in range(1, _STAGES + 1) if gpus % size == 0]
     for pipeline in dict.fromkeys([recipe.pipeline] * (gpus % recipe.pipeline == 0) + stages):
@@ -37,18 +34,18 @@ def iterate_engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iter
 def find_best_engines(
     config: Config, shape: ModelShape, hardware: Hardware, policy_gpus: int, gpus: int, refusals: Refusals
 ) -> Config | None:
-    """The configuration whose engines answer a step's prompts soonest.
+    """Find the layout of engines that answers a step's prompts soonest.
 
     Args:
         config: the recipe.
         shape: sizes of the model.
         hardware: the GPUs.
-        policy_gpus: GPUs of the policy, which fills nodes before the engines.
-        gpus: GPUs that the engines share out.
+        policy_gpus: GPUs of the policy, which is placed on the nodes before the engines.
+        gpus: GPUs of the engines.
         refusals: gets the problems of the layouts that are refused.
 
     Returns:
-        The configuration; None: no engines fit on this many GPUs.
+        The recipe with these engines; None: none fit on this many GPUs.
     """
     best: tuple[float, Config] | None = None
     policy = replace(config.policy, parallel=ParallelConfig(data=policy_gpus))
@@ -71,12 +68,12 @@ def find_best_engines(
 
 
 def is_of_engines(problem: Problem) -> bool:
-    """True if a problem is one of the engines' layout alone."""
+    """True if a problem is of the engines' layout."""
     return problem.key.startswith("generation.parallel.")
 
 
 def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:
-    """The problem of engines whose cache does not hold the longest sequence."""
+    """Find that the engines' cache does not hold the longest sequence."""
     size, parallel = size_engine(config, shape, hardware), config.generation.parallel
     longest, share = config.policy.max_total_sequence_length, config.generation.engine.gpu_memory_utilization
     if size.count_sequences(longest) >= 1:
@@ -94,8 +91,8 @@ def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) ->
 def _compute_lacking_gib(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     """GiB that an engine's GPU lacks for the longest sequence."""
     size, longest = size_engine(config, shape, hardware), config.policy.max_total_sequence_length
-    has = config.generation.engine.gpu_memory_utilization * hardware.memory_gib
-    return (size.weight_bytes + size.activation_bytes + longest * size.kv_bytes_per_token) / 2**30 - has
+    available = config.generation.engine.gpu_memory_utilization * hardware.memory_gib
+    return (size.weight_bytes + size.activation_bytes + longest * size.kv_bytes_per_token) / 2**30 - available
 
 
 def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:

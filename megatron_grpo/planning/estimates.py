@@ -1,4 +1,4 @@
-"""Arithmetic of a layout before any dry run: bytes that a rank holds, bytes of activations, seconds of a step."""
+"""Arithmetic of a layout before any dry run: bytes that a rank and a host hold, seconds of a step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.generation_cost import count_attention_parameters, count_expert_parameters, find_lengths
 from megatron_grpo.planning.hardware import Hardware
 
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes
 
 
 def count_static_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of weights, gradients and optimizer state of the fullest rank.
+    """Count bytes of weights, gradients and optimizer state of the fullest rank.
 
-    Padding is left out; with adapters these are the bytes of weights. A number trained in bfloat16 takes 2 bytes as
-    weight, 4 as gradient, and 12 in the optimizer: main weight and two moments, which a distributed optimizer splits
-    over replicas. In float32 the weight is the main weight.
+    Padding is left out; with adapters only weights are counted.
     """
+    # A parameter trained in bfloat16 takes 2 bytes as weight, 4 as gradient, and 12 in the optimizer: main weight and
+    # two moments, which a distributed optimizer splits over replicas. In float32 the weight is the main weight.
     policy, parallel = config.policy, config.policy.parallel
     ranks_per_stage, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
     weight, gradient, state = count_parameter_bytes(policy)
@@ -30,24 +30,23 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
         dense, routed = count_layer_parameters(shape, shard.layers)
         dense += _count_vocabulary_matrices(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
         total = 0.0
-        for numbers, replicas in (
+        for parameters, replicas in (
             (dense / parallel.tensor, parallel.data * parallel.context),
             (routed / parts, ranks_per_stage // parts),
         ):
             split = replicas if policy.optimizer.distributed else 1
             trained = 0.0 if policy.lora.rank else gradient + state * (1 - policy.optimizer.cpu_offload) / split
-            total += numbers * (copies * weight + trained)
+            total += parameters * (copies * weight + trained)
         worst = max(worst, total)
     return int(worst)
 
 
 def _count_vocabulary_matrices(has_embedding: bool, has_head: bool, shape: ModelShape) -> int:
-    """Matrices of the vocabulary on a stage: embedding and head, or one."""
     return int(has_embedding) + int(has_head and not (shape.tied_embeddings and has_embedding))
 
 
 def count_parameter_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
-    """Bytes of a trained number: as weight, as gradient, in the optimizer.
+    """Count bytes of a trained parameter: as weight, as gradient, in the optimizer.
 
     They are lower bounds where fields of Megatron-Core change them.
     """
@@ -61,39 +60,37 @@ def count_parameter_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
 
 
 def count_host_bytes(config: Config, shape: ModelShape) -> float:
-    """Bytes of host memory of tensors that are kept off the GPUs.
-
-    Over all nodes. Optimizer state on the host is a main weight, a gradient and two moments, in float32. Where engines
-    share the GPUs they leave their weights there, and the policy its own and the optimizer's state, in turn. A
-    checkpoint in the background copies weights and optimizer state.
-    """
+    """Count bytes of tensors in host memory, over all nodes."""
     policy, parallel, engines = config.policy, config.policy.parallel, config.generation.parallel
-    numbers = (
+    parameters = (
         sum(count_layer_parameters(shape, range(shape.layers)))
         + _count_vocabulary_matrices(True, True, shape) * shape.vocab * shape.hidden
     )
     weight, _, state = count_parameter_bytes(policy)
-    copies = parallel.data * parallel.context  # of dense matrices; experts have as many or fewer
-    dense = numbers - count_layer_parameters(shape, range(shape.layers))[1]
-    copied_numbers = dense * copies + (numbers - dense) * max(
+    # Replicas of dense matrices; those of experts are split over more ranks, and have as many replicas or fewer.
+    copies = parallel.data * parallel.context
+    dense = parameters - count_layer_parameters(shape, range(shape.layers))[1]
+    copied_parameters = dense * copies + (parameters - dense) * max(
         1, copies * parallel.tensor // (parallel.expert * parallel.expert_tensor)
     )
     trained = 0.0 if policy.lora.rank else 1.0
-    split = 1.0 if policy.optimizer.distributed else copied_numbers / numbers
+    split = 1.0 if policy.optimizer.distributed else copied_parameters / parameters
     offload = policy.optimizer.cpu_offload
-    total = trained * numbers * split * 16 * offload
+    # Optimizer state on the host is a main weight, a gradient and two moments, 4 bytes each.
+    total = trained * parameters * split * 16 * offload
     if config.uses_reference and config.reference.offload and not policy.lora.rank:
-        total += copied_numbers * weight
+        total += copied_parameters * weight
+    # Where engines share the GPUs, policy and engines leave them to each other and keep their tensors on the host.
     if config.generation.is_colocated and config.needs_generation:
-        total += copied_numbers * weight + trained * numbers * split * state * (1 - offload)
-        total += numbers * _WIDTH[config.engine_dtype] * engines.data
-    if config.has_checkpoints and config.checkpointing.async_save:
-        total += numbers * (weight + trained * state)
+        total += copied_parameters * weight + trained * parameters * split * state * (1 - offload)
+        total += parameters * _WIDTH[config.engine_dtype] * engines.data
+    if config.has_checkpoints and config.checkpointing.async_save:  # copies weights and optimizer state
+        total += parameters * (weight + trained * state)
     return total
 
 
 def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
-    """Numbers in layers' matrices without routed experts, and in these."""
+    """Count parameters of layers without their routed experts, and of these experts."""
     dense, routed = len(layers) * count_attention_parameters(shape, 1), 0.0
     with_experts = sum(map(shape.has_experts, layers))
     if shape.experts is not None:
@@ -103,12 +100,10 @@ def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[fl
 
 
 def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
-    """Rough bytes of activations of the fullest stage.
-
-    Microbatches in flight keep them for the backward pass. With recomputation a layer keeps its input, and one layer at
-    a time all of it; without, every layer keeps the inputs of its products and norms, queries, keys, values and the
-    output of attention.
-    """
+    """Estimate bytes of activations of the fullest stage, roughly."""
+    # Microbatches in flight keep activations for the backward pass. With recomputation a layer keeps its input, and one
+    # layer at a time all of it; without, every layer keeps the inputs of its products and norms, queries, keys, values
+    # and the output of attention.
     policy, parallel = config.policy, config.policy.parallel
     tokens = policy.microbatch_tokens / parallel.context
     rows = parallel.tensor if parallel.sequence else 1
@@ -129,15 +124,12 @@ def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
         wide += 4 * experts.shared_ffn_hidden / parallel.tensor
         layer_numbers = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + wide
     saved_numbers = shape.hidden / rows if policy.activation_checkpointing else layer_numbers
-    logits = 2 * 4 * 256 * 2**20 / 4
+    logits = 2 * 4 * 2**26  # two chunks of logits in float32, as large as those of the chunked kernel
     return float(width * tokens * (layers * in_flight * saved_numbers + layer_numbers) + logits)
 
 
 def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, tokens: float | None = None) -> float:
-    """Rough seconds of an optimizer step; they put layouts in order.
-
-    Products at half of the peak; messages of tensor, context and expert parallelism that nothing hides, at the speed of
-    the slowest link between their ranks; the pipeline's bubble, (stages - 1) / (chunks * microbatches).
+    """Estimate seconds of an optimizer step, roughly, to order layouts.
 
     Args:
         config: the run's configuration.
@@ -152,6 +144,8 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
     dense, routed = count_layer_parameters(shape, range(shape.layers))
     active = shape.vocab * shape.hidden + dense
     active += routed * experts.top_k / experts.count if experts is not None else 0.0
+    # Products run at half of the peak. Messages of tensor, context and expert parallelism are not hidden, and run at
+    # the speed of the slowest link between their ranks.
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
     stage_tokens = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
 
@@ -159,15 +153,16 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
         within = ranks <= hardware.gpus_per_domain
         return hardware.local_bytes_per_s if within else hardware.network_bytes_per_s
 
-    row = 2.0 * shape.hidden
-    split = 4 * stage_tokens * row * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
-    ring = parallel.context - 1
-    keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
-    split += ring * stage_tokens * keys / find_speed(parallel.tensor * parallel.context)
+    token_bytes = 2.0 * shape.hidden
+    messages_s = 4 * stage_tokens * token_bytes * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
+    turns = parallel.context - 1
+    key_bytes = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
+    messages_s += turns * stage_tokens * key_bytes / find_speed(parallel.tensor * parallel.context)
     if experts is not None and parallel.expert > 1:
-        copies = stage_tokens / parallel.tensor * experts.top_k * row
-        split += 2 * copies * (parallel.expert - 1) / parallel.expert / find_speed(parallel.expert)
+        copied_bytes = stage_tokens / parallel.tensor * experts.top_k * token_bytes
+        messages_s += 2 * copied_bytes * (parallel.expert - 1) / parallel.expert / find_speed(parallel.expert)
     microbatches = max(1, math.ceil(tokens / parallel.data / policy.microbatch_tokens))
     bubble = (parallel.pipeline - 1) / parallel.virtual_pipeline / microbatches
-    wasted = math.ceil(microbatches / parallel.pipeline) * parallel.pipeline / microbatches
-    return (compute + passes * split) * (1 + bubble) * (wasted if parallel.virtual_pipeline > 1 else 1.0)
+    # An interleaved schedule pads the microbatches to a multiple of the stages.
+    padding = math.ceil(microbatches / parallel.pipeline) * parallel.pipeline / microbatches
+    return (compute + passes * messages_s) * (1 + bubble) * (padding if parallel.virtual_pipeline > 1 else 1.0)

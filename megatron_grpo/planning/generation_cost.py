@@ -1,4 +1,4 @@
-"""Generation by vLLM: memory of an engine, seconds of prefill and decoding, and the batch while responses end."""
+"""Generation by vLLM: memory of an engine, seconds of prefill and decoding, and a simulation of its batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from megatron_grpo.planning.hardware import Hardware
 
 BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default on GPUs."""
-_GRAPHS_BYTES = 1.5e9
-"""Bytes that an engine's rank takes besides weights and cache: captured graphs, workspaces of attention."""
+_GRAPHS_BYTES = 1.5e9  # of a rank, assumed: captured graphs, workspaces of attention
 _PROFILED_TOKENS = 8192
 """Tokens of the forward pass with which vLLM measures activations, its default for max_num_batched_tokens on GPUs."""
 _WIDTH = {"float32": 4, "bfloat16": 2}
@@ -36,7 +35,7 @@ class Lengths:
     responses: NDArray[np.float64]
     """[samples]: tokens of each response."""
     source: str
-    """Where they come from, for the plan's list of assumptions."""
+    """Where the lengths come from, for the plan's list of assumptions."""
 
     @property
     def totals(self) -> NDArray[np.float64]:
@@ -45,7 +44,7 @@ class Lengths:
 
 
 def make_log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
-    """Responses with the quantiles of a log-normal distribution as lengths.
+    """Make responses whose lengths are quantiles of a log-normal distribution.
 
     Args:
         mean: mean of the distribution before the cut.
@@ -62,7 +61,7 @@ def make_log_normal_lengths(mean: float, sigma: float, samples: int, longest: in
 
 
 def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
-    """Read lengths of a run's last step, repeated or thinned out.
+    """Read quantiles of the lengths of a run's last step, as many as `samples`.
 
     Raises:
         FileNotFoundError: the run has no rollouts.
@@ -79,7 +78,7 @@ def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
 
 
 def find_lengths(config: Config) -> Lengths:
-    """Lengths of a step's samples, from plan.* or a recorded run.
+    """Find the lengths of a step's samples: from plan.* or a recorded run.
 
     Raises:
         ValueError: plan.lengths_from has no rollouts.
@@ -107,7 +106,7 @@ class EngineSize:
     kv_bytes_per_token: int
     """Bytes of the KV cache for each token of a sequence."""
     activation_bytes: int
-    """Most bytes of tensors in a forward pass, and what an engine takes besides."""
+    """Most bytes of tensors in a forward pass, with graphs and workspaces."""
     cache_blocks: int
     """Blocks of the KV cache that fit into generation.engine.gpu_memory_utilization; 0: the engine does not fit."""
 
@@ -117,16 +116,14 @@ class EngineSize:
         return self.cache_blocks * BLOCK_TOKENS
 
     def count_sequences(self, tokens: float) -> int:
-        """Sequences of this many tokens that the cache holds at once."""
+        """Count the sequences of this many tokens that the cache holds at once."""
         return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
 
 
 def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> EngineSize:
-    """Sizes of an engine's fullest rank by vLLM's arithmetic.
-
-    vLLM gives the cache what gpu_memory_utilization leaves after weights and the activations that it measures with a
-    pass of max_num_batched_tokens tokens: the widest feed-forward, and logits in float32 of max_num_seqs tokens.
-    """
+    """Compute sizes of an engine's fullest rank by vLLM's arithmetic."""
+    # vLLM gives the cache what gpu_memory_utilization leaves after weights and activations. It measures these with a
+    # pass of max_num_batched_tokens tokens: the widest feed-forward, and logits in float32 of max_num_seqs tokens.
     generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
     width, matrix_width = _find_widths(config)
     weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in split_engine(parallel, shape))
@@ -144,27 +141,20 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
-    """Bytes of a number in an engine: of activations, and of matrices.
-
-    Norms and embeddings have those of activations.
-    """
+    """Find an engine's bytes of a number: in activations, norms, embeddings; in matrices."""
     width = _WIDTH[config.engine_dtype]
     return width, 1 if str(config.generation.engine_args.get("quantization", "")).startswith("fp8") else width
 
 
 def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
-    """Bytes of a rank's KV cache for each token.
-
-    Keys and values of the rank's heads; with multi-latent attention one latent vector and the key's rotated part, which
-    every rank has.
-    """
-    if shape.latent is not None:
+    """Count bytes of a rank's KV cache for each token."""
+    if shape.latent is not None:  # one latent vector and the key's rotated part, which every rank has
         return layers * (shape.latent.rank + shape.latent.rope_dim) * width
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
 
 
 def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
-    """Numbers in a layer's attention matrices on a rank."""
+    """Count parameters of a layer's attention matrices on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if latent is None:
         key_value_heads = max(1, shape.key_value_heads / tensor)
@@ -176,13 +166,13 @@ def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
 
 
 def count_expert_parameters(shape: ModelShape) -> int:
-    """Numbers in the matrices of one expert."""
+    """Count parameters of one expert."""
     assert shape.experts is not None
     return 3 * shape.hidden * shape.experts.ffn_hidden
 
 
 def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
-    """Bytes of a rank's weights; norms are left out."""
+    """Count bytes of a rank's weights without norms."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
         parameters = count_attention_parameters(shape, tensor)
@@ -212,11 +202,7 @@ class Decoder:
     weight_width: int
 
     def time_step(self, sequences: float, context: float) -> float:
-        """Seconds of a decoding step of sequences of mean length `context`.
-
-        A roofline over weights, cache and operations. Of a layer's experts those are read that some token chose:
-        E (1 - (1 - k / E)^b) of E for b tokens.
-        """
+        """Seconds of a decoding step of sequences of mean length `context`: a roofline."""
         efficiency, shape = self.hardware.efficiency, self.shape
         kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
         read = self._count_read_bytes(sequences) + sequences * context * kv
@@ -227,10 +213,7 @@ class Decoder:
         return float(kernels + messages + shape.layers * efficiency.decode_layer_s + efficiency.decode_step_s)
 
     def time_prefill(self, tokens: float, context: float) -> float:
-        """Seconds of prompts' tokens; passes are full of tokens.
-
-        A token sees at most `context` tokens, half of them masked.
-        """
+        """Seconds of prompts' tokens, in full passes; each attends to half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
         attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
@@ -240,7 +223,7 @@ class Decoder:
         return float(products + attention / (self.hardware.flops["bfloat16"] * efficiency.attention) + messages)
 
     def _count_active_parameters(self) -> float:
-        """Numbers that a token is multiplied with, over all stages."""
+        """Count parameters that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
             total += count_attention_parameters(shape, self.tensor)
@@ -253,10 +236,11 @@ class Decoder:
         return total + shape.hidden * shape.vocab / self.tensor
 
     def _count_read_bytes(self, sequences: float) -> float:
-        """Bytes of weights that a decoding step reads, over all stages."""
+        """Count bytes of weights that a decoding step reads, over all stages."""
         shape, experts = self.shape, self.shape.experts
         parameters = self._count_active_parameters()
         if experts is not None:
+            # Only experts that some token chose are read: E (1 - (1 - k / E)^b) of E on average for b tokens.
             touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
             layers = sum(map(shape.has_experts, range(shape.layers)))
             parameters += layers * (touched - experts.top_k) * count_expert_parameters(shape) / self.tensor
@@ -272,13 +256,13 @@ class Decoder:
 
 
 def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
-    """The engines of a run."""
+    """Build the model of a run's engines."""
     return Decoder(shape, hardware, config.generation.parallel.tensor, *_find_widths(config))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSeconds:
-    """Seconds of an engine that answers its share of a step's prompts."""
+    """The time in which an engine answers its share of a step's prompts."""
 
     seconds: float
     """Until the last response is complete."""
@@ -289,9 +273,7 @@ class GenerationSeconds:
 def simulate_generation(
     decoder: Decoder, prompt: float, responses: NDArray[np.float64], most_at_once: int, copies: int
 ) -> GenerationSeconds:
-    """Decode responses; a response begins when another is complete.
-
-    Between two completions the batch does not change, and a step takes as long as in their middle.
+    """Simulate an engine's decoding; a response begins when another is complete.
 
     Args:
         decoder: the engine.
@@ -303,11 +285,12 @@ def simulate_generation(
     assert most_at_once > 0, "the engine holds no sequence"
     waiting = [float(length) for length in responses][::-1]
     clock, decoded, sequence_s = 0.0, 0.0, 0.0
-    running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
+    running: list[tuple[float, float]] = []  # steps of the engine at the sequence's end, and at its beginning
     start_sum = 0.0
-    # The heap holds running sequences by the token count of the engine at which they end. Lengths are absolute there,
-    # so that a step adds to one number, not to every sequence; `start_sum` is the sum of their beginnings, for the mean
-    # context.
+    # Between two completions the batch does not change, and every step takes as long as the one in their middle. The
+    # heap holds running sequences by the number of decoding steps of the engine at which they end: steps are counted
+    # from its start, so that a step changes one number, not every sequence. `start_sum` adds up the counts at which the
+    # sequences began, for the mean context.
     while running or waiting:
         while waiting and len(running) < most_at_once:
             length = waiting.pop()

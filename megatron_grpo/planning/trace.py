@@ -1,4 +1,4 @@
-"""Dry runs of a layout's distinct ranks, in their own processes; where exact, two shallow ones stand for a deep one."""
+"""Dry runs of a layout's distinct ranks, in processes of their own; two shallow ones replace a deep one if exact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ which fill whole buckets if the model does."""
 
 
 class LateError(RunError):
-    """A dry run that is not done by its deadline."""
+    """A dry run is not done by its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +63,18 @@ class _Depth:
 
 
 def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
-    """Pipeline stages that differ in layers, embedding or head.
+    """Find pipeline stages that differ in layers, embedding or head.
 
-    Returns the numbers of the layers of each; of stages that are alike, the first. With `few`, stages with as many
-    layers as the first one are left out too, since it takes more memory: it has the embedding and one more microbatch.
+    Returns the layer numbers of each; of stages that are alike, the first. With `few`, an inner stage with the layers
+    of the first one is left out, since that takes more memory: it has the embedding and one more microbatch.
     """
     parallel = config.policy.parallel
     ranks_per_stage = parallel.world_size // parallel.pipeline
     stages: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
     for stage, shard in enumerate(split_policy(parallel, shape)[::ranks_per_stage]):
-        sorts = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
-        # The first of stages that are alike holds activations of the most microbatches.
-        stages.setdefault((shard.has_embedding and not few, shard.has_output, sorts), (stage, shard.layers))
+        kinds = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
+        # Of stages that are alike the first holds activations of the most microbatches.
+        stages.setdefault((shard.embedding and not few, shard.end, kinds), (stage, shard.layers))
     return dict(stages.values())
 
 
@@ -87,14 +87,14 @@ def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
 
 
 def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
-    """Choose the dry runs that give a stage's memory: one, or two shallow."""
-    # The bytes alive at any one moment are linear in the number of layers, as long as these are alike and equally many
-    # in each chunk: two shallow runs give the line. Dense layers before those with experts stay in both runs. Every
-    # stage of a shallow model is like the stage of the rank, which sees no other stage's layers.
+    """Choose the dry runs that give a stage's memory: two shallow, or one."""
+    # The bytes alive at a given moment are linear in the number of layers, as long as these are alike and equally many
+    # in each chunk: two shallow runs give the line. Dense layers before those with experts stay in both runs. All
+    # stages of a shallow model are like the stage of the rank, which never sees another stage's layers.
     parallel, chunks, full = config.policy.parallel, config.policy.parallel.virtual_pipeline, len(layers)
-    sorts = [shape.has_experts(layer) for layer in layers]
-    dense = sorts.index(True) if True in sorts else 0
-    alike = all(sorts[dense:]) or not any(sorts)
+    with_experts = [shape.has_experts(layer) for layer in layers]
+    dense = with_experts.index(True) if True in with_experts else 0
+    alike = all(with_experts[dense:]) or not any(with_experts)
     share = config.policy.optimizer.cpu_offload
     uneven = chunks > 1 and (dense or parallel.count_embedding or parallel.count_loss)
     irregular = uneven or not alike or shape.windowed or _find_bf16_layers(config, shape) or share not in (0.0, 1.0)
@@ -103,39 +103,38 @@ def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> li
     even = replace(parallel, first_stage_layers=None, last_stage_layers=None, count_embedding=False, count_loss=False)
     depths = []
     for depth in (_SHALLOW, _SHALLOW + 1):
-        sorts_of_depth = sorts[: dense + depth * chunks]
+        shallow = with_experts[: dense + depth * chunks]
         experts = shape.experts
         if experts is not None:
-            experts = replace(experts, layers=tuple(sorts_of_depth) * parallel.pipeline)
-        small = replace(shape, layers=len(sorts_of_depth) * parallel.pipeline, experts=experts)
-        depths.append(_Depth(len(sorts_of_depth), replace(config, policy=replace(config.policy, parallel=even)), small))
+            experts = replace(experts, layers=tuple(shallow) * parallel.pipeline)
+        small = replace(shape, layers=len(shallow) * parallel.pipeline, experts=experts)
+        depths.append(_Depth(len(shallow), replace(config, policy=replace(config.policy, parallel=even)), small))
     return depths
 
 
 def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, dict[str, int]]:
     """Extrapolate two shallow reports to a rank with more layers.
 
-    The peak of a phase is the most of many moments. Each of them is linear in the number of layers, their maximum need
-    not be, so each sort of moment is extrapolated on its own.
-
     Args:
         low: the rank with fewer layers.
-        high: the rank with more layers, by one step of depth.
+        high: the rank with one step of depth more.
         factor: steps of depth from `low` to the rank in question.
 
     Returns:
         The report, and the bytes of each kind that every step of depth adds to its peak.
     """
+    # The peak of a phase is the maximum over many moments. Each of them is linear in the number of layers, but their
+    # maximum need not be, so each is extrapolated on its own.
     moments = {
-        sort: _extrapolate_bytes(low.moments[sort], high.moments[sort], factor)
-        for sort in low.moments
-        if sort in high.moments and sort[0] != _REFIT
+        key: _extrapolate_bytes(low.moments[key], high.moments[key], factor)
+        for key in low.moments
+        if key in high.moments and key[0] != _REFIT
     }
     phases: dict[str, int] = {}
     fullest = next(iter(moments))
-    for sort, moment in moments.items():
-        phases[sort[0]] = max(phases.get(sort[0], 0), sum(moment.values()))
-        fullest = sort if sum(moment.values()) > sum(moments[fullest].values()) else fullest
+    for key, moment in moments.items():
+        phases[key[0]] = max(phases.get(key[0], 0), sum(moment.values()))
+        fullest = key if sum(moment.values()) > sum(moments[fullest].values()) else fullest
     fewer, deeper = low.moments[fullest], high.moments[fullest]
     slope = {kind: deeper.get(kind, 0) - fewer.get(kind, 0) for kind in deeper}
     held_bytes = {
@@ -157,18 +156,13 @@ def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[Dr
 
 
 def name_phase_before_refit(report: DryReport) -> str:
-    """Name the phase before a refit.
-
-    It is onload where engines share the GPUs, else train.
-    """
+    """Name the phase before a refit: onload if engines share the GPUs, else train."""
     return "onload" if "onload" in report.end_bytes else "train"
 
 
 def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
-    """The work of a rank with more layers."""
-    # Operators of a layer occur more often in a deeper model. Others grow in size instead, such as the messages of
-    # buckets of gradients: their operations and bytes are added up and extrapolated, in as many operators as `high`
-    # has.
+    # Operators of a layer occur more often in a deeper model. Others grow in size instead, such as messages of buckets
+    # of gradients: their sums of operations and bytes are extrapolated, and shared by as many operators as `high` has.
     total: Counter[Work] = Counter()
     grown: dict[Work, list[float]] = {}
     for work in low.keys() | high.keys():
@@ -188,17 +182,13 @@ def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> C
 
 
 def _extrapolate_bytes(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:
-    """Bytes by kind on the line through two moments."""
     kinds = low.keys() | high.keys()
     return {kind: low.get(kind, 0) + (high.get(kind, 0) - low.get(kind, 0)) * factor for kind in kinds}
 
 
 @contextmanager
 def start_trace_pool(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
-    """Start processes for dry runs, which see no GPU, one a core.
-
-    They end with the body.
-    """
+    """Start processes for dry runs, one a core, which see no GPU."""
     # They are forked from a server that has imported everything, because imports take longer than most dry runs.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_grpo.planning.dry_run"])
@@ -231,7 +221,7 @@ def _run_dry(config: Config, shape: ModelShape, rank: int, expert_skew: float, m
 
 @dataclass(frozen=True, slots=True)
 class PendingTrace:
-    """The dry runs of one rank, on their way."""
+    """The dry runs of one rank, under way."""
 
     stage: int
     rank: int
@@ -241,7 +231,7 @@ class PendingTrace:
     futures: Sequence[Future[DryReport]]
 
     def wait(self, deadline: float) -> RankTrace:
-        """Wait until `deadline` (of time.monotonic), and return the rank's trace.
+        """Wait for the rank's trace until `deadline`, of time.monotonic.
 
         Raises:
             LateError: a dry run is not done; the text names the rank.

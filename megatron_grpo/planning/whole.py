@@ -1,4 +1,4 @@
-"""A whole plan: memory by rank and engine, time by phase, and what was assumed."""
+"""The plan of a run: memory by rank and engine, seconds by phase, and the assumptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_grpo.preflight.layout_checks import count_gpus
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Keys with which a run fits, or the text that nothing fits."""
+    """Keys with which a run fits, or the reason that nothing fits."""
 
     text: str
     overrides: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Advice:
     """Plans that were made."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The advice for JSON."""
+        """Convert to JSON."""
         return {
             "fits": bool(self.overrides),
             "overrides": list(self.overrides),
@@ -70,10 +70,10 @@ class Plan:
     value_traces: list[RankTrace] = field(default_factory=list)
     """The dry runs of the value model's ranks."""
     advice: Advice | None = None
-    """What makes the run fit, or that nothing does; None: it fits, or was not looked for."""
+    """Advice for a run that does not fit; None: it fits, or there was no search."""
 
     def time_on(self, gpu: Hardware) -> StepTimes:
-        """Seconds by phase on other hardware.
+        """Compute seconds by phase on other hardware.
 
         Raises:
             ValueError: an engine has no room for a sequence.
@@ -106,20 +106,18 @@ class Plan:
 
     @property
     def shortages(self) -> list[str]:
-        """Reasons why the run does not fit; empty: it fits.
-
-        GPUs of the models come first, then engines, then hosts.
-        """
-        worst, has, shortages = self.fullest, self.hardware.memory_gib, list(self._find_engine_shortages())
-        if worst.peak > has * GIB:
+        """Reasons why the run does not fit: GPUs of models, engines, then hosts."""
+        worst, memory_gib, shortages = self.fullest, self.hardware.memory_gib, list(self._find_engine_shortages())
+        if worst.peak > memory_gib * GIB:
             skew = f" with {worst.expert_skew:g} times the mean tokens of an expert" if worst.expert_skew > 1 else ""
             of = "" if worst.model == "policy" else f" of the {worst.model}"
-            text = (
-                f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {worst.peak / GIB:.1f} of {has:.1f} GiB "
-                f"in {worst.phase}{skew}"
-            )
-            shortages.insert(0, text)
-        return [*shortages, *self._find_host_shortages()]
+            taken = f"{worst.peak / GIB:.1f} of {memory_gib:.1f} GiB in {worst.phase}{skew}"
+            shortages.insert(0, f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {taken}")
+        needed, available = self.host
+        if available is not None and needed > available:
+            keeps = f"keeps {needed:.0f} GiB of tensors, and has {available:.0f} GiB"
+            shortages.append(f"a node's host {keeps} (plan.host_memory_gib)")
+        return shortages
 
     @property
     def problems(self) -> list[str]:
@@ -130,7 +128,7 @@ class Plan:
         return [f"{first}; {self.advice.text}" if self.advice is not None else first, *further]
 
     def _find_engine_shortages(self) -> Iterator[str]:
-        """Engines without room for a sequence, or for models beside them."""
+        """Find engines without room for a sequence, or for models beside them."""
         if self.engine is None:
             return
         yield from (
@@ -139,20 +137,17 @@ class Plan:
         )
         if not self.config.generation.is_colocated:
             return
-        # vLLM takes its share of the whole GPU when it wakes, whatever else is on it by then.
-        share, has = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
-        if share * has * GIB + self.beside_engine > has * GIB:
+        # When vLLM wakes it takes its share of all the GPU's memory, whatever else is there.
+        share, memory_gib = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
+        if share * memory_gib * GIB + self.beside_engine > memory_gib * GIB:
             yield (
-                f"an engine that is awake takes generation.engine.gpu_memory_utilization={share:g} of {has:.1f} GiB, "
-                f"and offloaded models keep {self.beside_engine / GIB:.1f} GiB of the GPU"
+                f"an engine that is awake takes generation.engine.gpu_memory_utilization={share:g} of "
+                f"{memory_gib:.1f} GiB, and offloaded models keep {self.beside_engine / GIB:.1f} GiB of the GPU"
             )
 
     @property
     def beside_engine(self) -> float:
-        """Bytes of a shared GPU that engines cannot have.
-
-        They are those of offloaded models, and of each one's CUDA context.
-        """
+        """Bytes that offloaded models, with their CUDA contexts, keep of a shared GPU."""
         models = [self.ranks, *([self.value_ranks] if self.value_ranks else [])]
         return sum(max(rank.asleep for rank in ranks) + self.hardware.reserve_gib * GIB for ranks in models)
 
@@ -161,18 +156,10 @@ class Plan:
         """GiB of a node's host memory: needed, and present (None: unknown)."""
         return count_host_gib(self.config, self.shape), find_host_memory(self.config, self.hardware)
 
-    def _find_host_shortages(self) -> Iterator[str]:
-        needed, has = self.host
-        if has is not None and needed > has:
-            yield (f"a node's host keeps {needed:.0f} GiB of tensors, and has {has:.0f} GiB (plan.host_memory_gib)")
-
     def as_dict(self) -> dict[str, Any]:
-        """The plan for JSON; null where engines have no room.
-
-        Sizes are in GiB and bytes, times in seconds.
-        """
+        """Convert to JSON; figures are null where engines have no room."""
         times = self.times
-        needed, has = self.host
+        needed, available = self.host
         return {
             "fits": not self.problems,
             "problems": self.problems,
@@ -180,7 +167,7 @@ class Plan:
             "gpus": self.gpus,
             "idle_gpus": self.idle,
             "host_gib": round(needed, 1),
-            "host_memory_gib": has,
+            "host_memory_gib": available,
             "peak_gib": round(self.fullest.peak / GIB, 3),
             "ranks": [rank.as_dict() for rank in (*self.ranks, *self.value_ranks)],
             "step_s": None if times is None else round(times.step_s, 3),
@@ -197,7 +184,7 @@ class Plan:
         worst = self.fullest
         parts = list_reserve_parts(self.config, worst.phases[worst.phase], self.hardware, model=worst.model)
         unexplained = worst.reserve - sum(parts.values())
-        # `RankMemory.reserve` also has what the other model keeps on a shared GPU, which no part of the list explains.
+        # On a shared GPU the other model keeps memory too, which is in `reserve` but is no part of the list.
         parts |= {"the other model on the GPU": unexplained} if unexplained else {}
         reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
         tokens = self.config.policy.microbatch_tokens
@@ -215,9 +202,9 @@ class Plan:
             assumptions.append(
                 f"{self.hardware.name} has no NVLink: GPUs of a node exchange messages over PCIe, {speed:g} GB/s"
             )
-        needed, has = self.host
+        needed, available = self.host
         if needed >= 1:
-            of = "host memory not known, plan.host_memory_gib" if has is None else f"of {has:.0f} GiB"
+            of = "host memory not known, plan.host_memory_gib" if available is None else f"of {available:.0f} GiB"
             assumptions.append(f"tensors in host memory: {needed:.0f} GiB a node, {of}")
         if self.engine is not None:
             assumptions.append(
@@ -229,7 +216,7 @@ class Plan:
 
 
 def find_profile(config: Config) -> Hardware:
-    """The hardware that a plan assumes: plan.hardware, else the profile of cluster.gpu.
+    """Find the hardware that a plan assumes: plan.hardware, else cluster.gpu.
 
     Raises:
         ValueError: neither is given, or the file holds no profile.
@@ -238,8 +225,8 @@ def find_profile(config: Config) -> Hardware:
     if name is None:
         raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(list_profiles())}")
     gpu = load_hardware(name)
-    # A node may have fewer GPUs than NVLink could join, such as four of eight.
-    domain = gpu.gpus_per_domain  # a rack's reaches over nodes, a node's has at most its GPUs
+    # A node may have fewer GPUs than NVLink could join, such as four of eight; a rack's domain reaches over nodes.
+    domain = gpu.gpus_per_domain
     per_node = config.cluster.gpus or domain
     return replace(gpu, gpus_per_domain=min(domain, per_node)) if domain <= _MOST_OF_NODE else gpu
 
@@ -249,10 +236,7 @@ _MOST_OF_NODE = 16
 
 
 def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
-    """Problems of FP8 for which the planned GPU has no units.
-
-    Their text is that of a run on such GPUs.
-    """
+    """Find FP8 recipes that the planned GPU lacks, as a run on it would."""
     fp8, capability = config.policy.fp8, tuple(int(part) for part in f"{gpu.capability:.1f}".split("."))
     if fp8.is_on_device and gpu.capability and capability < fp8.least_capability:
         least = ".".join(map(str, fp8.least_capability))
@@ -264,24 +248,18 @@ def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
 
 
 def find_host_memory(config: Config, gpu: Hardware) -> float | None:
-    """GiB of a node's host memory; None: not known.
-
-    plan.host_memory_gib comes before the profile.
-    """
+    """Find GiB of a node's host memory: plan.host_memory_gib, else the profile's."""
     return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
 
 
 def count_host_gib(config: Config, shape: ModelShape) -> float:
-    """GiB of tensors on a node's host, if nodes hold equally much."""
+    """Count GiB of tensors on a node's host, if nodes hold equally much."""
     used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
     return count_host_bytes(config, shape) / GIB / max(1, used)
 
 
 def as_planned(config: Config) -> Config:
-    """The configuration with the lengths of plan.workload=pretrain.
-
-    Its step has neither engines nor a reference.
-    """
+    """Adapt a configuration to plan.workload: pretrain has its own lengths, no reference."""
     plan, policy = config.plan, config.policy
     if plan.workload == "rl":
         return config
@@ -305,7 +283,7 @@ class PendingPlan:
     began: float
 
     def wait(self, deadline: float) -> Plan:
-        """Wait for the dry runs, until `deadline` (of time.monotonic).
+        """Wait for the dry runs until `deadline`, of time.monotonic.
 
         Raises:
             LateError: a dry run is not done.
@@ -318,7 +296,7 @@ class PendingPlan:
         has_engines = has_own_engines(config)
         engine = size_engine(config, shape, gpu) if has_engines else None
         beside = 0 if engine is None else engine.weight_bytes
-        # Models that share GPUs with engines share them with each other too, all at once while they learn.
+        # Models that share GPUs with engines also share them with each other, and are there together while they learn.
         together = config.generation.is_colocated and has_engines
         of_policy, of_value = (
             max((trace.report.end_bytes["train"] for trace in traced_ranks), default=0) if together else 0
@@ -328,7 +306,16 @@ class PendingPlan:
         value = config if config.value_model is None else replace(config, policy=config.value_model)
         values = [build_rank_memory(value, trace, gpu, model="value model", beside=of_policy) for trace in value_traces]
         plan = Plan(
-            config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began, values, value_traces
+            config=config,
+            shape=shape,
+            hardware=gpu,
+            ranks=ranks,
+            engine=engine,
+            times=None,
+            traces=traces,
+            planned_s=time.monotonic() - self.began,
+            value_ranks=values,
+            value_traces=value_traces,
         )
         has_room = engine is None or engine.count_sequences(float(find_lengths(config).totals.mean()))
         return replace(plan, times=plan.time_on(gpu) if has_room else None)
@@ -338,9 +325,9 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
     """Begin the dry runs of a plan.
 
     Args:
-        config: the run's configuration, without problems.
+        config: the run's configuration, which has passed the run's checks.
         shape: sizes of its model.
-        pool: processes of `start_trace_pool`.
+        pool: processes of `trace.start_trace_pool`.
         brief: leave out slow parts that rarely change the verdict: the phases between training and generation,
             skewed experts, and the stages between the first and the last if they have the same layers.
 

@@ -73,7 +73,7 @@ def iterate_packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
 def _predict_leaked(packs: Packs, restarts: bool, side: Side) -> Tensor:
     before = [packs[rollout.row["group"], rollout.row["sample"]][0] for rollout in side.rollouts]
     pairs = zip(before, side.tokens, strict=True)
-    return side.predict(tokens=[_prepend_sequences(ids, tokens, restarts) for ids, tokens in pairs])
+    return side.predict(tokens=[_join_behind(ids, tokens, restarts) for ids, tokens in pairs])
 
 
 def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
@@ -86,7 +86,7 @@ def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor
         tried = []
         for count in range(min(MOST_BEFORE, at) + 1):
             before = [ids_by_name[name] for name in order[at - count : at]]
-            tokens = _prepend_sequences(before, side.tokens[number], restarts)
+            tokens = _join_behind(before, side.tokens[number], restarts)
             (predicted,) = side.oracle.compute_logprobs([tokens], [side.law])
             tried.append(predicted)
         errors = [float(compute_residual(recorded, predicted).mean()) for predicted in tried]
@@ -94,7 +94,7 @@ def _predict_leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor
     return torch.cat(pieces)
 
 
-def _prepend_sequences(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
+def _join_behind(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
     shift = sum(len(ids) for ids in before)
     positions = torch.cat([torch.arange(len(ids)) for ids in (*before, tokens.ids)]) if restarts else None
     return Tokens(torch.cat([*before, tokens.ids]), tokens.chosen + shift, tokens.begins + shift, positions)
