@@ -109,7 +109,7 @@ def _sample_set(
 
 @contextmanager
 def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
-    """Start rollout workers over engines of a model; on exit they end.
+    """Start rollout workers over engines of a model; they end with the body.
 
     Args:
         config: the configuration of the evaluation.
@@ -128,7 +128,8 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start(remove_if_killed)
-        untrained = replace(config, policy=replace(config.policy, moe=MoeConfig()))  # no training replays the routing
+        # Engines record the experts that they choose for training to replay; an evaluation does not train.
+        untrained = replace(config, policy=replace(config.policy, moe=MoeConfig()))
         generation = start_engines(untrained, model, cluster, stack)
         rollouts = start_rollouts(config, model, generation, stack)
         generation.wait_ready()
@@ -138,13 +139,13 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
 
 @contextmanager
 def _open_model(request: EvaluationRequest) -> Iterator[Path]:
-    """Yield the model's folder; a checkpoint of a run is exported temporarily."""
+    """Yield the model's folder, to which a run's checkpoint is exported first."""
     if not request.is_run:
         yield request.checkpoint
         return
     with tempfile.TemporaryDirectory(prefix=".model-", dir=request.output) as temporary:
         folder = Path(temporary) / "model"
-        # A separate process, which releases its memory before the engines start.
+        # A process of its own releases the memory of the export before the engines start.
         command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={request.checkpoint}", f"output={folder}"]
         exported = subprocess.run(command, capture_output=True, text=True, check=False)
         if exported.returncode:

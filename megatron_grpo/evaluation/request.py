@@ -35,7 +35,7 @@ class EvaluatedSet:
 def _name_sets(config: Config, paths: Sequence[str]) -> dict[str, EvaluatedSet]:
     """Name the sets at paths, or the configuration's validation sets.
 
-    The name is NAME of data.val_sets.NAME, else the last part of the path, or the complete path if such names repeat.
+    The name is NAME of data.val_sets.NAME, else that of the file, or the complete path if files have the same name.
     """
     data = config.data
     if not paths:
@@ -63,7 +63,8 @@ def _find_set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterato
     for evaluated in sets.values():
         subject = f"{evaluated.key}={evaluated.rows.path}"
         report = examine_rows(config, subject, evaluated.rows)
-        for problem in report.problems:  # a row's problem names the line, a set's problem its path
+        # The problem of a row names its line and stays; that of a set names the path alone and gets the key.
+        for problem in report.problems:
             yield Problem(subject, problem.text) if problem.subject == evaluated.rows.path else problem
         if not report.problems and not report.rows:
             yield Problem(subject, "has no rows")
@@ -81,7 +82,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """The checked command line of an evaluation."""
+    """The command line of an evaluation, checked."""
 
     checkpoint: Path
     """A checkpoint of a run, or a folder in Hugging Face format."""
@@ -128,7 +129,8 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     )
     sets = _name_sets(config, files)
     problems = list(_find_server_problems(config)) or find_evaluation_problems(config)
-    problems = problems or list(_find_set_problems(config, sets))  # the form of rows needs a valid configuration
+    # Rows are read as the configuration says, so they are examined only if it is valid.
+    problems = problems or list(_find_set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
     samples = parsed.options.get("samples", 1)
@@ -154,8 +156,8 @@ def _is_override(name: str) -> bool:
 
 
 def _compose(folder: Path, overrides: Sequence[str]) -> Config:
-    """Compose a configuration for a model in a folder, without training rows."""
     composed = compose_typed([*overrides, f"policy.model.path={folder}"])
+    # An evaluation needs no training rows.
     problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
     if problems or composed.config is None:
         raise ConfigError(composed.rename_problems(problems))
@@ -181,7 +183,7 @@ def _sort_ks(ks: Sequence[int], samples: int) -> tuple[int, ...]:
 
 
 def _choose_temperature(requested: float | None, samples: int, config: Config) -> float:
-    """The requested temperature; by default greedy for one response, else that of training."""
+    """Choose the temperature: by default 0 for one response, else training's."""
     if requested is None:
         return 0.0 if samples == 1 else config.generation.temperature
     if requested == 0 and samples > 1:

@@ -1,4 +1,4 @@
-"""The estimates of results.json: figures of each set, and comparisons of evaluations."""
+"""Computes the estimates of results.json: figures of each set, and comparisons of evaluations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DIGITS = 12  # of rounded differences of accuracies: 1 - 2/3 and 2/3 - 1/3 diff
 
 
 def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
-    """Estimate the probability that k of a prompt's samples include a right one.
+    """Estimate the probability that k samples of a prompt include a right one.
 
     Samples are drawn without replacement: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
@@ -162,7 +162,7 @@ def make_sample_row(name: str, prompt: DatumSpec, trajectory: Trajectory) -> Row
 
 
 def find_vote(response: str) -> str | None:
-    """Find a response's answer for a vote: its last \\boxed{...}, else its last line."""
+    """Find a response's vote: its last \\boxed{...}, else its last line."""
     boxed = find_final_answer(response)
     if boxed.startswith("\\boxed{"):
         return "".join(boxed.split())
@@ -178,9 +178,10 @@ def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, A
         ks: the values of k for pass@k and cons@k.
 
     Returns:
-        prompts; accuracy and reward, means over prompts of the mean over a prompt's responses, each with a bootstrap
-        interval over prompts; for each k, pass@k and cons@k over the prompts with at least k judged responses, and the
-        number of these prompts; metrics: the metrics that validation reports for the same responses.
+        prompts: their number.
+        accuracy, reward: mean over prompts of the mean over a prompt's responses, with a bootstrap interval.
+        pass@k, cons@k: the same over the prompts with at least k judged responses, and the number of these prompts.
+        metrics: the metrics that validation reports for the same responses.
     """
     results: dict[str, Any] = {"prompts": len(answered.prompts)}
     # Responses without a verdict count neither as right nor as wrong.
@@ -192,23 +193,22 @@ def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, A
     if any(rewards):
         results["reward"] = compute_bootstrap_interval([fmean(values) for values in rewards if values])
     for k in ks:
-        enough = [index for index, flags in enumerate(right) if len(flags) >= k]
-        if not enough:
+        eligible = [(rows, flags) for rows, flags in zip(judged, right, strict=True) if len(flags) >= k]
+        if not eligible:
             continue
-        votes = [[find_vote(row["response"]) for row in judged[index]] for index in enough]
-        passed = [estimate_pass_at_k(len(right[index]), sum(right[index]), k) for index in enough]
-        agreed = [
-            estimate_consensus_at_k(answers, right[index], k) for answers, index in zip(votes, enough, strict=True)
+        passes = [estimate_pass_at_k(len(flags), sum(flags), k) for _, flags in eligible]
+        consensus = [
+            estimate_consensus_at_k([find_vote(row["response"]) for row in rows], flags, k) for rows, flags in eligible
         ]
-        results[f"pass@{k}"] = {**compute_bootstrap_interval(passed), "prompts": len(enough)}
-        results[f"cons@{k}"] = {**compute_bootstrap_interval(agreed), "prompts": len(enough)}
+        results[f"pass@{k}"] = {**compute_bootstrap_interval(passes), "prompts": len(eligible)}
+        results[f"cons@{k}"] = {**compute_bootstrap_interval(consensus), "prompts": len(eligible)}
     return {**results, "metrics": compute_held_out_metrics(answered.prompts, answered.outcomes)}
 
 
 def compare_evaluations(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
     """Compare two evaluations on their common prompts, by set.
 
-    Prompts are equal when their set, row and text are. A prompt's accuracy is the mean over its responses.
+    Prompts are equal if their set, row and text are. A prompt's accuracy is the mean over its responses.
 
     Args:
         rows: samples of this evaluation.
@@ -238,7 +238,7 @@ def _collect_by_prompt(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[b
 
 
 def _compare(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, Any]:
-    """Compare a set; `responses`: by prompt, right or not before and now."""
+    """Compare a set; `responses`: by prompt, right or wrong before and now."""
     if not responses:
         return {"prompts": 0}
     pairs = [(fmean(before), fmean(now)) for before, now in responses]

@@ -13,11 +13,10 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of peak speeds that kernels reach, and fixed costs.
+    """Shares of peak speeds that kernels reach, and fixed costs, alike on all GPUs.
 
-    They are alike on all GPUs. The defaults were chosen from what is known of the libraries, before any plan was
-    compared with a measured step, except for `hidden_tensor`; benchmarks/plan_rows.py says how far they are off, and
-    `calibrate` replaces them by a run's own.
+    The defaults were chosen from what is known of the libraries, before any plan was compared with a measured step,
+    except for `hidden_tensor`. benchmarks/plan_rows.py measures how far they are off; `calibrate` fits them to a run.
     """
 
     matmul: float = 0.80
@@ -92,14 +91,14 @@ class Hardware:
         return self.nvlink_bytes_per_s or self.pcie_bytes_per_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The profile as an entry of a YAML file, without its name."""
+        """Convert to the entry of a YAML file, without the name."""
         entries = asdict(self) | {"flops": dict(self.flops)}
         del entries["name"]
         return entries
 
 
 def list_profiles() -> list[str]:
-    """Names of the profiles that the package has."""
+    """List the names of the package's profiles."""
     return list(_read_profiles())
 
 

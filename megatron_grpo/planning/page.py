@@ -15,9 +15,9 @@ from megatron_grpo.planning.whole import Plan
 
 KINDS = (*STATIC, "other tensors", "reserve")
 """Parts of a bar of memory, in their order."""
+# Numbers of colours in the report's style.
 _COLOURS = {"weights": 1, "gradients": 2, "optimizer": 3, "FP8 weights": 4, "other tensors": 5, "reserve": 9}
 _PHASES = {"generation": 1, "logprobs": 2, "reference": 4, "train": 3, "optimizer": 5, "refit": 6, "train_value": 8}
-"""Colours, by their numbers in the report's style."""
 _LEFT, _WIDTH, _RIGHT, _ROW = 110, 700, 90, 22
 """Pixels of labels, of the longest bar, of the figures behind bars, and of a row."""
 _OWN_STYLE = "svg text { font: 12px var(--sans); fill: var(--ink); } .limit { stroke: var(--bad); } "
@@ -88,10 +88,7 @@ def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
 
 
 def draw_timeline(times: StepTimes) -> str:
-    """Draw the phases of a step one after the other.
-
-    In an asynchronous step generation stands beside the others.
-    """
+    """Draw the phases of a step in turn; generation beside them if asynchronous."""
     together = times.asynchronous_s is not None
     scale = _WIDTH / max(times.step_s, times.phase_s.get("generation", 0.0), 1e-9)
     rows, clock = [], 0.0
@@ -104,7 +101,7 @@ def draw_timeline(times: StepTimes) -> str:
 
 
 def draw_stage_bars(times: StepTimes) -> str:
-    """Draw the seconds that each pipeline stage computes; the rest is its bubble."""
+    """Draw how long each pipeline stage computes; the rest is its bubble."""
     scale = _WIDTH / max(times.train.seconds, 1e-9)
     rows = []
     for stage, busy in enumerate(times.train.busy):
@@ -115,7 +112,7 @@ def draw_stage_bars(times: StepTimes) -> str:
 
 
 def _wrap_drawing(rows: Sequence[tuple[str, list[tuple[float, int, str]], str]], extra: str = "") -> str:
-    """Rows of bars: (label, [(width, colour; 0: a gap, tooltip)], figure)."""
+    """Draw rows of bars: (label, [(width, colour; 0: a gap, tooltip)], figure)."""
     elements = []
     for number, (label, cells, figure) in enumerate(rows):
         top, x = number * _ROW, float(_LEFT)

@@ -1,4 +1,4 @@
-"""Pipeline schedules, replayed from the seconds of every stage's passes: 1F1B and interleaved 1F1B."""
+"""Pipeline schedules, 1F1B and interleaved 1F1B, replayed from the seconds of every stage's passes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ class Timeline:
 
 
 def order_passes(stages: int, stage: int, chunks: int, microbatches: int, *, forward_only: bool = False) -> list[Slot]:
-    """The order of a stage's passes in Megatron-Core.
+    """Order a stage's passes as Megatron-Core does: 1F1B, or interleaved with chunks.
 
-    With one chunk, 1F1B (Narayanan et al. 2021, section 2.2.1): as many forward passes as stages come after this one,
-    then a forward and a backward pass in turn, then the remaining backward passes. With more, interleaved 1F1B (section
-    2.2.2): microbatches pass a chunk in groups of as many as there are stages, and stages are twice as far apart. The
-    number of microbatches is then a multiple of the number of stages.
+    Narayanan et al. 2021, sections 2.2.1 and 2.2.2. Interleaved, the number of microbatches is a multiple of the number
+    of stages.
     """
-    total, group = microbatches * chunks, stages * chunks
+    # 1F1B: as many forward passes as stages come after this one, then a forward and a backward pass in turn, then the
+    # remaining backward passes. Interleaved: as many microbatches as there are stages pass the first chunk, then the
+    # second and so on, then the next microbatches do; and the warm-up of stages differs by two passes.
+    total, round_passes = microbatches * chunks, stages * chunks
 
     def make_slot(number: int, is_backward: bool) -> Slot:
-        within = number % group
+        within = number % round_passes
         chunk = within // stages
         if chunks == 1:
             return Slot(is_backward, 0, number)
-        microbatch = number // group * stages + within % stages
+        microbatch = number // round_passes * stages + within % stages
         return Slot(is_backward, chunks - 1 - chunk if is_backward else chunk, microbatch)
 
     if forward_only:
@@ -62,7 +63,7 @@ def run_schedule(
     blocking: bool = False,
     forward_only: bool = False,
 ) -> Timeline:
-    """Run the schedule: a pass waits for its stage and its input.
+    """Replay the schedule: a pass waits for its stage and its input.
 
     Args:
         forward: seconds of a forward pass, by stage and chunk.
@@ -108,9 +109,8 @@ def run_schedule(
 def _find_input_time(
     ends: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
 ) -> float | None:
-    """Time at which a pass's input is there; None: not yet known."""
-    # With virtual stages the model's chunks go round the pipeline: stage 0 of chunk 1 follows the last stage of chunk
-    # 0.
+    """Find the time at which a pass's input arrives; None: not yet known."""
+    # Chunks go round the pipeline: stage 0 of chunk 1 follows the last stage of chunk 0.
     step = -1 if not slot.is_backward else 1
     neighbour, chunk = stage + step, slot.chunk
     if neighbour in (-1, stages):  # the neighbouring chunk is on the other end of the pipeline

@@ -1,7 +1,8 @@
-"""Legal layouts of a recipe on a number of GPUs: those that pass the run's checks, and the reasons of the others."""
+"""Legal layouts of a recipe on a number of GPUs: those that pass the run's checks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,7 +18,7 @@ from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.layout_checks import count_gpus, count_reward_model_gpus
 
 _OTHER_SECTIONS = ("generation.parallel", "value.parallel", "cluster.gpus_per_node")
-"""Keys of problems that other parts of a layout have: engines, the value model, and the sum of all GPUs."""
+"""Keys of problems that do not concern the policy's layout: engines, the value model, and the sum of all GPUs."""
 POLICY_SIZES = (
     *("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data", "sequence"),
     *("first_stage_layers", "last_stage_layers", "count_embedding", "count_loss"),
@@ -43,7 +44,7 @@ class Candidate:
 
 
 def list_overrides(config: Config) -> list[str]:
-    """List the overrides that give a recipe a layout."""
+    """List the overrides that give a recipe this layout."""
     policy, engines = config.policy, config.generation.parallel
     overrides = [f"policy.parallel.{name}={write_value(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
     overrides.append(f"policy.activation_checkpointing={write_value(policy.activation_checkpointing)}")
@@ -55,14 +56,14 @@ def list_overrides(config: Config) -> list[str]:
 
 
 def write_value(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Write a value as on a command line."""
     if isinstance(value, list):
         return f"[{','.join(map(write_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def name_layout(config: Config) -> str:
-    """A layout in short: TP4 PP2 DP4, recompute."""
+    """Name a layout in short, such as TP4 PP2 DP4, recompute."""
     parallel = config.policy.parallel
     sizes = {
         "TP": parallel.tensor,
@@ -84,13 +85,13 @@ def has_own_engines(config: Config) -> bool:
 
 
 def split_gpus(config: Config) -> list[tuple[int, int]]:
-    """GPUs of policy and engines, in the order of the search.
+    """Split GPUs into those of policy and engines, in the order of the search.
 
-    First that in the recipe's proportion on all GPUs; then those whose smaller side, relative to the recipe's share of
-    it, is largest, and of equals that with the fewest idle GPUs. Colocated, both sides have the same GPUs. GPUs of the
-    value model and of reward models are left out.
+    Colocated, both sides have the same GPUs. GPUs of the value model and of reward models are left out.
     """
-    total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(count_reward_model_gpus(config).values()) // 1))
+    # Both sides in the recipe's proportion, on all GPUs, come first. A split is as good as its side that is farthest
+    # below that proportion; of equally good ones that with the fewest idle GPUs comes first.
+    total = config.cluster.num_nodes * config.cluster.gpus - math.ceil(sum(count_reward_model_gpus(config).values()))
     if not has_own_engines(config) or config.generation.is_colocated:
         total -= 0 if config.generation.is_colocated else _count_value_gpus(config)
         return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
@@ -110,17 +111,14 @@ def _count_value_gpus(config: Config) -> int:
 
 
 def count_idle_gpus(config: Config) -> int:
-    """GPUs of the run's nodes that nothing uses."""
-    used = sum(count_gpus(config).values())
-    return max(0, config.cluster.num_nodes * config.cluster.gpus - int(-(-used // 1)))
+    """Count GPUs of the run's nodes that nothing uses."""
+    return max(0, config.cluster.num_nodes * config.cluster.gpus - math.ceil(sum(count_gpus(config).values())))
 
 
 def iterate_legal_layouts(
     config: Config, shape: ModelShape, gpus: int, refusals: Refusals | None = None, *, needs_all: bool = True
 ) -> Iterator[Config]:
     """Yield every layout on this many GPUs that passes the checks.
-
-    With and without recomputed layers. A size that the checks refuse by itself is not combined with others.
 
     Args:
         config: the recipe.
@@ -137,10 +135,11 @@ def iterate_legal_layouts(
 
 
 def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
-    """Yield layouts of sizes that pass the checks one by one.
+    """Yield layouts of sizes that pass the checks by themselves.
 
     Arguments are those of `iterate_legal_layouts`.
     """
+    # Most sizes are refused by themselves, so the product of the others is short.
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
 
     def filter_usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
@@ -173,19 +172,13 @@ def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refus
 
 
 def find_least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
-    """Least static GiB of the fullest GPU, over layouts on these GPUs.
-
-    Static are weights, gradients and optimizer state.
-    """
+    """Find the least GiB of weights, gradients and optimizer state of a layout."""
     layouts = iterate_possible_layouts(config, shape, gpus, Refusals())
     return min((count_static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
 
 
 def _iterate_pipelines(config: Config, shape: ModelShape, size: int) -> Iterator[ParallelConfig]:
-    """Yield pipelines of this many stages.
-
-    With the recipe's ends, equal stages, or ends that take what does not divide.
-    """
+    """Yield pipelines: with the recipe's ends, equal stages, or smaller ends."""
     recipe = config.policy.parallel
     if size == recipe.pipeline and (recipe.first_stage_layers or recipe.last_stage_layers):
         first, last = recipe.first_stage_layers, recipe.last_stage_layers
@@ -218,5 +211,4 @@ def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
 
 
 def _find_size_problems(config: Config, shape: ModelShape) -> list[Problem]:
-    """Problems of one size of a layout, the others being 1."""
     return [problem for problem in find_problems(config, shape) if not problem.key.startswith(_OTHER_SECTIONS)]

@@ -22,7 +22,7 @@ MESSAGE_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Load of one side of a refit: the policy's ranks, or the engines'."""
+    """Load of a refit on the policy's ranks, or on the engines'."""
 
     ranks: int
     bytes: dict[str, int]
@@ -31,7 +31,6 @@ class RankLoad:
     """Most ranks of the other side that one rank exchanges messages with."""
 
     def describe(self, verb: str, peers: str) -> str:
-        """Describe the load in words."""
         sizes = f"{_format_bytes(self.bytes['smallest'])} to {_format_bytes(self.bytes['largest'])}"
         return f"{self.ranks:,} ranks, each {verb} {sizes}, with at most {self.most_peers:,} {peers}"
 
@@ -46,18 +45,18 @@ class RefitSummary:
     pieces: int
     messages: int
     turns: int
-    """Largest number of consecutive messages of a rank."""
+    """Most messages of a rank, one after the other."""
     links: dict[tuple[int, int], int]
     """Bytes by (rank of the policy, rank of the engines)."""
     planned_s: float
 
     def compute_seconds(self, bytes_per_s: float) -> float:
-        """Seconds of the busiest rank at this speed of every rank."""
+        """Compute the busiest rank's seconds, if every rank has this speed."""
         busiest = max(self.sending.bytes["largest"], self.receiving.bytes["largest"])
         return busiest / bytes_per_s + self.turns * MESSAGE_S
 
     def as_dict(self, bytes_per_s: float) -> dict[str, Any]:
-        """All numbers except the links, for JSON."""
+        """Convert to JSON, without the links."""
         return {
             **{name: value for name, value in asdict(self).items() if name != "links"},
             "planned_s": round(self.planned_s, 3),
@@ -66,7 +65,7 @@ class RefitSummary:
         }
 
     def render_table(self, nccl: dict[str, int], bytes_per_s: float) -> list[str]:
-        """Render the numbers as lines, with those of NCCL's communicator."""
+        """Render lines for a terminal, with the memory of NCCL's communicator."""
         lines = [
             f"{_format_bytes(self.bytes)} in {self.messages:,} messages of {self.pieces:,} slices, "
             f"planned in {self.planned_s:.2f} s",

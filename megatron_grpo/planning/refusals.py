@@ -1,4 +1,4 @@
-"""Reasons why layouts are refused: the problems that the run's own checks find, each once, with a count."""
+"""Collects why layouts are refused: the problems that the run's own checks find, each once, with a count."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_grpo.config.errors import Problem
 
-_SHOWN = 8
-"""Most reasons of a message."""
+_SHOWN = 8  # most reasons of a message
 
 
 @dataclass(slots=True)
@@ -26,19 +25,19 @@ class Refusals:
             self.roomiest = gib, problem
 
     def add(self, refusals: Refusals) -> None:
-        """Count the problems of another search for layouts too, each once."""
+        """Add the problems of another search for layouts, each once."""
         self.counts.update(refusals.counts.keys())
         if refusals.roomiest is not None:
             self.note_lack_of_room(*refusals.roomiest)
 
     def refuse(self, problems: Iterable[Problem]) -> bool:
-        """Count the problems of a layout; returns whether it has any."""
-        before = self.counts.total()
-        self.counts.update(set(problems))
-        return self.counts.total() > before
+        """Count the problems of a layout; return whether it has any."""
+        distinct = set(problems)
+        self.counts.update(distinct)
+        return bool(distinct)
 
     def render_lines(self) -> Iterator[str]:
-        """A line for each problem, those of most layouts first."""
+        """Render a line for each problem, those of most layouts first."""
         listed = self.list_problems()[:_SHOWN]
         width = max((len(problem.subject) for problem in listed), default=0)
         yield from (f"  {problem.subject:<{width}}  {problem.text}" for problem in listed)
@@ -47,6 +46,6 @@ class Refusals:
             yield f"  and {rest} more such reasons"
 
     def list_problems(self) -> list[Problem]:
-        """Each problem once; engines without room first, then the commonest."""
+        """List each problem once: engines without room first, then the commonest."""
         room = [] if self.roomiest is None else [self.roomiest[1]]
         return [*room, *(problem for problem, _ in self.counts.most_common())]

@@ -1,4 +1,4 @@
-"""Search for a layout: legal ones, those that fit ranked by the seconds of a step, and why the others lose."""
+"""Searches a layout: legal ones, those that fit ranked by the seconds of a step, and why the others lose."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_grpo.planning.trace import LateError
 from megatron_grpo.planning.whole import PendingPlan, Plan, as_planned, find_profile, submit_plan
 
 _RANKING = 0.7
-"""Share of the seconds for brief plans of many layouts; the rest is for a whole plan of the best one."""
+"""Share of the seconds for brief plans of many layouts; the rest is for full plans of the best ones."""
 _SPLITS = 400
 """Most ways to share GPUs out between policy and engines that are tried."""
 _AHEAD = 2
@@ -43,10 +43,10 @@ class PlannedLayout:
     """A layout that ran dry."""
 
     plan: Plan | None
-    """The plan of the layout; None: the dry run of the layout failed."""
+    """None: the dry run failed."""
     candidate: Candidate
     reason: str
-    """Why it is not the first; empty for the first."""
+    """Why it is not the best layout; empty for the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ class Search:
     gpus: tuple[int, int]
     """GPUs of the policy and of the engines."""
     idle: int
-    """GPUs of the run's nodes that the layouts leave to nobody."""
+    """GPUs of the run's nodes that the layouts do not use."""
     least_gib: float
     """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
     why_not_all: str
-    """Why other GPUs of the run are idle, or shared out otherwise than in the recipe; empty: they are as in it."""
+    """Why GPUs are idle, or shared out differently than in the recipe; empty: they are not."""
     searched_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for JSON."""
+        """Convert to JSON."""
         rows = [
             {
                 "overrides": list_overrides(layout.candidate.config),
@@ -99,30 +99,27 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """GPUs of policy and engines, and both sides' legal layouts."""
+    """A way to share GPUs out, with the best engines and the policy's layouts."""
 
     gpus: tuple[int, int]
     config: Config
     """The recipe with the best engines on these GPUs."""
     candidates: list[Candidate]
-    """Layouts of the policy; those first whose estimated memory fits, the fastest first."""
+    """Layouts of the policy in the order of dry runs."""
     too_large: int
-    """Legal layouts besides the candidates: their weights, gradients and optimizer state alone exceed a GPU."""
+    """Legal layouts that are no candidates: weights, gradients and optimizer state alone exceed a GPU."""
     least_gib: float
     """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
 
 
 def _find_least_gib(config: Config, shape: ModelShape) -> float:
-    """Least static GiB of the fullest GPU, on any of the run's GPUs."""
     return min(find_least_static_gib(config, shape, gpus) for gpus in {policy for policy, _ in split_gpus(config)})
 
 
 def search_layouts(
     config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, enough: int = 8
 ) -> Search:
-    """Rank layouts by the seconds of a step.
-
-    Those with the best estimates run dry until the budget is used up.
+    """Rank layouts by the seconds of a step; the best estimates run dry.
 
     Args:
         config: the recipe; its nodes, batches, lengths and precision stay as they are.
@@ -170,16 +167,14 @@ def search_layouts(
 
 
 def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[Share, str]]:
-    """Yield the ways to share the GPUs out that have legal layouts.
-
-    Each comes with the reason why those before it have none.
+    """Yield shares with legal layouts, and why those before have none.
 
     Raises:
-        ValueError: there is no such way; names every reason.
+        ValueError: there are no legal layouts; names every reason.
     """
-    splits, refused, tried = split_gpus(config), Refusals(), 0
+    splits, refused, is_possible = split_gpus(config), Refusals(), False
     reasons: list[str] = []
-    has_layouts: dict[int, bool] = {}
+    has_layouts: dict[int, bool] = {}  # by GPUs of the policy, whose layouts do not depend on the engines
     for policy_gpus, engine_gpus in splits[:_SPLITS]:
         if has_layouts.get(policy_gpus) is False:
             continue
@@ -200,8 +195,8 @@ def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterato
         distinct_reasons = list(dict.fromkeys(reasons))
         because = f": {next(refused.render_lines()).strip()}" if distinct_reasons and refused.list_problems() else ""
         yield share, "; ".join(distinct_reasons[:3]) + because
-        tried += 1
-    if not tried:
+        is_possible = True
+    if not is_possible:
         raise ValueError("\n".join([_explain_refusals(config, splits), *refused.render_lines()]))
 
 
@@ -218,7 +213,7 @@ def _explain_refusals(config: Config, splits: Sequence[tuple[int, int]]) -> str:
 
 
 def _build_share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
-    """Put the policy's layouts on its GPUs in the order of dry runs."""
+    """Order the policy's layouts for dry runs: first those whose estimate fits."""
     tokens, usable = float(find_lengths(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
     candidates = []
     for layout in iterate_legal_layouts(config, shape, gpus[0], refusals):
@@ -234,7 +229,6 @@ def _build_share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[i
 
 
 def _select_fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
-    """Layouts that fit, the fastest first."""
     timed = [
         (layout.plan.times.step_s, layout)
         for layout in layouts
@@ -246,7 +240,7 @@ def _select_fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
 def _confirm_fastest(
     layouts: Sequence[PlannedLayout], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
 ) -> Iterator[PlannedLayout]:
-    """Plan the fastest layout in full; if it does not fit, the next."""
+    """Plan the fastest layout in full, or the next if it does not fit."""
     fitting = _select_fitting(layouts)
     yield from (layout for layout in layouts if layout not in fitting)
     while fitting:
@@ -265,7 +259,7 @@ def _confirm_fastest(
 def _run_candidates(
     order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, enough: int
 ) -> Iterator[PlannedLayout]:
-    """Run candidates dry until enough fit or the deadline is over."""
+    """Run candidates dry until enough fit, or until the deadline."""
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
     too_full: list[Candidate] = []
     while fitting < enough and time.monotonic() < deadline:
@@ -289,11 +283,9 @@ def _run_candidates(
 
 
 def _takes_more(candidate: Candidate, full: Candidate) -> bool:
-    """True if a layout needs at least the memory of another.
-
-    It has the same pipeline, tensor-parallel ranks and recomputation, and keeps as many tokens and as much state, or
-    more.
-    """
+    """True if a layout surely needs at least the memory of another."""
+    # It has the same stages, tensor-parallel ranks and recomputation, and keeps at least as many tokens and as much
+    # state.
     ours, theirs = candidate.config.policy, full.config.policy
     alike = ("tensor", "sequence", "pipeline", "virtual_pipeline")
     return (
@@ -305,7 +297,7 @@ def _takes_more(candidate: Candidate, full: Candidate) -> bool:
 
 
 def explain_slower(plan: Plan | None, best: Plan | None) -> str:
-    """Name the phase that loses most against the best; empty for the best."""
+    """Name the phase that loses most against the best layout."""
     if plan is None or best is None or plan is best or plan.times is None or best.times is None:
         return ""
     slower = {name: seconds - best.times.phase_s.get(name, 0.0) for name, seconds in plan.times.phase_s.items()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_grpo.planning.trace import RankTrace
 
 _FILL = 0.95
-"""Share of a microbatch's tokens that packed sequences of different lengths take."""
+"""Share of a microbatch that packed sequences of different lengths fill."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The microbatches of an optimizer step on a replica."""
+    """The equal microbatches of an optimizer step on a replica."""
 
     microbatches: int
     tokens: float
@@ -69,7 +69,7 @@ class _Batch:
 
 @dataclass
 class _Model:
-    """The policy's ranks and what is assumed of them."""
+    """The traced ranks of a model, and what is assumed of them."""
 
     config: Config
     ranks: Sequence[RankTrace]
@@ -78,35 +78,31 @@ class _Model:
     assumptions: list[str] = field(default_factory=list)
 
     def time_phases(self, name: str) -> list[PhaseSeconds]:
-        """Seconds of every pipeline stage in a phase."""
-        # Inner stages are alike, so only the first of them is traced: the others take the times of the one before.
-        traced = {
-            traced_rank.stage: sum_phase(
-                traced_rank.report.work, traced_rank.report.passes, name, self.hardware, self.overlap
-            )
-            for traced_rank in self.ranks
+        """Compute the seconds of every pipeline stage in a phase."""
+        # Of stages that are alike only the first is traced, so a stage takes the times of the last traced one before.
+        phases = {
+            rank.stage: sum_phase(rank.report.work, rank.report.passes, name, self.hardware, self.overlap)
+            for rank in self.ranks
         }
         stages = range(self.config.policy.parallel.pipeline)
-        return [traced[max(traced_stage for traced_stage in traced if traced_stage <= stage)] for stage in stages]
+        return [phases[max(traced for traced in phases if traced <= stage)] for stage in stages]
 
     def form_batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
-        """Microbatches of an optimizer step on samples of these lengths.
-
-        `most_tokens`: most tokens of a microbatch.
-        """
+        """Divide samples of these lengths into microbatches of at most `most_tokens`."""
         policy = self.config.policy
         longest = min(policy.max_total_sequence_length, most_tokens)
-        dry = most_tokens // longest * longest
+        dry_tokens = most_tokens // longest * longest  # of a microbatch of the dry run
         alike = bool(np.all(totals == totals[0]))
-        full = most_tokens // totals[0] * totals[0] if alike else most_tokens * _FILL
-        if not policy.packing:
-            full *= float(totals.mean() / totals.max()) if not alike else 1.0
-        number = max(1, math.ceil(round(float(totals.sum()) / policy.parallel.data / full, 6)))
+        usable = most_tokens // totals[0] * totals[0] if alike else most_tokens * _FILL
+        if not policy.packing and not alike:  # padding fills the rest
+            usable *= float(totals.mean() / totals.max())
+        number = max(1, math.ceil(round(float(totals.sum()) / policy.parallel.data / usable, 6)))
         tokens = float(totals.sum()) / policy.parallel.data / number
-        if policy.parallel.virtual_pipeline > 1:
+        if policy.parallel.virtual_pipeline > 1:  # interleaved schedules take a multiple of the stages
             number += -number % policy.parallel.pipeline
+        # A token attends to half of its sequence on average, so the mean over tokens weighs lengths by themselves.
         context = float((totals**2).sum() / totals.sum()) / longest
-        return _Batch(number, tokens / dry, context)
+        return _Batch(number, tokens / dry_tokens, context)
 
     def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Timeline:
         """Replay the pipeline's schedule over the microbatches."""
@@ -133,7 +129,7 @@ class _Model:
 
 
 def find_overlap(config: Config) -> Overlap:
-    """The messages that a configuration overlaps."""
+    """Find the messages that a configuration overlaps."""
     policy = config.policy
     gradients = policy.overlap_grad_reduce is not False
     parameters = gradients and policy.optimizer.distributed and policy.overlap_param_gather is not False
@@ -157,7 +153,7 @@ def build_step_times(
     overlap: Overlap | None = None,
     value_ranks: Sequence[RankTrace] = (),
 ) -> StepTimes:
-    """The seconds of a step.
+    """Compute the seconds of a step by phase.
 
     Args:
         config: the run's configuration.
@@ -199,10 +195,11 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         **(_time_moves(config, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
     }
-    ahead, asynchronous = config.training_loop.async_grpo, None
-    if ahead.can_sample_ahead and not config.generation.is_colocated:
-        # A batch may take as many steps as it may be old; the engines answer one batch a step in the mean.
-        age = ahead.max_trajectory_age_steps
+    async_grpo, asynchronous = config.training_loop.async_grpo, None
+    if async_grpo.can_sample_ahead and not config.generation.is_colocated:
+        # The slowest of three sets the pace: the trainer, the engines on a stream of batches, and a single batch, which
+        # may take as many steps as its samples may be old.
+        age = async_grpo.max_trajectory_age_steps
         asynchronous = max(sum(phase_s.values()) - generation_s, steady_s + refit_s, generation_s / (age + 1))
         model.assumptions.append(f"samples up to {age} steps old")
     return StepTimes(
@@ -219,7 +216,7 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
 
 
 def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
-    """Schedule of one optimizer step, and seconds of `steps` by phase."""
+    """Schedule one optimizer step, and compute the seconds of `steps` by phase."""
     phases = model.time_phases("train")
     batch = model.form_batch(totals, model.config.policy.microbatch_tokens)
     schedule = model.run(phases, batch, forward_only=False)
@@ -231,7 +228,6 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
 
 
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
-    """Seconds of the log-probabilities of policy and reference that a step needs."""
     config, policy = model.config, model.config.policy
     batch = model.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
     needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
@@ -245,7 +241,6 @@ def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, floa
 def _time_value_model(
     config: Config, ranks: Sequence[RankTrace], hardware: Hardware, totals: NDArray[np.float64]
 ) -> dict[str, float]:
-    """Seconds of the value model: its values of all samples, and its optimizer steps."""
     if config.value_model is None or not ranks:
         return {}
     value = replace(config, policy=config.value_model)
@@ -258,11 +253,9 @@ def _time_value_model(
 
 
 def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
-    """Seconds of data-parallel messages that nothing hides, in a step.
-
-    Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
-    forward; the time beyond these passes is exposed, and at least the share 1 - `Efficiency.hidden` of a message.
-    """
+    """Seconds of an optimizer step's data-parallel messages that nothing hides."""
+    # Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
+    # forward; the time beyond these passes is exposed, and at least the share 1 - `Efficiency.hidden` of a message.
     exposed, overlap, hidden = 0.0, model.overlap, model.hardware.efficiency.hidden
     for phase in phases:
         passes = {False: 0.0, True: 0.0}
@@ -279,10 +272,7 @@ def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> f
 
 
 def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
-    """Seconds and bytes of a refit, from its transfer plan.
-
-    The busiest rank sends at the speed of its port, or of NVLink.
-    """
+    """Seconds and bytes of a refit, from its transfer plan."""
     policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
     bucket = int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(
@@ -312,25 +302,20 @@ def _time_generation(
         )
     decoder, copies = build_decoder(config, shape, hardware), config.training_loop.num_generations_per_prompt
     engines = generation.parallel.data
-    # The fullest engine sets the time, where the responses do not share out evenly.
+    # The step waits for the fullest engine, so its share of the responses begins with the longest. Its responses start
+    # in random order, because nobody knows their lengths.
     responses_of_engine = np.sort(responses)[::-1][::engines][::-1]
-    # Responses start in random order, because their lengths are not known.
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
     alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
     assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
-    ahead = config.training_loop.async_grpo.max_trajectory_age_steps + 1
-    stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, ahead), most_sequences, copies)
-    return alone.seconds, stream.seconds / ahead
+    batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
+    stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), most_sequences, copies)
+    return alone.seconds, stream.seconds / batches
 
 
 def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
-    """Seconds in which the policy moves to host memory and back.
-
-    It moves where engines use its GPUs in turn.
-    """
+    """Seconds of moves to host memory and back, if engines share the GPUs."""
     if not config.generation.is_colocated:
         return {}
-    moved = max(
-        traced_rank.report.end_bytes["train"] - traced_rank.report.end_bytes.get("offload", 0) for traced_rank in ranks
-    )
+    moved = max(rank.report.end_bytes["train"] - rank.report.end_bytes.get("offload", 0) for rank in ranks)
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport
 
 _SHALLOW = 2
-"""Layers of the shallower of two dry runs, of each model chunk: with one layer alone, some tensors of one layer never
-meet those of the next."""
+"""Layers of each model chunk in the shallower of two dry runs. With one, tensors of a layer would never be alive
+together with those of the next."""
 
 
 _REFIT = "refit"
-"""The phase whose buffers depend on the bytes of the model rather than on its layers; they are those of the deeper run,
-which fill whole buckets if the model does."""
+"""The phase whose buffers depend on buckets of bytes, not on layers. It is taken from the deeper run, whose buckets are
+full if those of the model are."""
 
 
 class LateError(RunError):

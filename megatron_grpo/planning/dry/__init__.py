@@ -1,1 +1,1 @@
-"""Shape-only layers and a tracker of memory: parts of the dry platform, on which tensors have no numbers."""
+"""The platform of dry runs, whose tensors have no numbers: layers, kernels, and trackers of memory and work."""

@@ -1,4 +1,4 @@
-"""Stand-ins, without numbers, for the fused kernels of a GPU and for the messages of other ranks."""
+"""Stand-ins for a GPU's fused kernels and for messages of other ranks: tensors without numbers, memory and work."""
 
 from __future__ import annotations
 
@@ -23,25 +23,22 @@ from megatron_grpo.planning.dry.work import WorkKind, WorkLog, count_bytes, name
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
 TensorSpec = tuple[Sequence[int], torch.dtype]
-"""Shape and dtype of a tensor that a kernel makes."""
+"""Shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product of a linear layer, [m, k] x [k, n].
-
-    With `number` experts there is one for each of them, and their m add up.
-    """
+    """The product of a linear layer, [m, k] x [k, n]; m of all experts together."""
 
     m: int
     k: int
     n: int
     dtype: str
     number: int = 1
+    """Experts, each with a product of its own."""
 
     def note(self, m: int, k: int, n: int) -> None:
-        """Record the product, or that of a gradient in the given sizes."""
-        # Memory traffic is in bytes of the operands' type, the product's speed in operations of that type.
+        """Record a product of these sizes: this one, or that of a gradient."""
         width = {"fp8": 1, "float32": 4}.get(self.dtype, 2)
         sort: WorkKind = "grouped_matmul" if self.number > 1 else "matmul"
         note_product("linear", m, k, n, self.dtype, number=self.number, kind=sort, width=width)
@@ -49,7 +46,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of an operation: name, bytes of its larger side, process group."""
+    """A collective: name, bytes of its larger side, process group."""
 
     name: str
     nbytes: int
@@ -63,15 +60,15 @@ class Kernel:
     kind: str
     outputs: Sequence[TensorSpec]
     keeps: Sequence[int] = ()
-    """Numbers of the inputs that are saved for the backward pass."""
+    """Indices of the inputs that are saved for the backward pass."""
     keeps_output: bool = False
-    """Whether the first output is saved for the backward pass."""
+    """Whether the first output is saved, too."""
     saved: Sequence[TensorSpec] = ()
-    """Further tensors that are saved for the backward pass."""
+    """Further tensors that are saved."""
     forward: Sequence[TensorSpec] = ()
-    """Tensors that live during the forward pass alone."""
+    """Tensors that live only during the forward pass."""
     backward: Sequence[TensorSpec] = ()
-    """Tensors that live during the backward pass alone, besides the inputs' gradients."""
+    """Tensors that live only during the backward pass, besides the inputs' gradients."""
     product: Product | None = None
     """The product that a linear layer computes."""
     attention_flops: float = 0.0
@@ -111,14 +108,12 @@ class Kernel:
 
 
 def run(kernel: Kernel, *inputs: Tensor) -> Any:
-    """Run a kernel without numbers; returns a tensor, or a tuple of several."""
+    """Run a kernel; return its output, or a tuple of several."""
     outputs = _KernelFunction.apply(kernel, *inputs)
     return outputs[0] if len(kernel.outputs) == 1 else outputs
 
 
 class _KernelFunction(torch.autograd.Function):
-    """The autograd function of `run`."""
-
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, ...]:
         like = inputs[0]
@@ -127,7 +122,7 @@ class _KernelFunction(torch.autograd.Function):
                 [_make_like(like, tensor) for tensor in tensors]
                 for tensors in (kernel.forward, kernel.outputs, kernel.saved)
             )
-        # Tensors of the forward pass alone count for the peak and go before anything is saved.
+        # The tensors of the forward pass have counted for the peak by now.
         del work
         inputs_to_keep = [inputs[number] for number in kernel.keeps]
         ctx.save_for_backward(*inputs_to_keep, *(outputs[:1] if kernel.keeps_output else ()), *saved)
@@ -154,10 +149,7 @@ def _make_like(like: Tensor, form: TensorSpec) -> Tensor:
 
 
 def run_norm(hidden: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of [..., hidden].
-
-    It saves its input, and 1 / RMS of each row in float32.
-    """
+    """RMSNorm of [..., hidden]; saves its input, and 1 / RMS of each row in float32."""
     saved = [(hidden.shape[:-1], torch.float32)]
     result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=[0, 1], saved=saved), hidden, weight)
     return result
@@ -166,24 +158,26 @@ def run_norm(hidden: Tensor, weight: Tensor) -> Tensor:
 def run_attention(
     query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, context_tokens: int | None = None, **named: Any
 ) -> Tensor:
-    """Fused attention: query's shape in, with the value's last dimension out.
+    """Fused attention: the query's shape, with the value's last dimension.
 
-    Tensors are [..., heads, tokens or head_dim, ...].
-    Saves its inputs, its output and the logarithm of each row's sum in float32. Its backward pass sums the gradient of
-    the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
-    arguments are those of torch's attention, which change no shape.
-
-    `context`: the context-parallel process group, if there is one. `context_tokens`: keys of [tokens, heads, head_dim]
-    that a query sees at most, of which causal attention computes half; None: the tensors are [..., heads, tokens,
-    head_dim].
+    Args:
+        query: [tokens, heads, head_dim]; without `context_tokens` [..., heads, tokens, head_dim], as in torch.
+        key: like query.
+        value: like query.
+        context: the context-parallel process group; None: there is none.
+        context_tokens: most keys that a query sees, of which causal attention computes half.
+        named: other arguments of torch's attention, which change no shape.
     """
+    # The kernel saves inputs, output and the logarithm of each row's sum in float32, and its backward pass sums the
+    # gradient of the query in float32. With context parallelism keys and values, and their gradients, go round in two
+    # buffers.
     parts = 1 if context is None else context.size()
     ring: list[TensorSpec] = [(tensor.shape, tensor.dtype) for tensor in (key, value) for _ in range(2) if parts > 1]
     keys, share = (
         (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if context_tokens is None else (context_tokens, 0.5)
     )
     pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
-    # Ring attention passes keys and values once round all ranks, and their gradients back beside them.
+    # Ring attention passes keys and values once round all ranks; in the backward pass their gradients go with them.
     turns = parts * count_bytes([key, value])
     kernel = Kernel(
         "attention",
@@ -202,19 +196,16 @@ def run_attention(
 
 
 class ShapedLogprobs:
-    """Stand-in for `FusedLogprobs`: makes the tensors of the fused kernel for log-probabilities."""
+    """Stand-in for `FusedLogprobs`, the fused kernel for log-probabilities."""
 
     def compute_statistics(self, head: Head) -> Statistics:
-        """Statistics of this rank's vocabulary, all float32.
-
-        The highest logits are [tokens], the sums [3, tokens].
-        """
+        """Make this rank's highest logits, [tokens], and sums, [3, tokens], float32."""
         _note_logits(head)
         highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
         return Statistics(highest, highest.new_empty(3, len(head.local)))
 
     def compute_gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
-        """Gradients in the shapes and dtypes of hidden states and weight."""
+        """Make gradients like hidden states and weight."""
         for _ in range(3 if inputs.of_weight else 2):  # the logits again, and a product for each gradient
             _note_logits(head)
         # The kernel adds the gradient of hidden states up in float32, block by block of the vocabulary.
@@ -227,10 +218,7 @@ class ShapedLogprobs:
 
 
 def _note_logits(head: Head) -> None:
-    """Record a product of hidden states and the head's weight.
-
-    Logits stay in registers.
-    """
+    # The logits stay in registers, so only the product is recorded.
     note_product("head", len(head.local), head.hidden.shape[1], head.columns, name_of(head.hidden.dtype))
 
 
@@ -241,12 +229,10 @@ class ShapedAdam(torch.optim.AdamW):
         super().__init__(params, **settings)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever passed
-        """Make the moments in the first step.
-
-        An update reads the gradient, and reads and writes the other tensors.
-        """
+        """Make the moments in the first step."""
         for group in self.param_groups:
             for parameter in group["params"]:
+                # An update reads the gradient, and reads and writes parameter and moments.
                 note("elementwise", "adam", nbytes=7 * parameter.numel() * parameter.element_size())
                 if not self.state[parameter]:
                     moments = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -254,37 +240,30 @@ class ShapedAdam(torch.optim.AdamW):
 
 
 def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """torch's fused norm."""
     return run_norm(hidden, weight)
 
 
 def _run_gated(gate_and_up: Tensor, *_: Any) -> Tensor:
-    """[rows, 2 * width] to [rows, width]: SwiGLU in one kernel."""
+    """Run SwiGLU: [rows, 2 * width] to [rows, width]."""
     note("elementwise", "swiglu", nbytes=3 * count_bytes([gate_and_up]) // 2)
     return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
 
 
 def _run_gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
-    """Gradients of `_run_gated` by gate and up, and perhaps by row weights."""
+    """Make the gradients of gate and up, and of the rows' weights if there are any."""
     results = tuple(map(torch.empty_like, inputs))
     note("elementwise", "swiglu", nbytes=count_bytes([gradient, *inputs, *results]))
     return results[0] if len(results) == 1 else results
 
 
 def _run_rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Fused rotary embedding; its backward pass needs the angles alone.
-
-    Tensors are [tokens, heads, head_dim].
-    """
+    # The backward pass rotates back and needs only the angles, so nothing is saved.
     result: Tensor = run(Kernel("rope", [(vectors.shape, vectors.dtype)]), vectors)
     return result
 
 
 def _permute_tokens(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
-    """Copy tokens [tokens, hidden] for each of their experts.
-
-    Returns the copies, their weights, and the map of rows.
-    """
+    """Copy tokens, [tokens, hidden], for their experts; with weights and the map of rows."""
     # Transformer Engine's map has for each token the rows of its copies, their experts, and their number.
     rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
     results = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
@@ -300,10 +279,7 @@ def _merge_tokens(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_
 
 
 def _sort_rows(tokens: Tensor, *companions: Any) -> Any:
-    """Sort rows by expert, or back, with their weights if these follow.
-
-    The map of rows is saved.
-    """
+    """Sort rows by expert, or back, with their weights if these follow."""
     moved = [
         tokens,
         *(tensor for tensor in companions[:1] if isinstance(tensor, Tensor) and tensor.is_floating_point()),
@@ -313,12 +289,12 @@ def _sort_rows(tokens: Tensor, *companions: Any) -> Any:
 
 
 def _count_tokens(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
-    """Tokens of each of this rank's experts, [local experts].
+    """Count the tokens of each of this rank's experts: [local experts].
 
-    Each local expert gets `skew` times the mean, those of other ranks share the remainder; every rank sends alike.
+    A local expert gets `skew` times the mean, those of other ranks share the remainder; all ranks send equally.
     """
-    # Megatron-Core's dispatcher copies these counts from the device, where a dry run has no numbers. The arguments and
-    # the attributes set here are those of its method.
+    # Replaces a method of Megatron-Core's dispatcher that copies these counts from the device, where a dry run has no
+    # numbers; arguments and attributes are those of the method.
     total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
     local_experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
     share = np.ones(count)
@@ -343,7 +319,6 @@ def _count_tokens(self: Any, point: str, _tokens_per_expert: Any = None, *, skew
 
 
 def _run_l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """The norm of all gradients, [1], float32."""
     note("elementwise", "norm of gradients", nbytes=count_bytes(lists[0]))
     return lists[0][0].new_empty(1, dtype=torch.float32), None
 
@@ -355,12 +330,12 @@ STAGE_SHAPE = [0, 0, 0]
 def _list_shapes(
     self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> tuple[list[int], list[int]]:
-    # The neighbours of a pipeline stage would announce these shapes by messages.
+    # In a run the neighbours of a pipeline stage announce these shapes by messages.
     return list(STAGE_SHAPE), list(STAGE_SHAPE)
 
 
 def _gather_objects(gathered: list[Any], local: Any, group: Any = None) -> None:
-    # In place of `all_gather_object`: every rank has the object of this one.
+    # All ranks are taken to send what this rank sends.
     gathered[:] = [local] * len(gathered)
 
 
@@ -389,10 +364,7 @@ REPLACED: dict[str, Any] = {
 
 @contextmanager
 def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
-    """Replace the names of `REPLACED` and the dispatcher's counts meanwhile.
-
-    `log` learns of each pass.
-    """
+    """Replace the names of `REPLACED`, and methods of Megatron-Core, meanwhile."""
     with ExitStack() as stack:
         for target, value in REPLACED.items():
             module, _, name = target.partition(":")

@@ -1,4 +1,4 @@
-"""Shape-only layers: the parameters of Transformer Engine's layers, and the tensors that they make and save."""
+"""Stand-ins for Transformer Engine's layers: their parameters, and the tensors that they make and save."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShapedNorm(RMSNorm):
     """Transformer Engine's RMSNorm."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden], any float type, to the same."""
+        """Normalise [..., hidden] of any float type."""
         return run_norm(hidden.contiguous(), self.weight)
 
 
@@ -49,7 +49,7 @@ class ShapedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
     ) -> Tensor:
-        """[tokens, heads or groups, head_dim] each, to [tokens, heads * value_dim]."""
+        """From [tokens, heads, head_dim] each to [tokens, heads * value_dim]."""
         context_tokens = packed_seq_params.max_seqlen_kv
         return run_attention(
             query, key.contiguous(), value.contiguous(), context=self._context, context_tokens=context_tokens
@@ -57,11 +57,11 @@ class ShapedAttention(torch.nn.Module):
 
 
 class Quantizable:
-    """First base class of a linear layer that may multiply in FP8."""
+    """First base class of linear layers, which may multiply in FP8."""
 
     fp8: Fp8Config | None = None
     save_original_input = False
-    """Whether a layer that multiplies in FP8 saves its input as it came, because another layer keeps it anyway."""
+    """Whether an FP8 layer saves its input before quantization, because another layer keeps that tensor anyway."""
     _fp8_workspaces: dict[str, Tensor]
 
     def multiply(
@@ -76,12 +76,10 @@ class Quantizable:
         messages: Sequence[Collective] = (),
         messages_back: Sequence[Collective] = (),
     ) -> Tensor:
-        """[..., columns] to the shape `output`, in the dtype of `hidden`.
+        """From [..., columns] to the shape `output`, in the dtype of `hidden`.
 
-        Saves the input of the product, in FP8 where the layer multiplies in FP8. `normed`: a norm of this layer makes
-        that input, so the norm's own input is saved too. In FP8 the weights have copies of one byte for each of the two
-        directions in which products read them, made in the first forward pass and kept. FP8 parameters are such copies
-        themselves; they stand here as parameters in bfloat16, which take as much memory.
+        Saves the input of the product. `normed`: a norm of this layer makes that input, so the norm's own input is
+        saved too. Other arguments are those of `Kernel`.
         """
         matrix: list[TensorSpec] = [(hidden.shape, hidden.dtype)]
         backward = list(backward)
@@ -95,12 +93,12 @@ class Quantizable:
         if normed:
             note("elementwise", "norm", nbytes=2 * count_bytes([hidden]))
         rows: list[TensorSpec] = [(hidden.shape[:-1], torch.float32)]
-        as_it_came = self.fp8 is None or self.save_original_input
+        saves_input = self.fp8 is None or self.save_original_input
         kernel = Kernel(
             "linear",
             [(output, hidden.dtype)],
-            keeps=[0] if normed or as_it_came else [],
-            saved=[*(matrix if normed or not as_it_came else []), *(rows if normed else [])],
+            keeps=[0] if normed or saves_input else [],
+            saved=[*(matrix if normed or not saves_input else []), *(rows if normed else [])],
             forward=forward,
             backward=backward,
             product=self._build_product(hidden, weights, output),
@@ -118,6 +116,8 @@ class Quantizable:
         return Product(rows, hidden.shape[-1], output[-1], dtype, number)
 
     def _keep_copies(self, weights: Sequence[Tensor]) -> None:
+        # Weights have a copy of one byte a number for each of the two directions in which products read them, made in
+        # the first forward pass. FP8 parameters are such copies themselves: bfloat16 ones stand for them, as large.
         assert self.fp8 is not None
         copies = self.__dict__.setdefault("_fp8_workspaces", {})  # the name that Transformer Engine's layers have
         if not self.fp8.parameters and not copies:
@@ -127,7 +127,7 @@ class Quantizable:
 
 
 def _make_quantized(shape: Sequence[int], fp8: Fp8Config) -> list[TensorSpec]:
-    """A matrix in FP8 for one of two directions, and its scales."""
+    """List an FP8 matrix, in one of two directions, and its scales."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     scales: dict[str, TensorSpec] = {
         "blockwise": ((math.ceil(rows / 128), columns), torch.float32),
@@ -137,10 +137,7 @@ def _make_quantized(shape: Sequence[int], fp8: Fp8Config) -> list[TensorSpec]:
 
 
 class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
-    """Transformer Engine's linear layer whose rows are split.
-
-    With sequence parallelism it gathers its input.
-    """
+    """Transformer Engine's linear layer whose rows are split over ranks."""
 
     normed = False
 
@@ -183,10 +180,7 @@ class ShapedNormColumnLinear(ShapedColumnLinear):
 
 
 class ShapedRowLinear(Quantizable, RowParallelLinear):
-    """Transformer Engine's linear layer whose columns are split.
-
-    With sequence parallelism it scatters its output.
-    """
+    """Transformer Engine's linear layer whose columns are split over ranks."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Multiply; returns no bias.
@@ -210,9 +204,9 @@ class ShapedRowLinear(Quantizable, RowParallelLinear):
 
 
 class ShapedGroupedLinear(Quantizable, torch.nn.Module):
-    """Transformer Engine's grouped linear layer: one matrix for each local expert.
+    """Transformer Engine's grouped linear layer: a matrix for each local expert.
 
-    `split_axis`: the dimension of the matrices that expert-tensor parallelism splits.
+    `split_axis`: the dimension that expert-tensor parallelism splits.
     """
 
     def __init__(
@@ -239,12 +233,12 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, None]:
-        """[tokens of all local experts, columns] to [tokens, rows], and no bias."""
+        """From [tokens of local experts, columns] to [tokens, rows], and no bias."""
         weights = list(self.parameters())
         return self.multiply(hidden, weights, (hidden.shape[0], weights[0].shape[0])), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The checkpoint's entries, named as those of separate experts."""
+        """Build the checkpoint's entries, named as those of separate experts."""
         tensors: dict[str, Any] = {}
         parts, first = self._groups.ep.size(), self._groups.ep.rank() * self.num_gemms
         for number, weight in enumerate(self.parameters()):
@@ -265,8 +259,8 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
 
 
 def make_shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
-    """Counterpart of Megatron-Core's layer spec for Transformer Engine."""
-    # As there, the norms before dense layers are parts of the linear layers that follow them.
+    """Make the counterpart of Megatron-Core's layer spec for Transformer Engine."""
+    # As in that spec, norms before dense layers are parts of the linear layers that follow them.
     of_head = ShapedNorm if qk_layernorm else IdentityOp
     parts = SelfAttentionSubmodules(
         linear_qkv=ShapedNormColumnLinear,

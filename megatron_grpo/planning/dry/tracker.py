@@ -1,4 +1,4 @@
-"""Device memory of a computation, followed storage by storage; the same on fake tensors as on real ones."""
+"""Tracks the device memory of a computation, storage by storage, on fake tensors as on real ones."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ GRANULE = 512
 
 
 Moments = dict[tuple[str, str, str], dict[str, int]]
-"""For (phase, kind, operator) the bytes alive by kind, at the fullest of the moments when the operator made a tensor of
-that kind in that phase."""
+"""By (phase, kind, operator): of the moments when the operator made a tensor of that kind in that phase, the one with
+the most bytes alive, and these bytes by kind."""
 
 _KIND: ContextVar[str] = ContextVar("kind", default="other")
 
 
 @contextmanager
 def kind(name: str) -> Iterator[None]:
-    """Storages that are made in the body are counted as this kind."""
+    """Count storages that the body makes as this kind."""
     token = _KIND.set(name)
     try:
         yield
@@ -41,8 +41,8 @@ def kind(name: str) -> Iterator[None]:
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of storages that operators in its body make.
 
-    A storage counts from its first tensor to its last. Not counted are tensors on the meta device, which stand for host
-    memory, memory that a kernel takes and gives back within one operator, and the allocator's fragmentation.
+    A storage counts while a tensor has it. Not counted are tensors on the meta device, which stand for host memory,
+    memory that a kernel allocates and frees within one operator, and the allocator's fragmentation.
     """
 
     def __init__(self) -> None:
@@ -58,21 +58,18 @@ class MemoryTracker(TorchDispatchMode):
         self.end_bytes: dict[str, int] = {}
         """Bytes alive at the end, by phase."""
         self.moments: Moments = {}
-        """The fullest moments, from which the peaks of models with other numbers of layers are extrapolated."""
+        """The fullest moments, from which peaks of deeper models are extrapolated."""
         self._fullest: dict[tuple[str, str, str], int] = {}
         self._operator = ""
         self._phase = "other"
         self._total = 0
         self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
-        """Living storages by the address of torch's object: reference, kind, bytes."""
+        """Storages that are alive, by the address of the C++ object: reference, kind, bytes."""
         self._discounted: set[int] = set()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Make the body a phase, which gets its own peak.
-
-        New storages in it are of the kind `name`, unless `kind` says otherwise.
-        """
+        """Make the body a phase, with a peak of its own; `name` is also its default kind."""
         before, self._phase = self._phase, name
         self._note_peak(name)
         try:
@@ -95,7 +92,7 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[name] += size
 
     def discount(self, tensors: Iterable[Tensor]) -> None:
-        """Count these storages no longer, as if they were in host memory."""
+        """Stop counting storages, as if they were in host memory."""
         for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self._storages.keys():
             self._discounted.add(key)
             self._resize(key, 0)
@@ -146,18 +143,17 @@ class MemoryTracker(TorchDispatchMode):
         self._discounted.discard(key)
 
     def _note_peak(self, kind: str) -> None:
-        """Compare the bytes alive with the peaks so far."""
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
-        # One moment for each sort, not one for all: the fullest moment of a deeper model may be of another sort.
-        sort = self._phase, kind, self._operator
-        if self._total > self._fullest.get(sort, -1):
-            self._fullest[sort] = self._total
-            self.moments[sort] = {kind: size for kind, size in self.live.items() if size}
+        # A moment for each key, not one for all: the peak of a deeper model may have another key.
+        key = self._phase, kind, self._operator
+        if self._total > self._fullest.get(key, -1):
+            self._fullest[key] = self._total
+            self.moments[key] = {kind: size for kind, size in self.live.items() if size}
         if self._total > self.peak:
-            self.peak, self.holders = self._total, self.moments[sort]
+            self.peak, self.holders = self._total, self.moments[key]
 
     def _read_sizes(self) -> None:
-        # Resizing a storage (`untyped_storage().resize_`) is no operator, so nobody told of it.
+        # Resizing a storage (`untyped_storage().resize_`) does not pass through __torch_dispatch__.
         for key, (reference, _, _) in list(self._storages.items()):
             storage = reference()
             if storage is not None:
@@ -166,14 +162,13 @@ class MemoryTracker(TorchDispatchMode):
 
 _WRITERS = ("copy_", "zero_", "fill_.Scalar", "mul_.Tensor", "mul_.Scalar", "add_.Tensor", "add_.Scalar", "div_.Tensor")
 IN_PLACE = {f"aten::{name}" for name in _WRITERS}
-"""Operators that only write numbers into their first argument, skipped for floating-point tensors to save time."""
+"""Operators that only write numbers into their first argument. On floating-point tensors they are skipped for speed."""
 
 
 class DryMode(MemoryTracker):
-    """A tracker that stands in for values and peers of a dry run.
+    """A tracker that answers for the numbers and the peers that a dry run lacks.
 
-    A number that the host reads is 1. Collectives do nothing: their outputs exist already. The mask of routed tokens
-    selects as many rows as tokens have experts, `top_k` each. Operators' work is in `log`.
+    `top_k`: experts of a token; 0 without experts. The work of operators is in `log`.
     """
 
     def __init__(self, top_k: int) -> None:
@@ -183,7 +178,7 @@ class DryMode(MemoryTracker):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The body is a phase of memory and of work."""
+        """Make the body a phase of memory and of work."""
         before, self.log.phase, token = self.log.phase, name, LOG.set(self.log)
         try:
             with super().phase(name):
@@ -201,11 +196,11 @@ class DryMode(MemoryTracker):
             self.log.note_writer(name, args)
             return args[0]
         if name == "aten::_local_scalar_dense":
-            # A host that reads a number, such as a loss or the norm of gradients, goes on as if all were well.
+            # The host reads a number, such as a loss or the norm of gradients: 1 is finite, and no reason to stop.
             number = args[0]
             return True if number.dtype == torch.bool else 1.0 if number.is_floating_point() else 1
         if name == "aten::masked_select":
-            # The number of selected rows depends on numbers that a dry run lacks; the router's mask selects top_k each.
+            # How many rows are selected depends on numbers. The router's mask, the only one, selects top_k a token.
             counts = args[0].new_zeros(args[1].shape[-1] * self._top_k)
             self.follow(counts)
             self.log.note_operator(func, args, counts)

@@ -1,4 +1,4 @@
-"""Records of the work that a rank's operators would do on a GPU: products, attention, memory traffic, messages."""
+"""Records the work that a rank's operators would do on a GPU: products, attention, memory traffic, messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Work(NamedTuple):
     """Whether the pass was a backward pass; layers that are computed again in it belong to it."""
     kind: WorkKind
     name: str
-    """Name of the operator: an operator of torch, a kind of fused kernel, or of a message."""
+    """Name of torch's operator, of a kind of fused kernel, or of a message."""
     flops: float = 0.0
     nbytes: int = 0
     """Bytes read and written; of a message, bytes of its larger side: the gathered, or not yet scattered, tensor."""
@@ -59,30 +59,27 @@ class WorkLog:
 
     def note_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Count an operator, unless it makes a view or an uninitialized tensor."""
-        sort = _CLASSES.get(func)
-        if sort is None:
-            sort = _CLASSES[func] = _classify(func)
-        if sort == "free":
+        work_class = _CLASSES.get(func)
+        if work_class is None:
+            work_class = _CLASSES[func] = _classify(func)
+        if work_class == "free":
             return
         name = func.name()
-        if sort == "product":
+        if work_class == "product":
             first, second = [argument for argument in args if isinstance(argument, Tensor)][-2:]
             (*batch, m, k), n = first.shape, second.shape[-1]
             number = math.prod(batch)
             sizes = (number * m, k, n, number)
             flops, moved = 2.0 * number * m * k * n, count_bytes((first, second, result))
             self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(first.dtype))
-        elif sort == "gather":
+        elif work_class == "gather":
             # A gather reads as much as it writes, whatever the size of its source.
             self.note("elementwise", name, nbytes=2 * count_bytes(result))
         else:
             self.note("elementwise", name, nbytes=count_bytes(args) + count_bytes(result))
 
     def note_writer(self, name: str, args: tuple[Any, ...]) -> None:
-        """Count an operator that writes its first argument.
-
-        It reads that argument too, unless it copies or fills.
-        """
+        """Count an operator that writes its first argument, and may read it before."""
         reads = name not in ("aten::copy_", "aten::zero_", "aten::fill_.Scalar")
         self.note("elementwise", name, nbytes=count_bytes(args) + (count_bytes(args[0]) if reads else 0))
 
@@ -101,7 +98,7 @@ class WorkLog:
 
     @contextmanager
     def one_pass(self, chunk: int, *, is_backward: bool) -> Iterator[None]:
-        """The body is one pass of a microbatch through a model chunk."""
+        """Make the body one pass of a microbatch through a model chunk."""
         before = self._chunk, self._is_backward
         self._chunk, self._is_backward = chunk, is_backward
         if not is_backward:
@@ -112,7 +109,7 @@ class WorkLog:
             self._chunk, self._is_backward = before
 
     def forward_step(self, original: Any, *args: Any, **named: Any) -> Any:
-        """Megatron-Core's `schedules.forward_step`, as a pass."""
+        """Run Megatron-Core's `schedules.forward_step` as a pass."""
         chunk = named.get("vp_stage") or 0
         with self.one_pass(chunk, is_backward=False):
             result = original(*args, **named)
@@ -121,7 +118,7 @@ class WorkLog:
         return result
 
     def backward_step(self, original: Any, input_: Any, output: Any, *args: Any, **named: Any) -> Any:
-        """Megatron-Core's `schedules.backward_step`, as a pass."""
+        """Run Megatron-Core's `schedules.backward_step` as a pass."""
         with self.one_pass(self._chunk_of_output.pop(id(_find_first(output))), is_backward=True):
             return original(input_, output, *args, **named)
 
@@ -144,10 +141,7 @@ def note(kind: WorkKind, name: str, **sizes: Any) -> None:
 def note_product(
     name: str, m: int, k: int, n: int, dtype: str, *, number: int = 1, kind: WorkKind = "matmul", width: int = 2
 ) -> None:
-    """Count [m, k] x [k, n] in numbers of `width` bytes.
-
-    With `number` there are so many products, whose m add up to the given m.
-    """
+    """Count [m, k] x [k, n] of numbers of `width` bytes; m of `number` products together."""
     sizes = (m, k, n, number)
     nbytes = width * (m * k + number * k * n + m * n)
     note(kind, name, flops=2.0 * m * k * n, nbytes=nbytes, sizes=sizes, dtype=dtype)
@@ -160,7 +154,7 @@ def note_message(name: str, nbytes: int, group: Any) -> None:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a type as `Work.dtype` has it."""
+    """Name a type as `Work.dtype` does."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -181,7 +175,7 @@ _FREE = (
 )
 _GATHERS = ("aten::embedding", "aten::index.", "aten::index_select", "aten::gather", "aten::masked_select")
 _CLASSES: dict[Any, str] = {}
-"""Sort of each operator that was met."""
+"""Class of each operator that occurred: free, product, gather, or elementwise."""
 
 
 def _classify(func: Any) -> str:
