@@ -109,7 +109,7 @@ def _sample_set(
 
 @contextmanager
 def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
-    """Start rollout workers over engines of a model; they end with the body.
+    """Start rollout workers over a model's engines; they end with the body.
 
     Args:
         config: the configuration of the evaluation.

@@ -27,7 +27,7 @@ _DIGITS = 12  # of rounded differences of accuracies: 1 - 2/3 and 2/3 - 1/3 diff
 
 
 def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
-    """Estimate the probability that k samples of a prompt include a right one.
+    """Estimate how likely k samples of a prompt include a right one.
 
     Samples are drawn without replacement: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 

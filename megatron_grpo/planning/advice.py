@@ -105,13 +105,13 @@ class _Trials:
         return self.brief or (worst.phase in _COMPUTING and worst.expert_skew == 1.0)
 
     def _is_refused_by_arithmetic(self, config: Config) -> bool:
-        """True if hosts or engines lack memory, for which no dry run is needed."""
+        """True if hosts or engines lack memory, without a dry run."""
         needed, available = count_host_gib(config, self.plan.shape), find_host_memory(config, self.plan.hardware)
         lacks_room = has_own_engines(config) and find_room_problems(config, self.plan.shape, self.plan.hardware)
         return (available is not None and needed > available) or bool(lacks_room)
 
     def confirm(self, changes: Changes, trial: Plan) -> Plan | None:
-        """Plan changes in full if their plan was brief; None: they do not fit."""
+        """Plan changes in full after a brief plan; None: no fit."""
         if self.brief or not self._is_brief:
             return trial
         try:
@@ -122,7 +122,7 @@ class _Trials:
         return None if full_plan.shortages else full_plan
 
     def find_best(self, proposals: Iterable[Changes]) -> Advice | None:
-        """Advise on the best of the first few proposals among which some fit.
+        """Advise on the best of the first proposals that fit.
 
         The best has the fewest keys, and of equals the least memory of the fullest GPU.
         """
@@ -157,7 +157,7 @@ def _advise_on(trials: _Trials) -> Advice:
 
 
 def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
-    """Yield changes to plan: small sets first, of equals those of least estimated memory."""
+    """Yield changes to plan: small sets first, then by estimated memory."""
     if of_engines and not _needs_more_than_engines(plan):
         yield [of_engines]
     singles, layouts = list(iterate_single_changes(plan)), _list_layouts(plan)
@@ -187,7 +187,7 @@ def _overlap(*changes: Changes) -> bool:
 
 
 def _needs_more_than_engines(plan: Plan) -> bool:
-    """True if GPUs of the models, or hosts, are short of memory too."""
+    """True if the models' GPUs or the hosts lack memory too."""
     needed, available = plan.host
     return plan.fullest.peak > plan.hardware.memory_gib * GIB or (available is not None and needed > available)
 
@@ -256,7 +256,7 @@ def _advise_elsewhere(trials: _Trials) -> Advice:
 
 
 def _explain_nothing_fits(trials: _Trials) -> str:
-    """Say that no change makes the run fit on its nodes, and why."""
+    """Explain why no change makes the run fit on its nodes."""
     plan, cluster = trials.plan, trials.plan.config.cluster
     where = f"on {cluster.num_nodes} x {cluster.gpus} {plan.hardware.name}"
     least, usable = find_least_gib(plan), plan.hardware.memory_gib - plan.hardware.reserve_gib

@@ -45,7 +45,7 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
 
 
 def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
-    """Yield keys that save memory of GPUs or short hosts; results only round differently."""
+    """Yield keys that save memory; results only round differently."""
     config = plan.config
     yield from _iterate_model_changes(config, "policy")
     if config.value_model is not None:
@@ -98,7 +98,7 @@ def merge_changes(plan: Plan) -> Changes:
 
 
 def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
-    """Yield other layouts of a model, on its GPUs and on idle ones.
+    """Yield other layouts of a model, on its and idle GPUs.
 
     Args:
         plan: the plan of the run.

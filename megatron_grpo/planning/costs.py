@@ -53,7 +53,7 @@ class PassSeconds:
     """Seconds by kind of work, hidden messages included."""
 
     def compute_seconds(self, tokens: float = 1.0, context: float = 1.0) -> float:
-        """Seconds of the pass: its kernels and messages, or its launches if they take longer.
+        """Seconds of kernels and exposed messages, or of slower launches.
 
         Args:
             tokens: tokens of a microbatch relative to the dry run's.
@@ -81,7 +81,7 @@ class PhaseSeconds:
 
 
 def time_product(hardware: Hardware, work: Work) -> float:
-    """Seconds of a matrix product, or of a layer's expert products: a roofline."""
+    """Seconds of a product, or of a layer's expert products: a roofline."""
     # Products are computed in tiles of the result. The last wave of tiles leaves multiprocessors idle, and every tile
     # has a start and an end that do not depend on the inner dimension, hence k / (k + inner).
     (m, k, n, number), efficiency = work.sizes, hardware.efficiency
@@ -97,7 +97,7 @@ def time_product(hardware: Hardware, work: Work) -> float:
 
 
 def _fill_share(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
-    """Share of the peak that a tile reaches on `number` results, [rows, columns]."""
+    """Share of the peak that a tile reaches on results [rows, columns]."""
     high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
     used = rows / tile[0] / high * columns / tile[1] / wide
     tiles = number * high * wide

@@ -135,7 +135,7 @@ def build_rank_memory(
 
 
 def _list_holders(trace: RankTrace, phases: Container[str]) -> list[Holder]:
-    """List tensors of at least 1 MiB at the peak, the largest first."""
+    """List tensors of 1 MiB or more at the peak, largest first."""
     moments = (sizes for (phase, _, _), sizes in trace.report.moments.items() if phase in phases)
     fullest = max(moments, key=lambda sizes: sum(sizes.values()))
     return [

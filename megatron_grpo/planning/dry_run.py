@@ -69,7 +69,7 @@ _ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", 
 
 
 def list_phases(config: Config) -> frozenset[str]:
-    """Name the phases of a run's step that a dry run can run."""
+    """List the phases of a run's step, and of its checkpoints."""
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
@@ -92,7 +92,7 @@ def run_dry(
     moves: bool = True,
     phases: Container[str] | None = None,
 ) -> DryReport:
-    """Run a step on a rank, with full microbatches and all tokens sampled.
+    """Run a step on a rank, with full microbatches of sampled tokens.
 
     A process that calls this cannot use its GPU for Megatron-Core afterwards.
 
@@ -118,7 +118,7 @@ def run_tracked(
     moves: bool = True,
     phases: Container[str] | None = None,
 ) -> DryReport:
-    """Run dry on fake tensors, or on real ones (None) to compare, without moves."""
+    """Run dry on fake tensors; None: on real ones, without moves."""
     mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
 
     def move(array: NDArray[Any]) -> Tensor:
@@ -304,5 +304,5 @@ def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool
 
 
 def list_reference_weights(rank: ModelRank) -> list[Tensor]:
-    """List the reference policy's weights, which a dry run keeps on the device."""
+    """List the reference's weights, which a dry run keeps on the device."""
     return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]

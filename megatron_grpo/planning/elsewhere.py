@@ -52,7 +52,7 @@ _KEYS = (
 
 
 def iterate_node_counts(config: Config, shape: ModelShape, gpu: Hardware, deadline: float) -> Iterator[int]:
-    """Yield numbers of nodes on which a run may fit, its own first.
+    """Yield numbers of nodes on which a run may fit, ascending.
 
     Args:
         config: the run, with every key that saves memory.
@@ -77,7 +77,7 @@ def _place_on_nodes(config: Config, nodes: int) -> Config:
 def iterate_run_layouts(
     before: Config, config: Config, shape: ModelShape, gpu: Hardware, nodes: int
 ) -> Iterator[Changes]:
-    """Yield changes from `before` to layouts of `config` that may fit these nodes."""
+    """Yield changes that turn `before` into layouts that may fit."""
     for layout in _iterate_fitting(_place_on_nodes(config, nodes), shape, gpu):
         changes = {
             key: _read_key(layout, key)
@@ -136,7 +136,7 @@ def _list_fitting_policies(config: Config, shape: ModelShape, gpu: Hardware, gpu
 
 
 def find_least_gib(plan: Plan) -> float:
-    """Find the least static GiB of the fullest GPU, with every memory-saving key."""
+    """Find the least static GiB of a GPU with every memory-saving key."""
     # Engines of one GPU leave the policy most of the GPUs, so these splits come first.
     config = apply_changes(plan.config, merge_changes(plan))
     counts = sorted({policy for policy, _ in split_gpus(config)}, reverse=True)[:_SPLITS]

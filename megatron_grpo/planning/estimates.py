@@ -46,7 +46,7 @@ def _count_vocabulary_matrices(has_embedding: bool, has_head: bool, shape: Model
 
 
 def count_parameter_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
-    """Count bytes of a trained parameter: as weight, as gradient, in the optimizer.
+    """Count a trained parameter's bytes: as weight, gradient, in the optimizer.
 
     They are lower bounds where fields of Megatron-Core change them.
     """

@@ -61,7 +61,7 @@ def make_log_normal_lengths(mean: float, sigma: float, samples: int, longest: in
 
 
 def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
-    """Read quantiles of the lengths of a run's last step, as many as `samples`.
+    """Read the lengths of a run's last step, as `samples` quantiles.
 
     Raises:
         FileNotFoundError: the run has no rollouts.
@@ -78,7 +78,7 @@ def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
 
 
 def find_lengths(config: Config) -> Lengths:
-    """Find the lengths of a step's samples: from plan.* or a recorded run.
+    """Find the lengths of a step's samples: configured, or recorded.
 
     Raises:
         ValueError: plan.lengths_from has no rollouts.
@@ -116,7 +116,7 @@ class EngineSize:
         return self.cache_blocks * BLOCK_TOKENS
 
     def count_sequences(self, tokens: float) -> int:
-        """Count the sequences of this many tokens that the cache holds at once."""
+        """Count sequences of this many tokens that the cache holds."""
         return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
 
 
@@ -141,7 +141,7 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
-    """Find an engine's bytes of a number: in activations, norms, embeddings; in matrices."""
+    """Find an engine's bytes of a number, and of one in matrices."""
     width = _WIDTH[config.engine_dtype]
     return width, 1 if str(config.generation.engine_args.get("quantization", "")).startswith("fp8") else width
 
@@ -202,7 +202,7 @@ class Decoder:
     weight_width: int
 
     def time_step(self, sequences: float, context: float) -> float:
-        """Seconds of a decoding step of sequences of mean length `context`: a roofline."""
+        """Seconds of a decoding step at mean length `context`: a roofline."""
         efficiency, shape = self.hardware.efficiency, self.shape
         kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
         read = self._count_read_bytes(sequences) + sequences * context * kv
@@ -213,7 +213,7 @@ class Decoder:
         return float(kernels + messages + shape.layers * efficiency.decode_layer_s + efficiency.decode_step_s)
 
     def time_prefill(self, tokens: float, context: float) -> float:
-        """Seconds of prompts' tokens, in full passes; each attends to half of `context`."""
+        """Seconds of prompts in full passes; tokens see half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
         attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
@@ -262,7 +262,7 @@ def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Deco
 
 @dataclass(frozen=True, slots=True)
 class GenerationSeconds:
-    """The time in which an engine answers its share of a step's prompts."""
+    """Time of an engine to answer its share of a step."""
 
     seconds: float
     """Until the last response is complete."""

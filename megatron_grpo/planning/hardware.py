@@ -13,7 +13,7 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of peak speeds that kernels reach, and fixed costs, alike on all GPUs.
+    """Shares of peak speeds that kernels reach, and fixed costs.
 
     The defaults were chosen from what is known of the libraries, before any plan was compared with a measured step,
     except for `hidden_tensor`. benchmarks/plan_rows.py measures how far they are off; `calibrate` fits them to a run.

@@ -74,7 +74,7 @@ def _render_legend(colours: dict[str, int]) -> str:
 
 
 def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
-    """Draw a bar for each phase, and a line at the GPU's memory."""
+    """Draw a bar for each phase, and the GPU's memory."""
     scale = _WIDTH / max(memory_gib * GIB, rank.peak)
     rows = []
     for name, parts in rank.parts.items():
@@ -88,7 +88,7 @@ def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
 
 
 def draw_timeline(times: StepTimes) -> str:
-    """Draw the phases of a step in turn; generation beside them if asynchronous."""
+    """Draw the phases in turn; generation beside them if asynchronous."""
     together = times.asynchronous_s is not None
     scale = _WIDTH / max(times.step_s, times.phase_s.get("generation", 0.0), 1e-9)
     rows, clock = [], 0.0

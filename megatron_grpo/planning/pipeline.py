@@ -109,7 +109,7 @@ def run_schedule(
 def _find_input_time(
     ends: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
 ) -> float | None:
-    """Find the time at which a pass's input arrives; None: not yet known."""
+    """Find when a pass's input arrives; None: not yet known."""
     # Chunks go round the pipeline: stage 0 of chunk 1 follows the last stage of chunk 0.
     step = -1 if not slot.is_backward else 1
     neighbour, chunk = stage + step, slot.chunk

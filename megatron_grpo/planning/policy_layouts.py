@@ -85,7 +85,7 @@ def has_own_engines(config: Config) -> bool:
 
 
 def split_gpus(config: Config) -> list[tuple[int, int]]:
-    """Split GPUs into those of policy and engines, in the order of the search.
+    """Split GPUs between policy and engines, in search order.
 
     Colocated, both sides have the same GPUs. GPUs of the value model and of reward models are left out.
     """
@@ -172,7 +172,7 @@ def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refus
 
 
 def find_least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
-    """Find the least GiB of weights, gradients and optimizer state of a layout."""
+    """Find the least static GiB of the fullest GPU, over layouts."""
     layouts = iterate_possible_layouts(config, shape, gpus, Refusals())
     return min((count_static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
 

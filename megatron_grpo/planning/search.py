@@ -99,7 +99,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A way to share GPUs out, with the best engines and the policy's layouts."""
+    """GPUs of both sides, with the best engines and the policy's layouts."""
 
     gpus: tuple[int, int]
     config: Config
@@ -119,7 +119,7 @@ def _find_least_gib(config: Config, shape: ModelShape) -> float:
 def search_layouts(
     config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, enough: int = 8
 ) -> Search:
-    """Rank layouts by the seconds of a step; the best estimates run dry.
+    """Rank layouts by a step's seconds; the best estimates run dry.
 
     Args:
         config: the recipe; its nodes, batches, lengths and precision stay as they are.
@@ -240,7 +240,7 @@ def _select_fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
 def _confirm_fastest(
     layouts: Sequence[PlannedLayout], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
 ) -> Iterator[PlannedLayout]:
-    """Plan the fastest layout in full, or the next if it does not fit."""
+    """Plan the fastest layout that fits in full."""
     fitting = _select_fitting(layouts)
     yield from (layout for layout in layouts if layout not in fitting)
     while fitting:

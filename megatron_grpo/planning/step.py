@@ -52,7 +52,7 @@ class StepTimes:
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens that a step trains on, by its seconds and the run's GPUs."""
+        """Tokens trained on, per second and GPU of the run."""
         return self.tokens / self.step_s / self.gpus
 
 
@@ -291,7 +291,7 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
 def _time_generation(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
 ) -> tuple[float, float]:
-    """Seconds of a step's samples alone, and of each batch in a stream."""
+    """Seconds of a batch alone, and of each in a stream."""
     generation, responses = config.generation, lengths.responses
     size = size_engine(config, shape, hardware)
     most_sequences = min(generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
@@ -314,7 +314,7 @@ def _time_generation(
 
 
 def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
-    """Seconds of moves to host memory and back, if engines share the GPUs."""
+    """Seconds of moves to the host and back, if colocated."""
     if not config.generation.is_colocated:
         return {}
     moved = max(rank.report.end_bytes["train"] - rank.report.end_bytes.get("offload", 0) for rank in ranks)

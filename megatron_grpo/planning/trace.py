@@ -87,7 +87,7 @@ def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
 
 
 def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
-    """Choose the dry runs that give a stage's memory: two shallow, or one."""
+    """Choose a stage's dry runs: two shallow ones, or a full one."""
     # The bytes alive at a given moment are linear in the number of layers, as long as these are alike and equally many
     # in each chunk: two shallow runs give the line. Dense layers before those with experts stay in both runs. All
     # stages of a shallow model are like the stage of the rank, which never sees another stage's layers.
@@ -156,7 +156,7 @@ def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[Dr
 
 
 def name_phase_before_refit(report: DryReport) -> str:
-    """Name the phase before a refit: onload if engines share the GPUs, else train."""
+    """Name the phase before a refit: onload if colocated, else train."""
     return "onload" if "onload" in report.end_bytes else "train"
 
 

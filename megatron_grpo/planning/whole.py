@@ -106,13 +106,13 @@ class Plan:
 
     @property
     def shortages(self) -> list[str]:
-        """Reasons why the run does not fit: GPUs of models, engines, then hosts."""
+        """Why the run does not fit: GPUs of models, engines, hosts."""
         worst, memory_gib, shortages = self.fullest, self.hardware.memory_gib, list(self._find_engine_shortages())
         if worst.peak > memory_gib * GIB:
             skew = f" with {worst.expert_skew:g} times the mean tokens of an expert" if worst.expert_skew > 1 else ""
             of = "" if worst.model == "policy" else f" of the {worst.model}"
-            taken = f"{worst.peak / GIB:.1f} of {memory_gib:.1f} GiB in {worst.phase}{skew}"
-            shortages.insert(0, f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {taken}")
+            usage = f"{worst.peak / GIB:.1f} of {memory_gib:.1f} GiB in {worst.phase}{skew}"
+            shortages.insert(0, f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {usage}")
         needed, available = self.host
         if available is not None and needed > available:
             keeps = f"keeps {needed:.0f} GiB of tensors, and has {available:.0f} GiB"
@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def beside_engine(self) -> float:
-        """Bytes that offloaded models, with their CUDA contexts, keep of a shared GPU."""
+        """Bytes that offloaded models and CUDA contexts keep of a shared GPU."""
         models = [self.ranks, *([self.value_ranks] if self.value_ranks else [])]
         return sum(max(rank.asleep for rank in ranks) + self.hardware.reserve_gib * GIB for ranks in models)
 
@@ -236,7 +236,7 @@ _MOST_OF_NODE = 16
 
 
 def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
-    """Find FP8 recipes that the planned GPU lacks, as a run on it would."""
+    """Find FP8 recipes for which the planned GPU has no units."""
     fp8, capability = config.policy.fp8, tuple(int(part) for part in f"{gpu.capability:.1f}".split("."))
     if fp8.is_on_device and gpu.capability and capability < fp8.least_capability:
         least = ".".join(map(str, fp8.least_capability))
@@ -253,7 +253,7 @@ def find_host_memory(config: Config, gpu: Hardware) -> float | None:
 
 
 def count_host_gib(config: Config, shape: ModelShape) -> float:
-    """Count GiB of tensors on a node's host, if nodes hold equally much."""
+    """Count GiB of tensors on a node's host, over equal nodes."""
     used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
     return count_host_bytes(config, shape) / GIB / max(1, used)
 

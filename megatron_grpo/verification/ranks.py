@@ -207,7 +207,7 @@ def compare_layout(
 
 
 def _compute_relative_error(results: Sequence[RankResults], truth: dict[str, Tensor]) -> tuple[float, str]:
-    """Find the tensor with the largest relative error; infinite if it is missing."""
+    """Find the largest relative error and its tensor; infinite if missing."""
     gradients = {name: tensor for rank in results for name, tensor in rank.gradients.items()}
     errors = dict.fromkeys(truth, math.inf)
     for name in truth.keys() & gradients.keys():

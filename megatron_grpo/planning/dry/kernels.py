@@ -28,7 +28,7 @@ TensorSpec = tuple[Sequence[int], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product of a linear layer, [m, k] x [k, n]; m of all experts together."""
+    """A linear layer's product, [m, k] x [k, n], of all experts."""
 
     m: int
     k: int
@@ -38,7 +38,7 @@ class Product:
     """Experts, each with a product of its own."""
 
     def note(self, m: int, k: int, n: int) -> None:
-        """Record a product of these sizes: this one, or that of a gradient."""
+        """Record a product of these sizes, such as a gradient's."""
         width = {"fp8": 1, "float32": 4}.get(self.dtype, 2)
         sort: WorkKind = "grouped_matmul" if self.number > 1 else "matmul"
         note_product("linear", m, k, n, self.dtype, number=self.number, kind=sort, width=width)
@@ -149,7 +149,7 @@ def _make_like(like: Tensor, form: TensorSpec) -> Tensor:
 
 
 def run_norm(hidden: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of [..., hidden]; saves its input, and 1 / RMS of each row in float32."""
+    """RMSNorm of [..., hidden]; saves its input and each row's scale, float32."""
     saved = [(hidden.shape[:-1], torch.float32)]
     result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=[0, 1], saved=saved), hidden, weight)
     return result
@@ -250,7 +250,7 @@ def _run_gated(gate_and_up: Tensor, *_: Any) -> Tensor:
 
 
 def _run_gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
-    """Make the gradients of gate and up, and of the rows' weights if there are any."""
+    """Make gradients of gate and up, and of the rows' weights."""
     results = tuple(map(torch.empty_like, inputs))
     note("elementwise", "swiglu", nbytes=count_bytes([gradient, *inputs, *results]))
     return results[0] if len(results) == 1 else results
@@ -263,7 +263,7 @@ def _run_rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _permute_tokens(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
-    """Copy tokens, [tokens, hidden], for their experts; with weights and the map of rows."""
+    """Copy tokens, [tokens, hidden], for their experts; with weights and row map."""
     # Transformer Engine's map has for each token the rows of its copies, their experts, and their number.
     rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
     results = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]

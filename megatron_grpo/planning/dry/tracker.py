@@ -69,7 +69,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Make the body a phase, with a peak of its own; `name` is also its default kind."""
+        """Make the body a phase with its own peak and default kind."""
         before, self._phase = self._phase, name
         self._note_peak(name)
         try:
@@ -166,7 +166,7 @@ IN_PLACE = {f"aten::{name}" for name in _WRITERS}
 
 
 class DryMode(MemoryTracker):
-    """A tracker that answers for the numbers and the peers that a dry run lacks.
+    """A tracker that stands in for numbers and peers.
 
     `top_k`: experts of a token; 0 without experts. The work of operators is in `log`.
     """

@@ -79,7 +79,7 @@ class WorkLog:
             self.note("elementwise", name, nbytes=count_bytes(args) + count_bytes(result))
 
     def note_writer(self, name: str, args: tuple[Any, ...]) -> None:
-        """Count an operator that writes its first argument, and may read it before."""
+        """Count an operator that writes, and may read, its first argument."""
         reads = name not in ("aten::copy_", "aten::zero_", "aten::fill_.Scalar")
         self.note("elementwise", name, nbytes=count_bytes(args) + (count_bytes(args[0]) if reads else 0))
 
@@ -141,7 +141,10 @@ def note(kind: WorkKind, name: str, **sizes: Any) -> None:
 def note_product(
     name: str, m: int, k: int, n: int, dtype: str, *, number: int = 1, kind: WorkKind = "matmul", width: int = 2
 ) -> None:
-    """Count [m, k] x [k, n] of numbers of `width` bytes; m of `number` products together."""
+    """Count products [m, k] x [k, n]; m of all together.
+
+    `number`: how many products; `width`: bytes of a number.
+    """
     sizes = (m, k, n, number)
     nbytes = width * (m * k + number * k * n + m * n)
     note(kind, name, flops=2.0 * m * k * n, nbytes=nbytes, sizes=sizes, dtype=dtype)

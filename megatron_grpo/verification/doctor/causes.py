@@ -108,7 +108,7 @@ class Causes:
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
     def load_oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
-        """Load a version in transformers; the examined and the latest version stay loaded."""
+        """Load a version in transformers; the examined and latest ones stay loaded."""
         key, keys_to_keep = (version, dtype), (self._version, torch.float32)
         if key not in self._oracles:
             self._oracles = {
@@ -160,7 +160,7 @@ class Causes:
         return finding or self._describe_unexplained(side, base, version, search.describe_mentioned())
 
     def _list_tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
-        """Yield tiers of suspects: each is tried if none before reproduces the record."""
+        """Yield tiers of suspects, each tried if none before reproduces the record."""
         # Cheap and likely causes come first, whole models and options; then parts of the weights, whose many thousand
         # combinations would explain by chance what a simple cause explains exactly.
         nearest = self._list_nearest_versions(version)[:NEAREST]

@@ -25,7 +25,7 @@ DIGITS = 4
 
 
 def find_damage(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """Find what was done to all numbers of a record; None: nothing shows.
+    """Find what was done to all numbers of a record, if anything.
 
     Args:
         side: the record.

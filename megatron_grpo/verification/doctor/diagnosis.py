@@ -74,7 +74,7 @@ class Finding:
 
     @property
     def explained(self) -> float:
-        """Share of the mean difference that this explains, 0 to 1; 1 without distances."""
+        """Share of the mean difference explained, 0 to 1; 1 without distances."""
         if self.before is None or self.after is None:
             return 1.0
         return max(0.0, 1.0 - self.after.mean / self.before.mean) if self.before.mean else 0.0
@@ -232,7 +232,7 @@ BOTH_SIGNS = 0.15
 
 
 def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
-    """True if a record differs from float32 as a computation in bfloat16 does.
+    """True if a record differs from float32 as bfloat16 does.
 
     Args:
         side: the record.

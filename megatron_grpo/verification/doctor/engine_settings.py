@@ -86,7 +86,7 @@ def _rename_settings(settings: dict[str, Any], model_config: Any) -> dict[str, A
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """True if two values are equal; of mappings only the common keys count."""
+    """True if values are equal; of mappings only common keys count."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return all(_is_same(first[name], second[name]) for name in first.keys() & second.keys())
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):  # JSON has no tuples

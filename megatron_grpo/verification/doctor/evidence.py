@@ -54,12 +54,12 @@ class Rollout:
         return Tokens(ids, tokens.chosen + shift, tokens.begins + shift)
 
     def read_column(self, name: str) -> Tensor:
-        """Read a column of sampled tokens at the chosen ones: [chosen tokens], float32."""
+        """Read a column at the chosen tokens: [chosen tokens], float32."""
         return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.indices]
 
 
 def join_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Find begin and end of each response; a refit splits one into spans."""
+    """Find begin and end of each response, which a refit splits."""
     joined: list[tuple[int, int]] = []
     before = None
     for start, end, version in row["spans"]:

@@ -287,7 +287,7 @@ class Examination:
 
     @property
     def _is_comparable(self) -> bool:
-        """True if the error of the scored tokens can be compared with the run's.
+        """True if the scored tokens' error can be compared with the run's.
 
         It cannot if the trainer's weights are gone, or if some tokens of the step are of another version.
         """
@@ -358,7 +358,7 @@ class Examination:
                 diagnosis.findings.append(Finding("recorded_error", "layout", f"{text}; {examined}", key))
 
     def _explain_record(self) -> Finding:
-        """Make the finding for a recorded error that one rank does not compute."""
+        """Explain a recorded error that one rank does not compute."""
         diagnosis, config, step = self.diagnosis, self._config, self._evidence.step
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"

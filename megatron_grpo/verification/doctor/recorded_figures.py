@@ -38,7 +38,7 @@ HIDDEN_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RecordedFigures:
-    """The figures that a run recorded of a step; NaN: not finite; None: none."""
+    """Recorded figures of a step; NaN: not finite; None: not recorded."""
 
     error: float | None = None
     worst: float | None = None
@@ -55,7 +55,7 @@ class RecordedFigures:
 
     @property
     def excess(self) -> float:
-        """The error less 1: infinite if it is not finite, 0 without one."""
+        """The error less 1: infinite if not finite, 0 without one."""
         if self.error is None:
             return 0.0
         return self.error - 1.0 if math.isfinite(self.error) else math.inf
@@ -95,7 +95,7 @@ def read_refused_refit(run_dir: Path) -> str | None:
 def find_suspicious_steps(
     figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool
 ) -> list[int]:
-    """Find steps whose error stands out or that the run flagged, worst first.
+    """Find steps that stand out or that the run flagged, worst first.
 
     Args:
         figures: recorded figures by step.
@@ -137,7 +137,10 @@ class LayoutReplay:
 
 
 def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float) -> LayoutReplay:
-    """Replay a step in the run's layout and on one rank, each within `timeout_s`."""
+    """Replay a step in the run's layout and on one rank.
+
+    `timeout_s`: deadline of each replay.
+    """
     overrides = _list_one_rank_overrides(config)
     command = " ".join(["python -m megatron_grpo.replay", str(run_dir), f"step={step}", *overrides])
     ranks, gpus = config.policy.parallel.world_size, torch.cuda.device_count()

@@ -115,7 +115,7 @@ _LAST = 1 << 30
 
 
 def find_layer(name: str) -> int:
-    """Find the layer in a name: -1 before the first, `_LAST` after the last."""
+    """Find a name's layer: -1 before the first, `_LAST` after the last."""
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1])
@@ -190,7 +190,7 @@ def choose_tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
 def compare(
     names: tuple[str, str], record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Comparison:
-    """Compare two sides in all that both have, in the order of computation.
+    """Compare all that both sides have, in the order of computation.
 
     Args:
         names: names of the sides, for the report.
@@ -235,7 +235,7 @@ def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
 def _compare_hidden_states(
     record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """Yield the first point beyond the limit, else the most different point, if any."""
+    """Yield the first point beyond the limit, else the most different."""
     # Tokens that predict nothing are left out. So are, from a router on, tokens that the two sides send to other
     # experts, if they are so few that rounding explains them (`TIES`).
     limit, is_coarse = limits["hidden states"], _is_coarse(limits)
@@ -266,7 +266,7 @@ def _compare_hidden_states(
 
 
 def _find_states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Select both sides' states at a point; sketches if a side has no more.
+    """Select both sides' states at a point, or their sketches.
 
     Each is [tokens, width or SKETCH], float32.
     """
@@ -310,7 +310,7 @@ def _describe_at_token(
 
 
 def _find_largest(apart: Tensor, tail: Tail) -> float:
-    """Find the number that must not exceed the tolerance for a tail to hold."""
+    """Find the number that must be within the tolerance by a tail."""
     largest = apart.sort(descending=True).values
     strays = max(1, int(tail.share * len(apart)))
     stray = float(largest[strays]) if strays < len(apart) else 0.0

@@ -31,7 +31,7 @@ from megatron_grpo.run.directory import load_run_config, override_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A recorded step: what a replay needs, and the results of the run."""
+    """A recorded step: input of a replay, and results of the run."""
 
     run_dir: Path
     step: int

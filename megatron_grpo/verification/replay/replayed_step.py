@@ -69,7 +69,7 @@ class ReplayTask:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay computed or a run recorded; unknown fields are None or empty."""
+    """What a replay computed or a run recorded; unknown fields are empty."""
 
     logprobs: Tensor | None
     """[tokens], float32: log-probability of every sampled token before the step; 0 elsewhere."""
@@ -254,7 +254,7 @@ def _select_replica_microbatches(plan: Schedule, members: NDArray[np.int64]) -> 
 
 
 def _broadcast_outputs(task: ReplayTask, values: Tensor | None, token_indices: NDArray[np.int64]) -> Tensor:
-    """Send outputs to all ranks: [tokens of the batch], float32, on the host.
+    """Send outputs to all ranks: [tokens of the batch], float32, host.
 
     Collective over all ranks. `values`: [tokens of the replica] on the replica's output rank, else None.
     """

@@ -92,7 +92,7 @@ def list_stages(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]
 
 
 def list_kinds(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """Yield kinds of tensors that programs fuse, and each kind over all layers."""
+    """Yield fused kinds of tensors, and each kind over all layers."""
     for kind, expression in FUSED.items():
         names = [name for name in tensors if re.search(expression, name)]
         if len(names) > 1:
@@ -130,7 +130,7 @@ def _slice(length: int, rank: int, size: int) -> slice:
 
 
 def list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """Yield each matrix of each expert, then each expert, by names of model files."""
+    """Yield each matrix of each expert, then each expert."""
     # Transformers stacks the experts of a layer, [experts, rows, columns], and gate on up; model files do neither.
     for name, value in tensors.items():
         if value.dim() != 3:

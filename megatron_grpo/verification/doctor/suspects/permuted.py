@@ -113,7 +113,7 @@ def _swap_in_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reorder_halves(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the four halves of gate and up, one above the other, in another order."""
+    """Reorder the four halves of gate and up, one above the other."""
     changed = {}
     for name, value in layer.items():
         up = layer.get(name.replace("gate_proj", "up_proj")) if "gate_proj." in name else None

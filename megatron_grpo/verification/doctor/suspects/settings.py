@@ -104,7 +104,7 @@ def _list_values(config: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _list_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
-    """List other orders of the layers' kinds, and one kind for all layers."""
+    """List other orders of the layers' kinds, and one for all."""
     if not kinds or len(set(kinds)) < 2:
         return ()
     moved = [[*kinds[by:], *kinds[:by]] for by in range(1, min(len(kinds), 8))]

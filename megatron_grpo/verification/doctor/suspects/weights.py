@@ -134,7 +134,7 @@ def _scale_part(part: Part, ours: Values, side: Side, factor: float) -> Tensor:
 
 
 def _fit_factor(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
-    """Fit the best factor; None: the first corrections leave most of the gap."""
+    """Fit the best factor; None: corrections leave most of the gap."""
     # A secant method: the effect of a small step of the factor, projected on what is left of the gap, gives the next.
     factor, step = 1.0, FIRST_FACTOR - 1.0
     now, remainder = plain, gap
@@ -157,7 +157,7 @@ def _fit_factor(predict: Callable[[float], Tensor], side: Side, plain: Tensor, g
 def _scale_end(
     text: str, with_head: Callable[[Tensor, Side], Tensor] | None, side: Side, plain: Tensor, gap: Tensor
 ) -> Iterator[Candidate]:
-    """Yield head or embedding of a tied pair, without the other, times a number."""
+    """Yield one of a tied pair, head or embedding, times a number."""
     weight = side.oracle.list_tensors()[EMBEDDING]
 
     def predict(factor: float, part: Side) -> Tensor:
@@ -172,7 +172,7 @@ def _scale_end(
 
 
 def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
-    """Yield a set of stale parts whose effects add up to the gap."""
+    """Yield stale parts whose effects add up to the gap."""
     # Weights change little in a step, so the effect of a set of parts is nearly the sum of their effects.
     ours, theirs = side.oracle.list_tensors(), load().list_tensors()
     plain = side.predict()
@@ -186,7 +186,7 @@ def iterate_stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: 
 
 
 def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
-    """Choose effects that add up to a gap, greedily (a pursuit, without factors).
+    """Choose effects that add up to a gap, by a greedy pursuit.
 
     Args:
         gap: [tokens], float32.
