@@ -111,7 +111,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
-    truth = compute_truth(model, batch)
+    reference = compute_truth(model, batch)
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
     one_rank_layout = ParallelConfig()

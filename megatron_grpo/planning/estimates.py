@@ -28,7 +28,7 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
     worst = 0.0
     for shard in split_policy(parallel, shape)[::ranks_per_stage]:
         dense, routed = count_layer_parameters(shape, shard.layers)
-        dense += _count_vocabulary_matrices(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
+        dense += _count_vocabulary_matrices(shard.has_embedding, shard.has_output, shape) * shape.vocab * shape.hidden
         total = 0.0
         for parameters, replicas in (
             (dense / parallel.tensor, parallel.data * parallel.context),

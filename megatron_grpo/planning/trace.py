@@ -74,7 +74,7 @@ def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False
     for stage, shard in enumerate(split_policy(parallel, shape)[::ranks_per_stage]):
         kinds = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
         # Of stages that are alike the first holds activations of the most microbatches.
-        stages.setdefault((shard.embedding and not few, shard.end, kinds), (stage, shard.layers))
+        stages.setdefault((shard.has_embedding and not few, shard.has_output, kinds), (stage, shard.layers))
     return dict(stages.values())
 
 

@@ -66,7 +66,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     shares = make_packer(config, TOKEN_COST).assign_to_replicas(np.array(task.batch.lengths), task.parallel.data)
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
-    (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([np.array(batch.lengths)])
+    (microbatches,) = make_packer(config, TOKEN_COST).make_microbatches([np.array(batch.lengths)])
     # The distributed optimizer is off at first, so that each rank keeps the whole gradient.
     rank = _build_rank(config)
     enter("log-probabilities")

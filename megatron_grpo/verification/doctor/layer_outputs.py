@@ -73,7 +73,7 @@ def run_trainer_again(
             temperature=config.generation.temperature,
             token_filter=make_training_filter(config.generation),
         )
-        (microbatches,) = make_packer(policy, OF_TOKENS).make_microbatches([np.array(lengths)])
+        (microbatches,) = make_packer(policy, TOKEN_COST).make_microbatches([np.array(lengths)])
         rank, token_indices = PolicyRank(settings), np.arange(sum(lengths))
         if hidden:
             logprobs_of_tokens, pieces = compute_logprobs_and_states(rank, batch, microbatches, token_indices)

@@ -88,7 +88,7 @@ def _iterate_exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[
         text = f"the halves of {projection}'s rows exchanged"
         yield "permuted_weights", text, partial(_swap_halves, projection, 0)
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-        yield "permuted_weights", f"{projection} reordered", partial(_transpose, projection)
+        yield "permuted_weights", f"{projection} transposed", partial(_transpose, projection)
 
 
 def _swap_names(first: str, second: str, layer: dict[str, Tensor]) -> dict[str, Tensor]:
