@@ -83,7 +83,7 @@ def compute_ppo_token_advantages(
 
 
 def choose_policy_logprobs(config: Config) -> str:
-    """Name the field of the policy's log-probabilities over the whole vocabulary, for a KL penalty."""
+    """Name the field of the policy's unfiltered log-probabilities, for a KL penalty."""
     return "unfiltered_logprobs" if config.generation.has_training_filter else "prev_logprobs"
 
 

@@ -42,7 +42,6 @@ def leave_one_out_baseline(rewards: Tensor) -> Tensor:
     RLOO: Ahmadian et al. 2024, section 3. Shape [groups, samples]; 0 when no other sample has a reward.
     """
     filled = _replace_nan(rewards)
-    # The sum without the sample, rather than a sum of the others for each sample: n terms a group instead of n^2.
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
     return (filled.sum(dim=1, keepdim=True) - filled) / counts.clamp(min=1)
 
@@ -221,7 +220,6 @@ def shape_rewards(
         rewards = torch.where(punished, rewards * config.stop_properly_penalty_coef, rewards)
     if config.overlong_buffer_length is not None:
         free = (config.max_response_length or max_new_tokens) - config.overlong_buffer_length
-        # Clamped to [0, 1]: within the free length nothing is subtracted, and beyond the buffer only the penalty.
         excess = ((response_tokens - free) / config.overlong_buffer_length).clamp(0, 1)
         rewards = rewards - config.overlong_buffer_penalty * excess.to(rewards.dtype)
     return rewards

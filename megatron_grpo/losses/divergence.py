@@ -88,12 +88,9 @@ def find_inconsistent_sequences(
 ) -> tuple[Tensor, dict[str, float]]:
     """Find responses whose mean of exp(|prev - generation|) is above the threshold.
 
-    Args:
-        loss_mask: [sum(lengths)], float32: 1 where the loss is taken, else 0.
-        prev: [sum(lengths)], float32: log-probabilities as the training framework computes them; tokens with -inf,
-            which a filter of sampling removes there, are left out.
-        generation: [sum(lengths)], float32: log-probabilities under which the engine drew the tokens.
-        threshold: largest mean error of a response that stays in the loss.
+    The mean is over tokens with a `loss_mask` of 1, without those that a filter of sampling removes in training (-inf
+    in `prev`). Tensors are [sum(lengths)], float32; `prev` and `generation` are log-probabilities in the training
+    framework and the engine.
 
     Returns:
         [sequences], bool: true above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
@@ -134,14 +131,8 @@ def sampling_correction(
         icepop         w where m <= w <= M, else 0     (Ling team 2025, IcePop)
         seq-mask-tis   w where m <= g <= M, else 0     with g the geometric mean of the response's token weights
 
-    Tokens of weight 0 still count in the denominator of the loss.
-
-    Args:
-        prev: [sequences, length], like all tensors here, float32: log-probabilities in the training framework; 0
-            outside the mask.
-        generation: float32: log-probabilities in the generation engine; 0 outside the mask.
-        mask: bool: tokens in the loss.
-        segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
+    Tokens of weight 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py, with 0
+    outside the mask; `prev` and `generation` are log-probabilities in the training framework and the engine, float32.
 
     Returns:
         float32, without gradient: factor of each token's policy-gradient term; and bool: where a limit changed it.

@@ -163,8 +163,8 @@ def _consistency_metrics(
 
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
-    -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. Log-probabilities are [sequences,
-    length], float32, without gradient, 0 outside the mask and at tokens that a filter removes: they count as agreement.
+    -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. Log-probabilities are float32, without
+    gradient, 0 outside the mask and at tokens that a filter removes: these count as agreement.
     """
     error, weight = bounded_exp((prev - generation).abs()), bounded_exp(prev - generation)
     return {
@@ -191,7 +191,7 @@ def add_derived_metrics(metrics: dict[str, float]) -> None:
 
 
 class Surrogate(NamedTuple):
-    """The objective at each token and statistics of the ratio, each [sequences, length]."""
+    """The objective at each token and statistics of the ratio, in the form of loss.py."""
 
     objective: Tensor
     """float32, with gradient: the quantity to maximise."""
@@ -229,13 +229,8 @@ def surrogate(
     et al. 2025, eq. 14). With one advantage for the whole response this has the value and the gradient of GSPO, and it
     also allows advantages that differ from token to token (PPO, REINFORCE++).
 
-    Args:
-        curr: [sequences, length], like all tensors here, float32, with gradient: log-probabilities now; 0 outside the
-            mask.
-        old: float32, without gradient: those under the policy that the ratio is relative to.
-        advantages: float32.
-        mask: bool: tokens in the loss.
-        segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
+    Tensors have one of the forms in loss.py, with 0 outside the mask. The ratio compares the log-probabilities `curr`,
+    with gradient, with `old`, without; both are float32, as the advantages are.
     """
     log_ratio = curr - old
     if config.sequence_level_importance_ratios:

@@ -51,7 +51,7 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
     Args:
         token_rewards: [sum(lengths)], the responses laid end to end; so is the result.
         values: [sum(lengths)]: the value model's expectation before each token.
-        lam: [responses]: lambda of each response.
+        lam: [responses] or [1]: lambda of each response, or of all.
     """
     if not len(values):
         return values
@@ -116,15 +116,12 @@ def estimate_advantages(
     """
     if config.name == "raw_reward":
         # With values of 0 and lambda 1 the recursion of GAE is that of the discounted sum of rewards.
-        to_go = gae(token_rewards, torch.zeros_like(values), lengths, config.gae_gamma, torch.ones(len(lengths)))
+        to_go = gae(token_rewards, torch.zeros_like(values), lengths, config.gae_gamma, torch.ones(1))
         # A clone: advantages that are changed in place must leave the returns alone.
         return AdvantageEstimate(to_go, to_go.clone())
-    ones = torch.ones(len(lengths), dtype=torch.float64)
+    lambda_policy, lambda_value = torch.tensor([[config.lambda_policy], [config.lambda_value]], dtype=torch.float64)
     if config.length_adaptive_alpha:
         lambda_policy = length_adaptive_lambda(lengths, config.length_adaptive_alpha)
-    else:
-        lambda_policy = config.lambda_policy * ones
-    lambda_value = config.lambda_value * ones
     # Returns are advantages under lambda_value plus values, computed apart: the policy's lambda trades bias for
     # variance, while a value model that learns from its own bootstrapped values would keep their bias.
     return AdvantageEstimate(

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and files of JSON lines."""
+"""Files of a run's folder: names, atomic writes, JSON lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 STARTS_FILE = "starts.jsonl"

@@ -47,7 +47,7 @@ LOGGING = "logging"
 # Metrics that are also reported under the names of TRL.
 TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
 # Metric, label and format of the progress line, in its order.
-WATCHED = (
+PROGRESS_METRICS = (
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.3f}"),
     ("response_length", "length", "{:.1f}"),
@@ -104,12 +104,12 @@ class ProgressDisplay:
             self._live.start()
 
     def show_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Show a finished step: the metrics in WATCHED and the seconds of its phases."""
-        self._recent_s.append(timing["total"])
+        """Show a finished step: PROGRESS_METRICS and the seconds of its phases."""
+        self._recent_s.append(timing[TOTAL])
         eta = format_duration(fmean(self._recent_s) * (self.total_steps - step))
-        figures = [f"{label} {form.format(metrics[name])}" for name, label, form in WATCHED if name in metrics]
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != "total")
-        times = f"{timing['total']:.2f} s ({phases})" if phases else f"{timing['total']:.2f} s"
+        figures = [f"{label} {form.format(metrics[name])}" for name, label, form in PROGRESS_METRICS if name in metrics]
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != TOTAL)
+        times = f"{timing[TOTAL]:.2f} s ({phases})" if phases else f"{timing[TOTAL]:.2f} s"
         if self._live is None:
             self.print_line("  ".join([f"step {step}/{self.total_steps}", *figures, times, f"ETA {eta}"]))
             return

@@ -25,9 +25,8 @@ from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
 from megatron_grpo.data.specs import find_task_templates
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
-from megatron_grpo.observability.run_files import write_json, write_text
+from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
 
-CONFIG_FILE = "config.yaml"
 # Digests of the run's data (`DataIdentity`).
 DATA_FILE = "data.json"
 # The chat template of the run's prompts, if it is not the model folder's; exports have it.

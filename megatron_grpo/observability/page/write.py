@@ -17,12 +17,9 @@ import yaml
 
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
-from megatron_grpo.observability.page.trajectories import (
-    load_token_bytes,
-    make_step_tables,
-    make_token_table,
-)
+from megatron_grpo.observability.page.trajectories import load_token_bytes, make_step_tables, make_token_table
 from megatron_grpo.observability.run_files import (
+    CONFIG_FILE,
     METRICS_FILE,
     STARTS_FILE,
     SUMMARY_FILE,
@@ -32,7 +29,6 @@ from megatron_grpo.observability.run_files import (
     write_text,
 )
 
-CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
 STYLE = "report.css"
 # Scripts in the order in which the page runs them; the last one starts the page.

@@ -75,10 +75,10 @@ class LatentAttention(MegatronModule):
             self.linear_q_proj = build_module(submodules.column, hidden, queries, **column)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
-            self.q_layernorm = RMSNorm(config, latent.query_rank, config.layernorm_epsilon)
+            self.q_layernorm = RMSNorm(config, latent.query_rank)
             self.linear_q_up_proj = build_module(submodules.column, latent.query_rank, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.rank + latent.rope_dim)
-        self.kv_layernorm = RMSNorm(config, latent.rank, config.layernorm_epsilon)
+        self.kv_layernorm = RMSNorm(config, latent.rank)
         outputs = heads * (latent.plain_dim + latent.value_dim)
         self.linear_kv_up_proj = build_module(submodules.column, latent.rank, outputs, **column)
         self.core_attention = TorchCoreAttention(config, layer_number=layer_number, softmax_scale=softmax_scale)

@@ -22,13 +22,13 @@ class RMSNorm(torch.nn.Module):
     Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, where ranks see only some tokens.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
         weight: Any = torch.nn.Parameter(
             torch.empty(hidden_size, dtype=config.params_dtype, device=config.platform.device)
         )
         weight.sequence_parallel = config.sequence_parallel  # Megatron-Core sums gradients over ranks by this mark
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps = weight, config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
         super().__init__(input_size, output_size, config=config, **settings)
-        self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+        self.post_norm = RMSNorm(config, output_size)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         projected, bias = super().forward(input_)
