@@ -191,7 +191,7 @@ def add_derived_metrics(metrics: dict[str, float]) -> None:
 
 
 class Surrogate(NamedTuple):
-    """The objective at each token and statistics of the ratio, in the form of loss.py."""
+    """The objective and statistics of the ratio, at each token."""
 
     objective: Tensor
     """float32, with gradient: the quantity to maximise."""
