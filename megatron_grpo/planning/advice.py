@@ -77,6 +77,7 @@ class _Trials:
 
     def plan_proposals(self, proposals: Iterable[Changes]) -> Iterator[tuple[Changes, Plan]]:
         """Plan the proposals that are new and pass the run's checks."""
+        # All dry runs are submitted before the first is waited for, so that the pool's processes share them.
         pending = []
         for changes in proposals:
             name, config = " ".join(sorted(as_overrides(changes))), apply_changes(self.plan.config, changes)
@@ -164,6 +165,7 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
     estimate = _Estimate(plan)
     one_key = [change for change in (*singles, *layouts) if len(change) == 1]
     yield [change | of_engines for change in sorted(one_key, key=estimate.estimate_gib)]
+    # Two changes of one key would hide each other, so sets have changes of different keys.
     sets = [first | second for first, second in combinations(singles, 2) if not first.keys() & second.keys()]
     sets += [
         first | second | third
@@ -176,6 +178,7 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
         estimated = [(estimate.estimate_gib(keys), index, keys) for index, keys in enumerate(sets) if len(keys) == size]
         fitting = sorted(row for row in estimated if row[0] < _MARGIN * plan.hardware.memory_gib)
         yield [keys | of_engines for _, _, keys in fitting[: 2 * _TRIAL_BATCH]]
+    # If no small set helps, all keys that save memory are tried together, then with other layouts.
     everything = merge_changes(plan)
     yield [everything | of_engines]
     layouts.sort(key=lambda keys: estimate.estimate_gib(everything | keys))
@@ -221,6 +224,7 @@ class _Estimate:
 
     def _estimate_parts(self, changes: Changes) -> tuple[float, float]:
         config = apply_changes(self.plan.config, changes)
+        # The value model is estimated as if it were the policy; it has no reference.
         if self.worst.model != "policy" and config.value_model is not None:
             config = replace(
                 config, policy=config.value_model, loss_fn=replace(config.loss_fn, reference_policy_kl_penalty=0.0)

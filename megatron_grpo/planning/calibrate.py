@@ -92,6 +92,7 @@ def fit_hardware(
         target = measured.seconds.get(name, 0.0)
         if target > 0 and _sum(before, phases) > 0:
             fitted = _fit_efficiency(fitted, efficiencies, partial(_time_planned, plan, phases), target)
+    # Tensors that the plan does not know of; a CPU's run measures none.
     extra = max(0.0, measured.tensors_gib - planned_tensors_gib) if measured.tensors_gib else 0.0
     fitted = replace(fitted, reserve_gib=round(hardware.reserve_gib + extra, 3))
     after, rows = plan(fitted), []

@@ -104,6 +104,8 @@ def _read_key(config: Config, key: str) -> Any:
 
 def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[Config]:
     """Yield layouts of policy and engines whose estimated memory fits."""
+    # Layouts of the policy depend on the number of its GPUs alone. Of the splits that give it this number, the first
+    # with engines that fit is enough.
     sized: dict[int, list[Config]] = {}
     used: set[int] = set()
     for policy_gpus, engine_gpus in split_gpus(config)[:_SPLITS]:

@@ -101,6 +101,7 @@ def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     most_sequences = max(
         1, min(config.generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
     )
+    # Responses are in the order of their lengths, so every data-th one makes a typical share of an engine.
     share = lengths.responses[:: config.generation.parallel.data]
     copies = config.training_loop.num_generations_per_prompt
     return simulate_generation(

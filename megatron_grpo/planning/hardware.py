@@ -137,6 +137,7 @@ def _build_hardware(name: str, raw: dict[str, Any]) -> Hardware:
     efficiency = raw.pop("efficiency", {})
     for key in (*(raw.keys() - entries), *(efficiency.keys() - measured)):
         raise ValueError(f"the hardware profile {name} has no entry {key}")
+    # All other entries are numbers, but YAML reads 1e12, without a dot, as text.
     for key, value in [*raw.items(), *efficiency.items(), *dict(raw.get("flops", {})).items()]:
         if key != "flops" and (isinstance(value, bool) or not isinstance(value, int | float)):
             text = "; YAML takes 1e12 for text, write 1.0e+12" if isinstance(value, str) else ""

@@ -115,6 +115,7 @@ def summarize_refit(
     )
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data
+    # Pairs of ranks as one number, and messages, which are pieces of one source and turn, too: sorting is fast then.
     codes, inverse = np.unique(
         scheduled["source"].astype(np.int64) * targets + scheduled["target"], return_inverse=True
     )

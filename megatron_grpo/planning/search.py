@@ -138,6 +138,7 @@ def search_layouts(
     reason, unfit = "", ""
     for share, why in _iterate_shares(config, shape, gpu):
         layouts = list(_run_candidates(share.candidates, shape, pool, began + _RANKING * budget_s, enough))
+        # Without a share that fits, the first one, in the recipe's proportion, explains why nothing does.
         if chosen is None or _select_fitting(layouts):
             chosen, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
         if _select_fitting(layouts) or time.monotonic() > began + _RANKING * budget_s:
@@ -263,6 +264,7 @@ def _run_candidates(
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
     too_full: list[Candidate] = []
     while fitting < enough and time.monotonic() < deadline:
+        # What needs more memory than a candidate that did not fit is skipped without a dry run.
         remaining = (candidate for candidate in rest if not any(_takes_more(candidate, full) for full in too_full))
         while len(pending) < _AHEAD and (candidate := next(remaining, None)) is not None:
             pending.append((candidate, submit_plan(candidate.config, shape, pool, brief=True)))

@@ -62,6 +62,7 @@ def list_differing_modes(run_dir: Path, config: Config) -> list[str]:
     configured |= {name: str(arguments[name]) for name in _MODES if name in arguments}
     texts = []
     for engine in read_engines(run_dir):
+        # What an engine did not report counts as configured.
         for name, value in configured.items():
             reported = str(engine.get(name, value)).removeprefix("torch.")
             if reported != value:

@@ -215,6 +215,7 @@ def read_evidence(
         raise ValueError(f"{run_dir} has no rollouts; record a run with logger.rollouts=all (docs/debugging.md)")
     if step is not None and step not in files:
         raise ValueError(f"step={step} is not recorded in {run_dir}; there are steps {min(files)} to {max(files)}")
+    # Step N trains version N - 1, so steps whose trainer's weights are available come before others.
     newest = sorted(files, key=lambda number: (number - 1 in weights.versions, number))[::-1]
     candidates = [step] if step is not None else [*(number for number in suspicious if number in files), *newest]
     for number in candidates:

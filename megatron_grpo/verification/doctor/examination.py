@@ -221,6 +221,7 @@ class Examination:
         diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
         diagnosis.gap = Distance.measure(engine.recorded, trainer.recorded)
         diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
+        # Both sides compute what they should, so what remains is what the configuration has them compute.
         if not diagnosis.findings:
             diagnosis.findings += self._find_configured_gaps(engine, trainer)
         if version != evidence.version:
@@ -304,6 +305,7 @@ class Examination:
         """True if the recorded error exceeds that of the scored tokens."""
         if self._recorded.error is None:
             return False
+        # If the step recorded both sides' log-probabilities, its error follows from them without any model.
         error = self._evidence.recorded_error
         if error is not None:
             return is_beyond(self._recorded.excess, error - 1, self._rounding)

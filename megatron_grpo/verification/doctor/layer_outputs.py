@@ -59,6 +59,7 @@ def run_trainer_again(
         Log-probabilities of the chosen tokens, [chosen tokens of all sequences], float32; and hidden states by point,
         [tokens of all sequences, width], empty without `hidden`.
     """
+    # The folder has adapters merged, and nothing is trained here.
     policy = replace(config.policy, parallel=ParallelConfig(), lora=LoraConfig())
     policy = replace(policy, optimizer=replace(policy.optimizer, distributed=False))
     lengths = [len(sequence.ids) for sequence in sequences]

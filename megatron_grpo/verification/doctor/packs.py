@@ -59,6 +59,7 @@ def iterate_packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
     """
     if not packs:
         return
+    # A kernel that ignores the bounds of a pack attends to earlier sequences; positions may restart in each or go on.
     key = "policy.packing=false; python -m megatron_grpo.replay with this key compares the layers of a packed step"
     for restarts, words in ((True, "with positions that begin anew"), (False, "with positions that go on")):
         text = f"lets packed sequences see those before them in the pack, {words}"

@@ -68,6 +68,7 @@ class Prompts:
             reason = f"no other template gives them: the data has changed, or the record was edited ({where})"
         counted = f"{len(wrong_prompts)} of {len(rows)} recorded prompts"
         text = f"{counted} are not what the configuration makes of the data; {reason}"
+        # If all prompts are wrong the configuration is; if some are and no setting makes them, the record was edited.
         if matching or len(wrong) == len(self._rows):
             yield Finding("wrong_template", "tokens", text, matching[0].key if matching else expected.key)
         else:
@@ -79,7 +80,7 @@ class Prompts:
         sequences: dict[str, tuple[str, Sequence[Tokens]]] = {}
         for setting in settings:
             prompts = [setting.prompts[rollout.row["prompt_idx"]] for rollout in rollouts]
-            if all(prompts):
+            if all(prompts):  # an empty prompt predicts no first token
                 behind = [rollout.replace_prompt(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
                 sequences[setting.text] = (setting.key, behind)
         return sequences

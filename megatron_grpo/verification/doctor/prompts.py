@@ -81,6 +81,7 @@ def _iterate_settings(config: Config, folder: Path) -> Iterator[tuple[str, str, 
 def _read_prompts(config: Config, model: Path, rows: Sequence[int]) -> dict[int, list[int]]:
     if config.data.streaming:
         raise ValueError("data.streaming=true: rows of a stream cannot be read again")
+    # Only the requested rows are rendered, not all rows at the start, and no validation sets are read.
     loader = load_prompt_data(
         replace(config, data=replace(config.data, val_path=None, val_sets={}, rows_rendered_at_start=1)), model
     ).loader

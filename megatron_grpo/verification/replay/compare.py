@@ -349,6 +349,7 @@ def _compare_tensors(
     figures, limit = _compute_distances(kind, sides), limits[quantity]
     if not figures:
         return
+    # By optimizer step, the norm of all tensors together.
     total = {step: math.hypot(*(norm for (of, _), (_, norm) in figures.items() if of == step)) for step, _ in figures}
     is_routed = kind == "gradient" and _is_coarse(limits) and _has_experts(sides)
     if is_routed:

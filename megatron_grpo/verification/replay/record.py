@@ -171,6 +171,7 @@ def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
 
 def _find_checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
     """Find the intact checkpoint before a step; None: it began the run."""
+    # The checkpoint may also be the one from which the run was resumed, if that is of the step before.
     path = run_dir / "checkpoints" / f"step_{step - 1}"
     resume = config.checkpointing.resume
     if not path.is_dir() and resume not in ("auto", "none"):

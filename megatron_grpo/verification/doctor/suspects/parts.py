@@ -112,6 +112,7 @@ def list_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator
         for rank in range(size if size > 1 else 0):
             shard = {name: region for name, value in tensors.items() if (region := _cut_shard(name, value, rank, size))}
             yield Part(f"the shard of rank {rank} of {size} (tensor parallel)", shard)
+            # Tensors of three dimensions are stacked experts, of which an expert-parallel rank has a range.
             experts = {name: (_slice(len(value), rank, size),) for name, value in tensors.items() if value.dim() == 3}
             if experts:
                 yield Part(f"the experts of rank {rank} of {size} (expert parallel)", experts)

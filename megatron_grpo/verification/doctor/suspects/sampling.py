@@ -79,6 +79,7 @@ def _fit_option(side: Side) -> Iterator[tuple[Suspect, Law]]:
     )
     key = f"generation.temperature={law.temperature:g}"
     yield Suspect("temperature", "sampling", f"{text}, {equivalent}", key, assumes=2), replace(law, temperature=best)
+    # A soft cap, as in Gemma 2, bends logits by tanh before anything else.
     best = fit_law(side, CAPS, lambda number: replace(law, cap=number))
     text = f"bends logits to a soft cap of {best:.4g}"
     key = "final_logit_softcapping of config.json in policy.model.path, and generation.engine_args.hf_overrides"
@@ -104,6 +105,7 @@ def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law
         text = "never draws the tokens that end a response (min_tokens, ignore_eos)"
         banned = tuple((token, -torch.inf) for token in sorted(stops))
         yield Suspect("token_bias", "sampling", text, key), replace(law, bias=banned)
+    # A bias changes the biased token's own log-probability most, so only sampled tokens that differ are tried.
     base = side.predict()
     apart = compute_residual(side.recorded, base)
     sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in side.tokens])

@@ -38,6 +38,7 @@ def iterate_engine_settings(settings: Mapping[str, Any], side: Side) -> Iterator
 def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> Iterator[Candidate]:
     """Yield the model with other settings, if transformers can build it."""
 
+    # Built once, not again for each prediction.
     @cache
     def load_changed() -> Oracle:
         return Oracle(side.oracle.folder, side.oracle.model.dtype, changes)
@@ -84,6 +85,7 @@ def _fit_setting(
 
 def _list_values(config: Any) -> dict[str, tuple[Any, ...]]:
     """List other values of the settings that the model has, by name."""
+    # A window of 2^20 tokens stands for none.
     window = getattr(config, "sliding_window", None)
     count, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
     count = count or getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
