@@ -225,7 +225,7 @@ class VllmEngine(Engine):
     async def sleep(self) -> None:
         """Free device memory, and refuse requests; with vLLM's CPU build it only refuses."""
         llm = await self._gate.wait_paused()
-        await self._gate.close("memory", "the engine sleeps: its devices are those of the models in training for now")
+        await self._gate.close("memory", "the engine sleeps while models train on its devices")
         if self._settings.sleeps:
             # Level 1 keeps weights in host memory and loses only the cache; after level 2 only parameters and buffers
             # would come back.

@@ -313,7 +313,7 @@ class ServerEngine(Engine):
                 )
 
     async def _wait_until_up(self) -> None:
-        limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "it says nothing"
+        limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "no response"
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
@@ -334,7 +334,7 @@ class ServerEngine(Engine):
         try:
             async with self._session.request(method, self._url + path, **options) as answer:
                 if answer.status == 401:
-                    raise RuntimeError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to that one")
+                    raise RuntimeError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to it")
                 if answer.status >= 400:
                     text = await answer.text()
                     text = text if len(text) <= ERROR_CHARACTERS else f"{text[:ERROR_CHARACTERS]}…"

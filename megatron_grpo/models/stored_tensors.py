@@ -43,8 +43,8 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     located = read_index(index)
     files = sorted(set(located.values()))
     if single.is_file() and files != [SINGLE_FILE]:
-        text = f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, by which vLLM reads"
-        raise ValueError(f"{text} others; remove one of them")
+        text = f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, whose files vLLM reads"
+        raise ValueError(f"{text}; remove one of them")
     tensors = {}
     for name in files:
         tensors |= _read_header(folder / name, f"{folder / name} does not exist, but {INDEX_FILE} names it")

@@ -146,7 +146,7 @@ class Endpoint:
         name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
         conversation = self._open.get(name)
         if conversation is None:
-            return _make_error(404, "no open rollout has this name; ask at the base URL that the agent was given")
+            return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
         try:
             call = await _read_json(request)
             _require_valid_call(call, accepted, conversation.settings)

@@ -76,7 +76,7 @@ class EngineReplacer:
                     call_actor(worker, RolloutWorker.replace_engine, number, actor)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Return the next call that ends; None: engines were lost. TimeoutError."""
+        """Return the next ended call, None after lost engines; raises TimeoutError."""
         # Reports are open calls like any other, so one wait notices both.
         self.announce_replacements()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))

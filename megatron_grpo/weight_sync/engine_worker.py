@@ -134,7 +134,9 @@ class RefitWorker(Worker):
             text = f"--logprobs-mode={model.logprobs_mode} must be processed_logprobs, from which tokens are drawn"
             return {"problem": text}
         if self.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
-            return {"problem": "a CPU engine that cuts prompts into pieces cannot repeat a response"}
+            return {
+                "problem": "a CPU engine cannot repeat a response with chunked prefill; use --no-enable-chunked-prefill"
+            }
         try:
             shape = asdict(read_model_shape(model.model))
         except ValueError as error:

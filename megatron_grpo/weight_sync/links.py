@@ -141,7 +141,9 @@ class Links(ABC):
             except RuntimeError as error:
                 raise RuntimeError(f"no link to {self._name_peer(peer)}: {error}") from error
             if notice[:2].tolist() != link:
-                raise RuntimeError(f"the link to {self._name_peer(peer)} leads elsewhere: {tuple(notice[:2].tolist())}")
+                raise RuntimeError(
+                    f"the link to {self._name_peer(peer)} connects other ranks: {tuple(notice[:2].tolist())}"
+                )
             if memory is not None:
                 self._shared[peer] = memory
 

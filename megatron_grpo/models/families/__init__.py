@@ -144,8 +144,8 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     model_type = family.model_type or family.name
     if raw.get("model_type", model_type) != model_type:
-        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}: transformers goes by the one"
-        raise ValueError(f"{text}, vLLM by the other; write model_type={model_type} if the weights are its")
+        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
+        raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_type}")
     if scores:
         labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
