@@ -33,8 +33,8 @@ class TrainedValues:
         TrainedValues(advantages=np.array([1.0, 1.0]), prev_logprobs=np.array([-0.71, -0.1]))
     """
 
-    advantages: NDArray[np.float32] | None
-    """Advantage of each token: [sampled tokens], float32. None: the step failed before computing them."""
+    advantages: NDArray[np.float32] | None = None
+    """Advantage of each token: [sampled tokens], float32. None: no step trains on it, or it failed before."""
     prev_logprobs: NDArray[np.float32] | None = None
     """Log-probability in training, under the policy at the start of the step: [sampled tokens], float32. None: the step
     did not need them, or failed before."""
@@ -70,13 +70,13 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
 
 def write_rollouts(
     file: Path,
-    groups: Iterable[tuple[int, Sequence[tuple[Trajectory, TrainedValues | None]]]],
+    groups: Iterable[tuple[int, Sequence[tuple[Trajectory, TrainedValues]]]],
     metadata: Mapping[bytes, bytes] | None = None,
 ) -> None:
     """Write trajectories as Parquet, completely or not at all.
 
-    `groups` are pairs of the number to write as `group`, and the group's rollouts, each with its values in training
-    (None: no step trains on it).
+    `groups` are pairs of the number to write as `group`, and the group's rollouts, each with its values in
+    training.
     """
     import pyarrow.parquet as pq
 
@@ -85,7 +85,7 @@ def write_rollouts(
     schema = _make_schema().with_metadata(metadata)
     # Row groups are large, because readers pay for each, and bounded, because one is held in memory.
     with pq.ParquetWriter(unfinished, schema, compression="zstd", compression_level=1) as writer:
-        rows: list[tuple[int, Trajectory, TrainedValues | None]] = []
+        rows: list[tuple[int, Trajectory, TrainedValues]] = []
         tokens = 0
         for number, rollouts in groups:
             rows += [(number, trajectory, values) for trajectory, values in rollouts]
@@ -128,7 +128,7 @@ def _make_schema() -> pa.Schema:
     )
 
 
-def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues | None]]) -> pa.Table:
+def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues]]) -> pa.Table:
     import pyarrow as pa
 
     def make_lists(arrays: Sequence[NDArray[Any] | None]) -> pa.ListArray | list[None]:
@@ -139,10 +139,9 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues | None]]) ->
         return pa.ListArray.from_arrays(np.cumsum([0, *map(len, complete)], dtype=np.int32), np.concatenate(complete))
 
     schema = _make_schema()
-    trajectories = [trajectory for _, trajectory, _ in rows]
-    trained = [values or TrainedValues(advantages=None) for _, _, values in rows]
+    numbers, trajectories, trained = zip(*rows, strict=True)
     columns: dict[str, Any] = {
-        "group": [number for number, _, _ in rows],
+        "group": numbers,
         "token_ids": make_lists([trajectory.token_ids for trajectory in trajectories]),
         "logprobs": make_lists([trajectory.logprobs for trajectory in trajectories]),
         "prev_logprobs": make_lists([values.prev_logprobs for values in trained]),

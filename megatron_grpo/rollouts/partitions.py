@@ -202,19 +202,17 @@ def dump_rollouts(
     `chosen` are indices in the groups. Advantages and log-probabilities come from `batch`, which has the sequences in
     the order of `groups`; None: the run does not train.
     """
-    values = None if batch is None else fetch_trained_values(batch)
+    values = {} if batch is None else fetch_trained_values(batch)
 
-    def add_values(trajectory: Trajectory, index: int) -> tuple[Trajectory, TrainedValues | None]:
-        return trajectory, None if values is None else select_trained_values(values, index, trajectory)
-
-    def iterate_groups() -> Iterator[tuple[int, list[tuple[Trajectory, TrainedValues | None]]]]:
-        samples = record.run.samples_per_prompt
+    def iterate_groups() -> Iterator[tuple[int, list[tuple[Trajectory, TrainedValues]]]]:
         written = [number for number, indices in enumerate(chosen) if indices]
         # A few groups at a time: a step's trajectories need not fit into the memory of one worker.
         for begin in range(0, len(written), WRITTEN_GROUPS):
             numbers = written[begin : begin + WRITTEN_GROUPS]
-            for number, trajectories in zip(numbers, groups.select(numbers).fetch(), strict=True):
-                yield number, [add_values(trajectories[index], number * samples + index) for index in chosen[number]]
+            for number, group in zip(numbers, groups.select(numbers).fetch(), strict=True):
+                first = number * record.run.samples_per_prompt
+                indices = chosen[number]
+                yield number, [(group[i], select_trained_values(values, first + i, group[i])) for i in indices]
 
     write_rollouts(file, iterate_groups(), record.to_metadata())
 

@@ -116,11 +116,11 @@ class RecordedRun:
         save_checkpoint(folder, self.run_dir / f"checkpoints/step_{number}/megatron", self.config)
         return folder
 
-    def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[TrainedValues | None] = ()) -> None:
+    def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[TrainedValues] = ()) -> None:
         """Write the record of a step."""
         self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)
-        pairs = list(zip(rollouts, learnt or [None] * len(rollouts), strict=True))
+        pairs = list(zip(rollouts, learnt or [TrainedValues()] * len(rollouts), strict=True))
         groups = [(row, [pair for pair in pairs if pair[0].group == row]) for row in range(PROMPTS)]
         record = make_record(
             prompts_per_step=PROMPTS,

@@ -13,7 +13,7 @@ from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.sampling_only import sampling_step
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import TrainedValues, locate_rollouts_file, write_rollouts
 from megatron_grpo.config.errors import SamplingError
 from tests.support.grpo_run import EVERYTHING, Run
 from tests.support.recording import make_record
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fake_ray")
 def record(run: Run, folder: Path, step: int = 1) -> None:
     """Write what the run's step has begun to."""
     groups = [group.objects_ref.get() for group in run.run.dumps.groups[step]]
-    rows = [(number, [(one, None) for one in group]) for number, group in enumerate(groups)]
+    rows = [(number, [(one, TrainedValues()) for one in group]) for number, group in enumerate(groups)]
     write_rollouts(locate_rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).to_metadata())
 
 
