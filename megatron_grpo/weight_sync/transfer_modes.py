@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.ray_cluster import find_node_address
-from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import build_model_map
@@ -79,15 +79,13 @@ class TransferMode(ABC):
     def close(self) -> None:  # noqa: B027 - most modes keep nothing
         """Delete files that the mode has written; idempotent."""
 
-    def connect_engines(
-        self, engines: tuple[int, ...], mode: RefitMode, source: dict[str, Any]
-    ) -> dict[int, ray.ObjectRef]:
+    def connect_engines(self, engines: tuple[int, ...], source: dict[str, Any]) -> dict[int, ray.ObjectRef]:
         """Begin to connect engines to a source, an address in types of JSON."""
         ranks = self.calls.generation.config.parallel.ranks_per_engine
         source = {**source, "model_map": build_model_map(self.calls.policy.settings.shape).to_json()}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
-            calls |= self.calls.call_engines([engine], Engine.connect_weights, mode, source, index * ranks)
+            calls |= self.calls.call_engines([engine], Engine.connect_weights, self.config.mode, source, index * ranks)
         return calls
 
 
@@ -117,7 +115,7 @@ class LinkMode(TransferMode):
         scheduled = schedule_messages(pieces, self.bucket_bytes)
         write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
-        receives = self.connect_engines(engines, config.mode, {"rendezvous": asdict(rendezvous)})
+        receives = self.connect_engines(engines, {"rendezvous": asdict(rendezvous)})
         self.calls.wait(sends, receives, time.monotonic() + config.timeout_s, "connecting the refit")
 
     def send(
@@ -158,7 +156,7 @@ class FilesMode(TransferMode):
                 write_manifest(self.folder, Manifest(self.session, -1, {}))
             self._rewrites = True
             writers = self.calls.policy.submit(connect_folder, self.folder, self.bucket_bytes)
-        receives = self.connect_engines(engines, "files", {"folder": str(self.folder), "session": self.session})
+        receives = self.connect_engines(engines, {"folder": str(self.folder), "session": self.session})
         self.calls.wait(writers, receives, time.monotonic() + self.config.timeout_s, "connecting the refit")
 
     def send(
