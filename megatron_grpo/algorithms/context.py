@@ -87,7 +87,7 @@ class SamplingRun:
     settings: SamplingSettings
     dumps: RolloutDumps
     loader: Batches
-    """Loader of the training prompts, or the recording of an earlier run, whose rollouts replace sampling."""
+    """Loader of the training prompts, or a recording, whose rollouts replace sampling."""
     val_prompts: list[DatumSpec]
     logger: RunLogger
     checkpointer: Checkpointer

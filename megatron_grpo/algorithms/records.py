@@ -179,14 +179,14 @@ class StepCheck:
         """
         file = self.run_dir / f"non_finite_step_{self.step}.json"
         outcomes: list[Outcome] = [outcome for group in self.groups for outcome in group.outcomes]
-        positions = [
+        locations = [
             (index, sample) for index, group in enumerate(self.groups) for sample in range(len(group.outcomes))
         ]
-        groups = sorted({positions[response][0] for response in responses})
+        groups = sorted({locations[response][0] for response in responses})
         trajectories = dict(zip(groups, self.fetch([self.groups[group] for group in groups]), strict=True))
         rows = []
         for response in responses:
-            group, sample = positions[response]
+            group, sample = locations[response]
             # In the file `group` is the group's number in the step, not in its generation batch.
             rows.append({**trajectories[group][sample].to_row(), "group": outcomes[response].group})
         prompts = sorted({outcomes[response].prompt_idx for response in responses})

@@ -79,13 +79,13 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     else:
         samples = None
     if samples is not None:
-        # Also if dynamic sampling sampled several batches: the counts are since the last step.
+        # The counts are since the last step, so they include all batches of dynamic sampling.
         samples.engines = compute_engine_metrics(run.rollouts.take_engine_counts())
     return samples
 
 
 def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    # Groups of a step that the last prompts do not fill stay in run.batch_cache, for a continuation with more epochs.
+    # If the prompts end before a step is full, its groups stay in run.batch_cache, for a continuation with more epochs.
     config, loop, carried = run.config, run.config.training_loop, len(run.batch_cache)
     sampled: list[Outcome] = []
     dropped: list[Outcome] = []

@@ -40,7 +40,7 @@ def save_checkpoint(
 ) -> None:
     """Write checkpoints/step_N; with checkpointing.async_save only begin it.
 
-    Models are written as they are now. `snapshot`: the driver's part from after their last update; None: as it is now.
+    Models are written as they are now. `snapshot`: the driver's part as it was after their last update; None: as now.
     `metrics` of the last step rank the checkpoint. With `wait` the checkpoint is complete on return.
     """
     started = time.monotonic()

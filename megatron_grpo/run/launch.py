@@ -121,7 +121,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
 
 
 def _uses_shared_cores(config: Config) -> bool:
-    """Tell whether the run's engines sample while its models train."""
+    """True if engines of the run sample on its cores while its models train."""
     return config.training_loop.async_grpo.can_sample_ahead and not config.generation.server.urls
 
 

@@ -168,7 +168,7 @@ class RankActor:
     def _forward(
         self, work: ReplicaWork, compute: Callable[[TokenBatch, Microbatches], Tensor | None], *, filtered: bool = False
     ) -> ForwardResult | None:
-        # Stores the model's outputs for every token of the replica; None except on the output rank.
+        # Puts the model's outputs for the replica's tokens into the object store; None except on the output rank.
         import numpy as np
 
         from megatron_grpo.batch.token_batch import require_field

@@ -98,7 +98,7 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if is_untied_by_weights(source):
         settings["tie_word_embeddings"] = False
-    # The layers that predict further tokens are not trained, and not exported.
+    # Layers that predict further tokens (MTP) are neither trained nor exported.
     raw = read_config_json(source / "config.json")
     if shape.family == "deepseek_v3":
         settings |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if raw.get(key)}

@@ -73,7 +73,7 @@ class RefusedStepError(RunError):
 
 
 class ModelRanks(ABC):
-    """A model over Ray actors, one per rank; `actor_options` are Ray's, by rank."""
+    """A model in training, on one Ray actor per rank; `actor_options(rank)`: Ray's options."""
 
     label: ClassVar[str]
     actor_class: ClassVar[type[RankActor]]

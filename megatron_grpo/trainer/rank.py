@@ -65,7 +65,7 @@ class ModelRank(ABC):
             load_hf_weights(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
         self.reference_moved = False  # from the model that the run started from; only then checkpoints hold it
-        if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
+        if settings.reference is not None and not config.lora.rank:  # with adapters it is the policy without them
             self.reference = build_reference(self.chunks, config, settings.reference, shape, self.platform)
             if settings.reference.offload:
                 move_to_host(self.reference, self.platform)
