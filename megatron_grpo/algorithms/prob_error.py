@@ -77,11 +77,6 @@ class NoiseBounds:
         return NoiseBounds(first * routing_factor, first * routing_factor / 2)
 
 
-def make_prob_error_state(precision: str) -> ProbErrorState:
-    """Make the state of a run that has measured nothing."""
-    return ProbErrorState(precision=precision, fresh=[], stale=[], calm_steps=None)
-
-
 @dataclass(frozen=True, slots=True)
 class NoiseComparison:
     """One step compared with the noise so far."""
@@ -151,7 +146,8 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         if run.state["total_steps"]:  # the first step of a run needs no remark
             measured = f"the checkpoint's was measured in {state['precision']}" if state else "the checkpoint has none"
             remarks.append(f"the noise of {ERROR} is measured from this step on, since {measured}")
-        run.state["prob_error"] = state = make_prob_error_state(precision)
+        state = ProbErrorState(precision=precision, fresh=[], stale=[], calm_steps=None)
+        run.state["prob_error"] = state
     if ERROR not in metrics:
         return Assessment({}, remarks)
     age = compute_oldest_age(run, outcomes)

@@ -121,11 +121,6 @@ class ProgressDisplay:
         panel.add_row(Text("  ".join(figures), style="cyan"))
         self._live.update(panel)
 
-    def show_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a validation; it stays on the screen."""
-        figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-        self.print_line(f"validation after step {step}: {figures}")
-
     def print_line(self, text: str) -> None:
         """Print a line, above the live one."""
         # Lines with prompts and responses may be any text, also text that the console cannot encode.
@@ -246,7 +241,8 @@ class RunLogger:
         self._validations.write(format_json_line({"step": step, **metrics, "timing": dict(timing)}))
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
-        self._progress.show_validation(step, metrics)
+        figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self._progress.print_line(f"validation after step {step}: {figures}")
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
         """Print one response to each of the first prompts that have a trajectory."""

@@ -1,6 +1,6 @@
-"""Forward passes that keep the hidden states of a rank's layers, and the assembly of these states over ranks.
+"""Forward passes that keep the hidden states of a rank's layers.
 
-The points at which states are kept, in the order of computation (`locate_point`), by names that follow Hugging Face's:
+The points at which states are kept, in the order of computation, by names that follow Hugging Face's:
 
     embedding                           output of the embedding, scaled where the model scales it
     layers.N.input_layernorm            absent where Transformer Engine fuses the norm with the product after it
@@ -15,7 +15,7 @@ The points at which states are kept, in the order of computation (`locate_point`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEADS, ROUTER, NORM = "embedding", "self_attn.heads", "mlp.router", "norm"
 # Captured modules of a layer by their names in Megatron-Core, in the order of computation, with the names here.
-_LAYER_POINTS = {
+LAYER_POINTS = {
     "input_layernorm": "input_layernorm",
     "self_attention.core_attention": HEADS,
     "self_attention": "self_attn",
@@ -61,16 +61,6 @@ class Piece:
     """[rows, width], in the type of the computation."""
     column: int
     """First column of the values in the whole tensor; above 0 where tensor parallelism splits the heads."""
-
-
-def locate_point(point: str) -> tuple[int, int]:
-    """Compute the sort key of a point: its position in the order of computation."""
-    if point == EMBEDDING:
-        return (-1, 0)
-    if point == NORM:
-        return (1 << 30, 0)
-    _, layer, *rest = point.split(".", 2)
-    return int(layer), list(_LAYER_POINTS.values()).index(rest[0] if rest else "")
 
 
 @contextmanager
@@ -109,30 +99,12 @@ def capture_states(
             handle.remove()
 
 
-def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
-    """Assemble the pieces of all ranks, point by point.
-
-    Returns [tokens of the whole batch, width] for each point; NaN at tokens that no rank captured.
-    """
-    by_point: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_point.setdefault(piece.point, []).append(piece)
-    assembled = {}
-    for point in sorted(by_point, key=locate_point):
-        at_point = by_point[point]
-        width = max(piece.column + piece.values.shape[1] for piece in at_point)
-        assembled[point] = at_point[0].values.new_full((tokens, width), torch.nan)
-        for piece in at_point:
-            assembled[point][piece.tokens, piece.column : piece.column + piece.values.shape[1]] = piece.values
-    return assembled
-
-
 def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     if chunk.pre_process:
         yield EMBEDDING, chunk.embedding
     for layer in chunk.decoder.layers:
         modules = dict(layer.named_modules())
-        for inner, name in _LAYER_POINTS.items():
+        for inner, name in LAYER_POINTS.items():
             module = modules.get(inner)
             if module is not None and not isinstance(module, IdentityOp):
                 yield f"layers.{layer.layer_number - 1}{'.' if name else ''}{name}", module

@@ -17,10 +17,11 @@ from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.trainer.hidden_states import Piece, assemble_pieces, capture_states
+from megatron_grpo.trainer.hidden_states import Piece, capture_states
 from megatron_grpo.trainer.messages import RankSettings, make_training_filter
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
+from megatron_grpo.verification.hidden_pieces import assemble_pieces
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.doctor.law import Tokens

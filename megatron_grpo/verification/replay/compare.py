@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatron_grpo.batch.replay_files import StateFigure
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.trainer.hidden_states import ROUTER, locate_point
+from megatron_grpo.trainer.hidden_states import ROUTER
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.step_record import SKETCH, sketch_rows
+from megatron_grpo.verification.hidden_pieces import locate_point
 from megatron_grpo.verification.replay.record import RecordedStep
 from megatron_grpo.verification.replay.replayed_step import Replayed
 

@@ -28,7 +28,7 @@ from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.rules import find_broken_rules
 from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.run.launch import make_policy_settings
-from megatron_grpo.trainer.hidden_states import Piece, assemble_pieces
+from megatron_grpo.trainer.hidden_states import Piece
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch_schedule import (
     StepMicrobatches,
@@ -39,6 +39,7 @@ from megatron_grpo.trainer.microbatch_schedule import (
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.doctor.layer_outputs import compute_logprobs_and_states
+from megatron_grpo.verification.hidden_pieces import assemble_pieces
 from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import RecordedStep
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import ppo
-from megatron_grpo.algorithms.context import PPORun
-from megatron_grpo.algorithms.prob_error import NoiseBounds, compare_with_noise, make_prob_error_state
+from megatron_grpo.algorithms.context import PPORun, ProbErrorState
+from megatron_grpo.algorithms.prob_error import NoiseBounds, compare_with_noise
 from megatron_grpo.config.errors import DisagreementError
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRay
@@ -26,6 +26,10 @@ LIMIT = 2.0
 
 
 @pytest.fixture(autouse=True)
+def empty_state() -> ProbErrorState:
+    return ProbErrorState(precision="float32", fresh=[], stale=[], calm_steps=None)
+
+
 def without_ray(fake_ray: FakeRay) -> FakeRay:
     return fake_ray
 
@@ -49,7 +53,7 @@ def off_steps(
     rounding: NoiseBounds, rows: list[dict[str, float]], ages: Callable[[int], int] = lambda step: 0
 ) -> list[int]:
     """Numbers of the steps that are off, from 1."""
-    state = make_prob_error_state("float32")
+    state = empty_state()
     seen = [
         compare_with_noise(state, rounding, row, ages(step), None if ages(step) else LIMIT)
         for step, row in enumerate(rows)
@@ -110,7 +114,7 @@ def test_a_single_token_makes_no_step_stand_out() -> None:
 
 
 def test_a_figure_that_is_not_a_number_is_off_and_no_noise() -> None:
-    state = make_prob_error_state("float32")
+    state = empty_state()
     assert compare_with_noise(state, FLOAT32, row(math.nan), 0, LIMIT).is_off
     assert state["fresh"] == []
 
@@ -136,7 +140,10 @@ def test_a_policy_that_learns_ever_faster_stays_within_its_noise() -> None:
 
 
 def test_sampling_that_differs_on_purpose_is_measured_first() -> None:
-    rounding, state = bounds("generation.repetition_penalty=1.2"), make_prob_error_state("float32")
+    rounding, state = (
+        bounds("generation.repetition_penalty=1.2"),
+        empty_state(),
+    )
     seen = [compare_with_noise(state, rounding, row(excess), 0, None) for excess in [*noisy(0.6, 100), 4.0]]
     assert [one.is_off for one in seen] == [False] * 100 + [True]
     assert "token_mult_prob_error_bound" not in seen[0].metrics, "no number stands for infinity"

@@ -56,7 +56,6 @@ def test_samples_that_a_console_cannot_encode_are_shown(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdout", stream)
     progress = ProgressDisplay(3, live=True)
     progress.print_line(f"  {TEXT!r} -> {ODD!r}")
-    progress.show_validation(1, {TEXT: 0.5})
     progress.close()
     assert escaped(f"  {TEXT!r} -> {ODD!r}\n", encoding) in written()
 
