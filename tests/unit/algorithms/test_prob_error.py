@@ -25,11 +25,11 @@ TOKENS = 1000
 LIMIT = 2.0
 
 
-@pytest.fixture(autouse=True)
 def empty_state() -> ProbErrorState:
     return ProbErrorState(precision="float32", fresh=[], stale=[], calm_steps=None)
 
 
+@pytest.fixture(autouse=True)
 def without_ray(fake_ray: FakeRay) -> FakeRay:
     return fake_ray
 
