@@ -61,11 +61,7 @@ class Placement:
         self._has_engines_awake, self._unsettled = True, False
 
     def offload_engines(self, timer: StepTimer) -> None:
-        """Put engines to sleep and load the models.
-
-        Raises:
-            SamplingError: an engine failed.
-        """
+        """Put engines to sleep and load the models; SamplingError: an engine failed."""
         if self._engines is None or not (self._has_engines_awake or self._unsettled):
             return
         with timer.phase("sleep"):
@@ -87,8 +83,7 @@ class Placement:
 def publish(transport: WeightTransport, placement: Placement, version: int, timer: StepTimer) -> TransferReport:
     """Send the weights to all engines, which serve them as `version`.
 
-    Raises:
-        RefitError: the engines do not serve the version; the models are as before.
+    Raises RefitError if the engines do not serve the version; the models are as before.
     """
     try:
         with placement.refit(timer), timer.phase("refit"):

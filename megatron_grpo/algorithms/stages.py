@@ -99,10 +99,8 @@ def train_policy(
 ) -> TrainResult | None:
     """Do all optimizer steps of the policy; update the reference if due.
 
-    None: no token is in the loss, and the weights are as they were.
-
-    Raises:
-        RunError: a gradient is not finite, or training and generation disagree too much; no update was made from it.
+    None: no token is in the loss, and the weights are as they were. Raises RunError if a gradient is not finite, or
+    training and generation disagree too much; no update was made from it.
     """
     loop, is_recorded = config.training_loop, config.logger.has_replay(check.step)
     if not config.needs_prev_logprobs:
@@ -167,10 +165,8 @@ def train_in_minibatches(
 ) -> TrainResult | None:
     """Train passes over the batch in optimizer steps of `samples` sequences.
 
-    None: there was no optimizer step.
-
-    Raises:
-        NonFiniteGradientError: a gradient is not finite; names sequences by their indices in `batch`.
+    None: there was no optimizer step. Raises NonFiniteGradientError with the indices, in `batch`, of sequences that may
+    be the reason.
     """
     results: list[TrainResult] = []
     loss_tokens: list[float] = []
@@ -217,8 +213,7 @@ def publish_and_report(
 ) -> StepReport:
     """Assess a learnt step with these metrics, publish its weights, and report it.
 
-    Raises:
-        UnpublishedStepError: the engines do not serve the weights; the error has the report.
+    Raises UnpublishedStepError, which has the report, if the engines do not serve the weights.
     """
     config, policy, step = run.config, run.policy, run.state["total_steps"] + 1
     # Assessed first, because the refit of a step that disagrees with generation also compares weights.

@@ -59,8 +59,7 @@ def gather(
 def fetch_stored(refs: Sequence[ray.ObjectRef], content: str) -> list[Any]:
     """Fetch values that `ray.put` stored, in the order of their references.
 
-    Raises:
-        RunError: a value was lost with its process or is late; the message names `content`.
+    Raises RunError if a value was lost with its process or is overdue; the message names `content`.
     """
     try:
         return list(ray.get(list(refs), timeout=FETCH_S))

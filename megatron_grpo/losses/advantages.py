@@ -71,8 +71,7 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     Returns:
         [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean suffers.
 
-    Raises:
-        ValueError: not [groups, samples], or fewer than two samples, which leaves nothing to compare.
+    Raises ValueError for another shape, and for fewer than two samples, which leave nothing to compare.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
@@ -117,8 +116,7 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
         [groups, samples]; exact zeros in a group without a signal: no function tells its samples apart, or the
         functions' terms cancel out up to rounding.
 
-    Raises:
-        ValueError: a group has fewer than two samples.
+    Raises ValueError if a group has fewer than two samples.
     """
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]

@@ -72,7 +72,6 @@ class ClippedPGLossFn:
         """
         config = self.config
         self._require_fields(tokens)
-        # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
         allowed_mask = mask
         if tokens.unfiltered_logprobs is not None:

@@ -79,8 +79,7 @@ def length_adaptive_lambda(lengths: list[int], alpha: float) -> Tensor:
     VAPO, Yue et al. 2025: the longer a response, the further its reward reaches. Shape [responses], float64.
     """
     counts = torch.tensor(lengths, dtype=torch.float64)
-    # A length of at least 1, because an empty response must not divide by 0; lambda of at least 0, because a negative
-    # lambda would flip the sign of every second later token's error.
+    # A negative lambda would flip the sign of every second later token's error.
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0)
 
 
@@ -160,7 +159,6 @@ class MseValueLossFn:
         trained on these returns. value_clip_fraction counts the tokens where clipping made the loss larger;
         `add_explained_variance` turns the moments into explained_variance.
         """
-        # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
         values, returns = mask_values(curr_values, mask), mask_values(require_field(tokens.returns), mask)
         old = mask_values(require_field(tokens.values), mask)

@@ -57,8 +57,7 @@ def format_json_line(row: dict[str, Any]) -> str:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines; empty if it is missing.
 
-    Raises:
-        ValueError: a line is not a JSON object; the message names file and line.
+    Raises ValueError if a line is not a JSON object; the message names file and line.
     """
     if not path.exists():
         return []

@@ -146,8 +146,7 @@ class RunLogger:
     def __init__(self, run_dir: str | Path, config: Config, resume_step: int | None = None) -> None:
         """Open a run's files, cut after `resume_step`; None: a new run.
 
-        Raises:
-            RunError: a tracker is enabled, but its package is missing or it does not start.
+        Raises RunError if a tracker is enabled, and its package is missing or it does not start.
         """
         self.run_dir = Path(run_dir)
         self.config = config

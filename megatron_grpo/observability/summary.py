@@ -29,11 +29,7 @@ COMPLETED = RunEnd("completed")
 
 
 def read_end_reason(run_dir: Path) -> str | None:
-    """Read why a run ended early; None: no summary says so.
-
-    Raises:
-        ValueError: the summary of the run is damaged; the message names the file.
-    """
+    """Read why a run ended early; None: not known, ValueError: damaged."""
     file = run_dir / SUMMARY_FILE
     if not file.exists():
         return None

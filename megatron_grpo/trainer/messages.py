@@ -42,7 +42,7 @@ class RankSettings:
 
 
 def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:
-    """Make the filter of sampling that the policy's ranks have to apply, too; None: none."""
+    """Make the sampling filter that the policy's ranks apply too, if any."""
     if not generation.has_training_filter:
         return None
     return TokenFilter(generation.top_k, generation.top_p, generation.min_p)

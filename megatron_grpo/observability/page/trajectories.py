@@ -61,11 +61,7 @@ class TokenBytes:
 
 
 def load_token_bytes(model: str) -> TokenBytes | None:
-    """Load token bytes of a model by path or hub name; None: no tokenizer.json.
-
-    Raises:
-        ValueError: tokenizer.json exists but cannot be read.
-    """
+    """Load token bytes of a model; None: no tokenizer.json, ValueError: an unreadable one."""
     folder = find_local_folder(model)
     return TokenBytes(folder) if folder is not None and (folder / TOKENIZER_FILE).exists() else None
 
@@ -81,11 +77,7 @@ def list_byte_alphabet() -> dict[str, int]:
 
 
 def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield number, count of rollouts and table of each step.
-
-    Raises:
-        ValueError: a file of rollouts cannot be read; the message names it.
-    """
+    """Yield number, rollout count and table of each step; ValueError: unreadable rollouts."""
     files = find_recorded_steps(folder)
     for step, file in files.items():
         try:

@@ -84,8 +84,7 @@ def render_page(style: str, script: str, body: str, data: Sequence[str], title: 
 def read_run_data(folder: Path) -> dict[str, Any]:
     """Read all data of a run for the page, but for its trajectories.
 
-    Raises:
-        ValueError: the folder is not a run's folder, or a line of a file is damaged; the message names it.
+    Raises ValueError if the folder is not a run's, or a line of a file is damaged; the message names it.
     """
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
@@ -150,9 +149,7 @@ def _to_text(value: Any) -> str:
 def write_report(folders: Sequence[Path]) -> Path:
     """Write report.html of one run or two; returns its path.
 
-    Raises:
-        ValueError: a folder is not the folder of a run.
-        OSError: a file cannot be read or written.
+    Raises ValueError if a folder is not a run's, OSError if a file cannot be read or written.
     """
     file = folders[0] / REPORT_FILE
     write_text(file, render_report(folders))
