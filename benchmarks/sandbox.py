@@ -28,7 +28,7 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.config.data_schema import LEVELS, IsolationLevel, SandboxConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 class _Settings(EnvironmentSettings):
     """The settings of an environment whose programs run at a given level, and not at the strongest there is."""
 
-    level: Level
+    level: IsolationLevel
 
     def open_sandbox(self) -> Sandbox:
         return Sandbox(self.sandbox, self.level)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.algorithms.dispatch import run_algorithm
-from megatron_grpo.config.compose import Composed, compose_typed
+from megatron_grpo.config.compose import ComposedConfig, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
@@ -107,7 +107,7 @@ def _check_arguments(
     environments: Mapping[str, str | type],
     functions: dict[str, Callable[..., Any]],
     files: ScriptData,
-) -> Composed:
+) -> ComposedConfig:
     """Check the configuration together with the objects of the script.
 
     Datasets are written to `files`; reward functions that cannot be imported are added to `functions`.
@@ -119,7 +119,7 @@ def _check_arguments(
             raise ConfigError([Problem("config", text)])
         return check_config(config)
     overrides = format_overrides(config)
-    # Composed once without the objects, whose overrides need the names of the task and of the run's folder.
+    # ComposedConfig once without the objects, whose overrides need the names of the task and of the run's folder.
     composed = compose_typed(overrides)
     if composed.config is None:
         raise ConfigError(composed.rename_problems(composed.problems))

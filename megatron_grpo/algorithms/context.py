@@ -13,7 +13,7 @@ from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
@@ -86,7 +86,7 @@ class SamplingRun:
     rollouts: RolloutPool
     settings: SamplingSettings
     dumps: RolloutDumps
-    loader: Batches
+    loader: BatchLoader
     """Loader of the training prompts, or a recording, whose rollouts replace sampling."""
     val_prompts: list[DatumSpec]
     logger: RunLogger

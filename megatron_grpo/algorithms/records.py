@@ -25,7 +25,7 @@ from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import fetch_stored
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config, LoggerConfig
-from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import compute_vocabulary_digest
@@ -34,7 +34,7 @@ from megatron_grpo.observability.run_logger import select_first_of_groups
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
-class RecordedSteps(Batches):
+class RecordedSteps(BatchLoader):
     """Recorded steps of an earlier run, in place of a loader."""
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:

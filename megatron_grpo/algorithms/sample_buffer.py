@@ -13,7 +13,7 @@ from typing import Any
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup, renumber_groups
 from megatron_grpo.config.loop_schema import LoopConfig
-from megatron_grpo.data.loader import Batches, add_waiting
+from megatron_grpo.data.loader import BatchLoader, add_waiting
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt, PendingBatch, RolloutPool
@@ -25,7 +25,7 @@ class SampleBuffer(ABC):
     """Samples of coming steps, complete or being generated."""
 
     rollouts: RolloutPool
-    loader: Batches
+    loader: BatchLoader
     loop: LoopConfig
     settings: SamplingSettings
     generation_batches: int

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.batch.trajectory import SampledGroup
-from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
+from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_optional_metrics
@@ -78,8 +78,8 @@ def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> No
     is_ranked = config.has_checkpoints and config.ranked_checkpointing.keep_top_k is not None
     if not is_ranked or name is None or name in metrics or name.startswith(VALIDATION_PREFIX):
         return
-    if name.startswith(ENVIRONMENT_FIGURE):
-        figures = ", ".join(sorted(metric for metric in metrics if metric.startswith(ENVIRONMENT_FIGURE))) or "none"
+    if name.startswith(ENVIRONMENT_PREFIX):
+        figures = ", ".join(sorted(metric for metric in metrics if metric.startswith(ENVIRONMENT_PREFIX))) or "none"
         text = f"checkpointing.metric_name={name} ranks checkpoints, and step {step} has no such figure; it has"
         if step == 1:
             raise RunError(f"{text} {figures}")

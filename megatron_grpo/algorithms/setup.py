@@ -21,7 +21,7 @@ from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
-from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
@@ -157,7 +157,7 @@ class _Progress:
     batch_cache: list[list[Trajectory]] = field(default_factory=list)
 
 
-def _resume(config: Config, startup: Startup, models: Models, loader: Batches) -> _Progress:
+def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoader) -> _Progress:
     """Load the checkpoint to start from, if there is one, into models and loader."""
     if not startup.start_from.done():
         text = "waiting until all files of the checkpoint to start from are read and verified"

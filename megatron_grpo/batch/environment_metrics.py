@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX
-from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE, UNUSUALLY_SHORT
+from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX, UNUSUALLY_SHORT
 
 MAX_METRICS = 200
 """Most metrics of environments in one response, step or run; further metrics are left out, with a message."""
@@ -45,15 +45,15 @@ def make_metric_name(name: str) -> str:
     parts = _UNPRINTABLE.sub("_", name)[:_MAX_CHARACTERS].split("/")
     clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
     # suspect/unusually_short is the run's own, in every environment.
-    return clean if clean.startswith(SUSPECT_PREFIX) and is_environment_metric(clean) else ENVIRONMENT_FIGURE + clean
+    return clean if clean.startswith(SUSPECT_PREFIX) and is_environment_metric(clean) else ENVIRONMENT_PREFIX + clean
 
 
 def make_step_metric_name(name: str) -> str:
     """Name a response's metric; earlier versions recorded bare names."""
-    is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
+    is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_PREFIX))
     return name if is_named else make_metric_name(name)
 
 
 def is_environment_metric(name: str) -> bool:
     """True for metrics from environments or reward functions."""
-    return name.startswith((ENVIRONMENT_FIGURE, SUSPECT_PREFIX)) and name != SUSPECT_PREFIX + UNUSUALLY_SHORT
+    return name.startswith((ENVIRONMENT_PREFIX, SUSPECT_PREFIX)) and name != SUSPECT_PREFIX + UNUSUALLY_SHORT

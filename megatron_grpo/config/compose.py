@@ -104,7 +104,7 @@ OmegaConf.register_new_resolver(
 
 
 @dataclasses.dataclass(slots=True)
-class Composed:
+class ComposedConfig:
     """The typed configuration of a command line, with its problems."""
 
     job: Job
@@ -145,12 +145,12 @@ class Composed:
         return renamed
 
 
-def compose_typed(overrides: Sequence[str]) -> Composed:
+def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
     """Compose a command line; check names, types and ranges, not combinations."""
     with search_path(overrides) as (arguments, folder_problems):
         jobs = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
         parsed = read_overrides([argument for argument in arguments if argument not in jobs])
-        composed = Composed(read_job(jobs, parsed.values))
+        composed = ComposedConfig(read_job(jobs, parsed.values))
         algorithm, overruled = _compose(composed, parsed)
         # The conversion removes wrong values from the copy; `values`, which --cfg job prints, keeps them.
         composed.config, wrong = convert_values(copy.deepcopy(composed.values), algorithm)
@@ -171,7 +171,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
     return composed
 
 
-def _compose(into: Composed, parsed: SortedOverrides) -> tuple[str, list[Problem]]:
+def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[Problem]]:
     """Compose into `into`; return the algorithm, and problems with overruled job settings."""
     job, environments = into.job, list_config_groups()["env"]
     chosen = [f"env={job.environment}"] if job.has_option(environments) else []

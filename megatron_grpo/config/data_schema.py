@@ -262,26 +262,26 @@ BUILT_IN = {
 REWARD_FUNCTIONS = "reward_functions"
 
 # Prefix, among the metrics of a step, of those that environments and reward functions report.
-ENVIRONMENT_FIGURE = "env/"
+ENVIRONMENT_PREFIX = "env/"
 # Sign of an undeserved reward that every environment reports.
 UNUSUALLY_SHORT = "unusually_short"
 # UNUSUALLY_SHORT compares lengths of a prompt's samples only if there are at least this many.
-LEAST_COMPARED = 4
+MIN_COMPARED = 4
 # Further signs of undeserved rewards, by the built-in type that reports them.
 SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
 
 # Types that need the reference answer of a row.
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 
-Level = Literal["limits", "namespaces", "filtered"]
+IsolationLevel = Literal["limits", "namespaces", "filtered"]
 # Levels of a sandbox's isolation, the weakest first.
-LEVELS: tuple[Level, ...] = ("limits", "namespaces", "filtered")
+LEVELS: tuple[IsolationLevel, ...] = ("limits", "namespaces", "filtered")
 
 
 class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
-    required: Level = "filtered"
+    required: IsolationLevel = "filtered"
     """Weakest isolation with which the run starts. limits: of time, memory and output; namespaces: also no access to
     network, files and other processes; filtered: also a filter of system calls (docs/environments.md)."""
 

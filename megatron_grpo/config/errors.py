@@ -79,7 +79,7 @@ def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwi
     names = list(candidates)
     if close := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {form.format(close[0])}?"
-    return f"; there is {', '.join(map(form.format, names))}" if otherwise is None else otherwise
+    return f"; there is {', '.join(map(form.format, names)) or 'none'}" if otherwise is None else otherwise
 
 
 def to_text(value: object) -> str:

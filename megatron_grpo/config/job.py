@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from megatron_grpo.config.errors import Problem, suggest_name, to_text
 from megatron_grpo.config.keys import find_key, is_section, load_tables, read_keys
 from megatron_grpo.config.loop_schema import LOOPS, translate_key
-from megatron_grpo.config.overrides import DEEPEST
+from megatron_grpo.config.overrides import MAX_NESTING
 from megatron_grpo.config.suggestions import describe_counterpart
 
 MOST_BYTES = 2**20  # most bytes of a job file
@@ -53,8 +53,8 @@ class _JobLoader(yaml.SafeLoader):
         event, text = self.peek_event(), None
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             text = "has anchors or aliases (&, *); write it out"
-        elif self._depth > DEEPEST:
-            text = f"is nested more than {DEEPEST} deep"
+        elif self._depth > MAX_NESTING:
+            text = f"is nested more than {MAX_NESTING} deep"
         if text is not None:
             raise yaml.composer.ComposerError(None, None, text, event.start_mark)
         self._depth += 1

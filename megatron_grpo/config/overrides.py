@@ -30,7 +30,7 @@ SEARCH_KEY = "hydra.searchpath"  # hydra.searchpath=[FOLDER,...] adds several
 RECIPES = "exp"  # the config group whose options are whole recipes
 VARIANTS = "variant"  # the config group of published variants of an algorithm; Hydra reads it after all others
 ALIASES = {"cluster.nodes": "cluster.num_nodes"}  # second names of keys on the command line
-DEEPEST = 20  # deepest nesting of brackets
+MAX_NESTING = 20  # deepest nesting of brackets
 _FILE = "file://"
 _TEXT = ("text", "text or null")  # types of keys whose values are taken literally, whatever characters they contain
 # Folders that the command line adds; a context variable, because a notebook may compose in several threads.
@@ -158,8 +158,8 @@ def _check_form(text: str, name: str, value: str, options: Mapping[str, Sequence
     if not name.strip():
         return Problem(text, "has no key before the =; write key=value")
     # Hydra's parser takes seconds for thousands of brackets; the type of a key says more than this message.
-    if find_key(name) is None and measure_nesting(value) > DEEPEST:
-        return Problem(f"{name}={to_text(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
+    if find_key(name) is None and measure_nesting(value) > MAX_NESTING:
+        return Problem(f"{name}={to_text(value)}", f"has brackets within brackets, more than {MAX_NESTING} deep")
     return None
 
 
@@ -217,7 +217,7 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
     """Parse an argument as Hydra does; None: its value is literal text."""
     kind = read_keys()[key].type if key else None
     name = text.lstrip("+").partition("=")[0]
-    is_too_deep = key is not None and measure_nesting(text_value) > DEEPEST
+    is_too_deep = key is not None and measure_nesting(text_value) > MAX_NESTING
     try:
         override = None if is_too_deep else parser.parse_override(text)
         value = None if override is None else override.value()

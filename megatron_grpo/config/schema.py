@@ -135,6 +135,11 @@ class Config(Section):
         return limit if self.needs_generation and (is_comparable or not is_default) else None
 
     @property
+    def environment_types(self) -> dict[str, str]:
+        """Type of each environment, by task name."""
+        return {name: environment.type for name, environment in self.env.items()}
+
+    @property
     def has_checkpoints(self) -> bool:
         """True if the run writes checkpoints."""
         return self.checkpointing.enabled and self.debug.train

@@ -22,7 +22,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
-from megatron_grpo.data.loader import Batches, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
+from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set
@@ -77,7 +77,7 @@ def _count_too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None
 class PromptData:
     """A run's training prompts, validation prompts and tokenizer."""
 
-    loader: Batches
+    loader: BatchLoader
     val_prompts: list[DatumSpec]
     stops: StopConditions
     notes: list[str]
@@ -124,8 +124,8 @@ class _PromptReader:
         self.config, self.tokenizer = config, tokenizer
         self.notes: list[str] = []
         if tokenizer is None:
-            loaded = read_tokenizer(model)
-            self.tokenizer, self.notes = loaded.tokenizer, list(loaded.remarks)
+            self.tokenizer, remark = read_tokenizer(model)
+            self.notes += [] if remark is None else [remark]
         elif (model / TOKENIZER_FILE).is_file():
             # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
             of_model = load_tokenizer(model)
@@ -136,7 +136,6 @@ class _PromptReader:
         self._vocab = read_vocabulary_size(model)
         self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
         self.notes += self._find_unstopped_turns()
-        self._environments = {name: env.type for name, env in config.env.items()}
 
     def _find_unstopped_turns(self) -> Iterator[str]:
         # A turn whose last token stops nothing goes on to the token limit, with further turns of both sides in it.
@@ -185,7 +184,7 @@ class _PromptReader:
             stream,
             config=training_set,
             data=config.data,
-            environments=self._environments,
+            environments=self.config.environment_types,
             prompts=self._make_prompts(training_set, []),
             prompts_per_batch=config.prompts_per_generation_batch,
             seed=config.training_loop.seed,
@@ -212,7 +211,7 @@ class _PromptReader:
     def _read(self, key: str, config: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
         """Read a set and count its usable prompts."""
         data, subject = self.config.data, f"{key}={config.path}"
-        report = examine_set(config, data, self._environments)
+        report = examine_set(config, data, self.config.environment_types)
         if report.problems:
             raise ConfigError(report.problems)
         self.notes += [f"{remark.subject} {remark.text}" for remark in report.remarks]

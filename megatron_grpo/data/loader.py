@@ -65,7 +65,7 @@ class PromptSampler(Sampler[int]):
 Prompts = Dataset[DatumSpec]
 
 
-class Batches(Protocol):
+class BatchLoader(Protocol):
     """A loader of training prompts."""
 
     epoch: int = 0
@@ -87,7 +87,7 @@ class Batches(Protocol):
         """Continue from `state`; ConfigError: of other data."""
 
 
-class PromptLoader(Batches):
+class PromptLoader(BatchLoader):
     """Batches of usable prompts, epoch after epoch.
 
     Each `iter()` yields the rest of the current epoch and then moves on to the next (`iterate_batches`); a remainder of
@@ -195,7 +195,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     return stream
 
 
-class StreamLoader(Batches):
+class StreamLoader(BatchLoader):
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
     Rows are shuffled within a buffer: the next row of the stream replaces each row that is drawn. `prompts` turns rows
@@ -299,7 +299,7 @@ class StreamLoader(Batches):
         return prompt
 
 
-def iterate_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
+def iterate_batches(loader: BatchLoader, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
     """Yield the batches from the position to the last epoch."""
     yield from loader.load_waiting_batches()
     while loader.epoch < max_num_epochs:

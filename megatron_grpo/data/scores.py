@@ -92,7 +92,7 @@ class Turn:
     unchanged, and never trained on."""
 
 
-Scored = EnvironmentReturn | str
+ScoreOrError = EnvironmentReturn | str
 """The score of a sample, or a line of text with the reason why there is none."""
 
 

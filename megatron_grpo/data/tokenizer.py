@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,13 @@ _ADDED_PER_TEXT = 12
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedTokenizer:
-    """A tokenizer of transformers, and remarks on how it was loaded."""
-
-    tokenizer: Any
-    remarks: tuple[str, ...] = ()
-
-
 def load_tokenizer(model: Path | str) -> Any:
-    """Load a model's tokenizer without remarks; raises as `read_tokenizer`."""
-    return read_tokenizer(model).tokenizer
+    """Load a model's tokenizer; raises as `read_tokenizer`."""
+    return read_tokenizer(model)[0]
 
 
-def read_tokenizer(model: Path | str) -> LoadedTokenizer:
-    """Load a model's tokenizer as its tokenizer.json says.
+def read_tokenizer(model: Path | str) -> tuple[Any, str | None]:
+    """Load the tokenizer that tokenizer.json describes, and a remark about it.
 
     Transformers builds some tokenizers anew from the vocabulary, by the class that tokenizer_config.json or config.json
     names, and leaves out the rest of tokenizer.json. Therefore texts are encoded and decoded by both. If they differ,
@@ -69,10 +60,10 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
     tokenizer = _load(AutoTokenizer, model)
     if not file.is_file():
         _require_round_trip(tokenizer, model)
-        return LoadedTokenizer(tokenizer)
+        return tokenizer, None
     difference = _find_difference_from_file(tokenizer, file)
     if difference is None:
-        return LoadedTokenizer(tokenizer)
+        return tokenizer, None
     plain = _load(PreTrainedTokenizerFast, model)
     for name in _ROLES:  # a class of transformers may know tokens that tokenizer_config.json leaves out
         token = getattr(tokenizer, name, None)
@@ -83,8 +74,7 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
         text = f"transformers loads another tokenizer than {TOKENIZER_FILE} describes ({remaining})"
         raise RunError(f"{model}: {text}; repair the files, which have to agree on all tokens")
     name = type(tokenizer).__name__
-    remark = f"{file} is followed: transformers' {name} would have been another tokenizer ({difference})"
-    return LoadedTokenizer(plain, (remark,))
+    return plain, f"{file} is followed: transformers' {name} would have been another tokenizer ({difference})"
 
 
 def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:

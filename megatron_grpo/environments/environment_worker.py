@@ -19,7 +19,7 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
@@ -100,7 +100,7 @@ class EnvironmentWorker:
         """Run the agent; returns the rollout's state as `reset` does."""
         return self._catch_errors(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
-    def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         """Score each sample; after an exception, each one by itself."""
         requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
         scores = self._catch_errors(partial(self._score, requests))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from types import GenericAlias
@@ -11,7 +10,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, parse_reward_name
-from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.config.errors import RunError, suggest_name, to_text
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
@@ -45,11 +44,11 @@ def create_environment(
             timeout_s=config.reward_timeout_s,
             tolerant=config.on_reward_error == "none",
         )
-    kind = import_environment_class(config.type)
-    arguments, problems = convert_options(kind, config.options)
+    environment = import_environment_class(config.type)
+    arguments, problems = convert_options(environment, config.options)
     if problems:
         raise RunError("; ".join(f"options.{name} {text}" for name, text in problems))
-    return kind(**arguments, **({SETTINGS: settings} if SETTINGS in _list_parameters(kind) else {}))
+    return environment(**arguments, **({SETTINGS: settings} if SETTINGS in _list_parameters(environment) else {}))
 
 
 def import_environment_class(kind: str) -> type[Environment]:
@@ -76,20 +75,21 @@ def import_environment_class(kind: str) -> type[Environment]:
     return environment
 
 
-def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def convert_options(
+    environment: type[Environment], options: dict[str, Any]
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Convert options to the types of the constructor's parameters.
 
     Values are converted like those of the configuration: "3" is accepted as a number, "three" is not. Problems are
     pairs of NAME=VALUE and reason.
     """
-    parameters = {name: parameter for name, parameter in _list_parameters(kind).items() if name != SETTINGS}
+    parameters = {name: parameter for name, parameter in _list_parameters(environment).items() if name != SETTINGS}
     arguments: dict[str, Any] = {}
     problems: list[tuple[str, str]] = []
     for name, value in options.items():
         if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"there is {', '.join(parameters) or 'none'}"
-            problems.append((f"{name}={to_text(value)}", f"is not an option of {kind.__name__}; {advice}"))
+            text = f"is not an option of {environment.__name__}{suggest_name(name, parameters)}"
+            problems.append((f"{name}={to_text(value)}", text))
             continue
         try:
             hint = parameters[name].annotation
@@ -100,17 +100,17 @@ def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[d
             (arguments[name],) = adapter.validate_python([value])
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"]
-            problems.append((f"{name}={to_text(value)}", f"does not fit {kind.__name__}: {reason}"))
+            problems.append((f"{name}={to_text(value)}", f"does not fit {environment.__name__}: {reason}"))
     required = (name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty)
-    problems += [(name, f"is required by {kind.__name__}") for name in required if name not in options]
-    problems += [] if problems else kind.option_problems(arguments)
+    problems += [(name, f"is required by {environment.__name__}") for name in required if name not in options]
+    problems += [] if problems else environment.option_problems(arguments)
     return arguments, problems
 
 
-def _list_parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
+def _list_parameters(environment: type[Environment]) -> dict[str, inspect.Parameter]:
     try:
-        signature = inspect.signature(kind, eval_str=True)
+        signature = inspect.signature(environment, eval_str=True)
     except NameError:  # an annotation names a class that only type checkers import
-        signature = inspect.signature(kind)
+        signature = inspect.signature(environment)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: parameter for name, parameter in signature.parameters.items() if parameter.kind in by_keyword}

@@ -152,12 +152,12 @@ def _make_later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage
     if environment.type == REWARD_FUNCTIONS:
         return []
     try:
-        kind = import_environment_class(environment.type)
+        environment_class = import_environment_class(environment.type)
     except RunError:  # `check_scoring` reports it
         return []
-    if not kind.multi_turn:
+    if not environment_class.multi_turn:
         return []
-    return _RESULTS if kind.answer_role == "tool" else [_FOLLOW_UP]
+    return _RESULTS if environment_class.answer_role == "tool" else [_FOLLOW_UP]
 
 
 def _explain_refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) -> str | None:

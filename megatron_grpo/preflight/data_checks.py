@@ -71,7 +71,7 @@ def examine_rows(config: Config, subject: str, dataset: DatasetConfig) -> SetRep
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
         return SetReport(problems=[Problem(subject, reason + advice)])
-    return examine_set(dataset, config.data, {name: environment.type for name, environment in config.env.items()})
+    return examine_set(dataset, config.data, config.environment_types)
 
 
 def _examine_dataset(config: Config, key: str, dataset: DatasetConfig) -> SetReport:

@@ -31,6 +31,8 @@ def check_scoring(
         rewards: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
     """
     make_importable(list_import_folders())
+    if sets is None and not config.data.streaming:  # of a stream no row is read before training
+        sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
     problems = list(specs.find_processor_problems(config.data))
     for task in config.env:
         problems += _find_class_problems(config, task)
@@ -48,16 +50,16 @@ def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
     if environment.type == REWARD_FUNCTIONS:  # has no class
         return
     try:
-        kind = import_environment_class(environment.type)
+        environment_class = import_environment_class(environment.type)
     except RunError as error:
         yield Problem(f"{section}.type={environment.type}", str(error))
         return
-    for name, text in convert_options(kind, environment.options)[1]:
+    for name, text in convert_options(environment_class, environment.options)[1]:
         yield Problem(f"{section}.options.{name}", text)
-    if kind.agent and not config.generation.endpoint.enabled:
+    if environment_class.agent and not config.generation.endpoint.enabled:
         text = "has an agent, which calls the model at the endpoint; give generation.endpoint.enabled=true"
         yield Problem(f"{section}.type={environment.type}", text)
-    if kind.multi_turn and config.training_loop.max_rollout_turns == 1:
+    if environment_class.multi_turn and config.training_loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
 
@@ -65,26 +67,18 @@ def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
 def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
     kind = config.env[task].type
     needed = () if kind == REWARD_FUNCTIONS else import_environment_class(kind).needs_columns
-    # A processor of the user may add columns to the rows, and what an unread stream holds is not known.
+    # A user's processor may add columns to the rows.
     may_add_columns = specs.find_processor_name(config.data, task) not in {None, *specs.ROW_FORMS}
-    if not needed or may_add_columns or (config.data.streaming and sets is None):
+    if not needed or may_add_columns or sets is None:
         return
-    for dataset in _list_sets(config, sets):
+    for dataset in sets:
         if is_made_before_run(config, dataset.path):
             continue
-        columns = examine_set(dataset, config.data, _map_types(config)).common_columns.get(task)
+        columns = examine_set(dataset, config.data, config.environment_types).common_columns.get(task)
         missing = [] if columns is None else [name for name in needed if name not in columns]
         if missing:
             text = f"needs the column {', '.join(missing)}, which rows of {dataset.path} lack; all have"
             yield Problem(f"env.{task}.type={kind}", f"{text} {', '.join(sorted(columns or ())) or 'none'}")
-
-
-def _list_sets(config: Config, sets: Sequence[DatasetConfig] | None) -> Sequence[DatasetConfig]:
-    return [*config.data.training_sets.values(), *config.data.validation_sets.values()] if sets is None else sets
-
-
-def _map_types(config: Config) -> dict[str, str]:
-    return {name: environment.type for name, environment in config.env.items()}
 
 
 def _find_reward_problems(
@@ -115,19 +109,19 @@ def _find_reward_problems(
 def _find_columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) -> set[str] | None:
     """Find the columns of a task's rows; None: they are unknown.
 
-    "answer" is among them if rows have a reference answer. They are unknown if data is streamed (no row is read before
-    training), a set cannot be read (the check of the data reports that), or the task has no rows.
+    "answer" is among them if rows have a reference answer. They are unknown if `sets` is None, a set cannot be read
+    (the check of the data reports that), or the task has no rows.
     """
-    if config.data.streaming and sets is None:
+    if sets is None:
         return None
     columns: set[str] = set()
-    for dataset in _list_sets(config, sets):
+    for dataset in sets:
         if is_made_before_run(config, dataset.path):
             assert config.prepare.name is not None
             prepared = specs.PREPARED_PROMPTS[config.prepare.name]
             columns |= set(prepared.columns) if task in prepared.tasks else set()
             continue
-        report = examine_set(dataset, config.data, _map_types(config))
+        report = examine_set(dataset, config.data, config.environment_types)
         if report.source is None:
             return None
         columns |= report.columns.get(task, set())

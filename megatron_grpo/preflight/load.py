@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_grpo.cluster.machines import fill_in_address, fill_in_gpus
-from megatron_grpo.config.compose import Composed, compose_typed
+from megatron_grpo.config.compose import ComposedConfig, compose_typed
 from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
@@ -53,7 +53,7 @@ def _describe_ranks(parallel: ParallelConfig) -> str:
     return format_count("rank", parallel.world_size) + (f" ({layout})" if layout else "")
 
 
-def check_overrides(overrides: Sequence[str]) -> Composed:
+def check_overrides(overrides: Sequence[str]) -> ComposedConfig:
     """Check the configuration of a command line, then this machine.
 
     `overrides`: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
@@ -65,9 +65,9 @@ def check_overrides(overrides: Sequence[str]) -> Composed:
     return composed
 
 
-def check_config(config: Config) -> Composed:
+def check_config(config: Config) -> ComposedConfig:
     """Check a configuration that a script made, and this machine."""
-    checked = Composed(Job(), config, asdict(config), _find_model_and_config_problems(config))
+    checked = ComposedConfig(Job(), config, asdict(config), _find_model_and_config_problems(config))
     if not checked.problems:
         checked.problems, checked.remarks = _check_machine(config)
     return checked
@@ -118,7 +118,7 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, [*find_remarks(config), *find_refit_remarks(config), *remarks]
 
 
-def _check_composed(composed: Composed) -> Composed:
+def _check_composed(composed: ComposedConfig) -> ComposedConfig:
     if composed.config is not None:
         # A wrong value has been replaced by its default, whose problems are not the user's.
         composed.problems += [

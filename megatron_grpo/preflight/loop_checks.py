@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_grpo.config.compose import explain_foreign_key
-from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_FIGURE, REWARD_FUNCTIONS, is_model_folder
+from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, switch_algorithm
@@ -85,7 +85,7 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
         environment.type not in types_without or not all(map(is_model_folder, environment.reward_funcs))
         for environment in config.env.values()
     )
-    if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
+    if name.removeprefix(ENVIRONMENT_PREFIX) not in ("", name):
         text = "no environment of this run reports metrics: functions in reward_funcs and environments of your own can"
         yield not can_report_metrics, subject, text
     elif name == "accuracy" and config.env:
@@ -94,7 +94,7 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
         yield True, subject, f"is not a metric of this run: {possible_metrics[name]}"
     else:
         names = [*step_metrics, *(VALIDATION_PREFIX + metric for metric in VALIDATION_METRICS)]
-        figure = f"; a metric {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
+        figure = f"; a metric {name} of a reward function or environment is {ENVIRONMENT_PREFIX}{name}"
         suggestion = suggest_name(name, sorted(names)) + (figure if can_report_metrics else "")
         yield True, subject, f"is not a metric of a step{suggestion}"
 

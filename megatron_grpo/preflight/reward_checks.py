@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.data_schema import (
     BUILT_IN,
-    LEAST_COMPARED,
+    MIN_COMPARED,
     REWARD_FUNCTIONS,
     SUSPICIONS,
     UNUSUALLY_SHORT,
@@ -90,8 +90,8 @@ def check_environments(config: Config) -> Iterator[Rule]:
         for sign in environment.leave_out_suspects:
             text = f"is no sign that type {kind} reports; it reports {', '.join(signs)}"
             yield kind in BUILT_IN and sign not in signs, f"{section}.leave_out_suspects={sign}", text
-            text = f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt"
-            is_too_few = sign == UNUSUALLY_SHORT and samples < LEAST_COMPARED
+            text = f"compares at least {MIN_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt"
+            is_too_few = sign == UNUSUALLY_SHORT and samples < MIN_COMPARED
             yield is_too_few, f"{section}.leave_out_suspects={sign}", f"{text} that high"
         task = config.data.tasks.get(name)
         has_no_answer = config.data.answer_key is None and (task is None or task.answer_key is None)
@@ -203,5 +203,5 @@ def check_system_prompts(config: Config) -> Iterator[Rule]:
     sections["data"] = data, data.apply_chat_template or any(is_chat for _, is_chat in sections.values())
     for section, (prompts, is_chat) in sections.items():
         for name in ("system_prompt", "system_prompt_file"):
-            text = f"needs a chat template, and {section}.apply_chat_template is false"
+            text = f"needs a chat template; use {section}.apply_chat_template=true"
             yield getattr(prompts, name) is not None and not is_chat, f"{section}.{name}", text

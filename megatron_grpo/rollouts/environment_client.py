@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, ScoreOrError, Turn
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentProcess
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
@@ -88,14 +88,14 @@ class EnvironmentClient:
         """Run the agent in its own process; returns the state."""
         return _require_answer(await self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True))
 
-    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+    async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         """Return a score for each sample, or the reason why it has none."""
         try:
             return await self._call(EnvironmentWorker.score, requests)
         except RolloutFailure:
             return await asyncio.gather(*map(self._score_alone, requests))
 
-    async def _score_alone(self, request: EnvironmentRequest) -> Scored:
+    async def _score_alone(self, request: EnvironmentRequest) -> ScoreOrError:
         try:
             (scored,) = await self._call(EnvironmentWorker.score, [request], is_alone=True)
         except RolloutFailure as failure:

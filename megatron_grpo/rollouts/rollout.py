@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX, Span, StopReason, Trajectory, list_suspicions
-from megatron_grpo.config.data_schema import LEAST_COMPARED, UNUSUALLY_SHORT
+from megatron_grpo.config.data_schema import MIN_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.scores import EnvironmentRequest, Scored, TrainerState
+from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -107,7 +107,7 @@ class GroupRollout:
             flag_suspicious([trajectory for trajectory, _ in sampled], self._environment.leave_out_suspects)
         return [trajectory for trajectory, _ in self._sampled]
 
-    async def _request_scores(self, sampled: list[tuple[Trajectory, Any]]) -> list[Scored]:
+    async def _request_scores(self, sampled: list[tuple[Trajectory, Any]]) -> list[ScoreOrError]:
         needs_ids = self._environment.reads_token_ids
         requests = [
             EnvironmentRequest(
@@ -271,7 +271,7 @@ def flag_suspicious(group: Sequence[Trajectory], leave_out: Collection[str]) -> 
     """
     scored = [(trajectory, trajectory.reward) for trajectory in group if trajectory.reward is not None]
     # The environment may call a response correct; where it does not say, a reward above the mean counts.
-    if len(scored) >= LEAST_COMPARED:
+    if len(scored) >= MIN_COMPARED:
         median_tokens = median(trajectory.response_tokens for trajectory, _ in scored)
         mean = fmean(reward for _, reward in scored)
         for trajectory, reward in scored:

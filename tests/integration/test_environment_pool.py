@@ -12,7 +12,7 @@ import ray
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
@@ -44,8 +44,8 @@ def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
     ]
 
 
-def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[Scored]]:
-    async def scene() -> list[list[Scored]]:
+def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[ScoreOrError]]:
+    async def scene() -> list[list[ScoreOrError]]:
         client = EnvironmentClient(handle)
         await client.start()
         return await asyncio.gather(*(client.score(one) for one in jobs))

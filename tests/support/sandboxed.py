@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.config.data_schema import LEVELS, IsolationLevel, SandboxConfig
 from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox, SandboxUnavailableError, open_sandbox
 
 CONFIG = SandboxConfig(wall_time_s=8, cpu_time_s=5, memory_mb=200, folder_mb=8, processes=8, output_kb=16)
 
 
-def strongest() -> Level | None:
+def strongest() -> IsolationLevel | None:
     """The strongest level that this machine allows."""
     try:
         return open_sandbox(SandboxConfig(required="limits")).level
@@ -25,12 +25,14 @@ isolated = pytest.mark.skipif(
 filtered = pytest.mark.skipif(STRONGEST != "filtered", reason="this machine has no libseccomp or no namespaces")
 
 
-def require_level(level: Level) -> None:
+def require_level(level: IsolationLevel) -> None:
     """Skip the test on a machine that does not allow this level."""
     if STRONGEST is None or LEVELS.index(level) > LEVELS.index(STRONGEST):
         pytest.skip(f"sandbox.required={level} is not possible on this machine, which allows {STRONGEST}")
 
 
-def run(source: str, stdin: str = "", level: Level | None = None, config: SandboxConfig = CONFIG) -> ProgramResult:
+def run(
+    source: str, stdin: str = "", level: IsolationLevel | None = None, config: SandboxConfig = CONFIG
+) -> ProgramResult:
     """A Python program at a level, by default the strongest there is."""
     return Sandbox(config, level or STRONGEST).run_python(source, stdin)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import megatron_grpo
-from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.config.data_schema import LEVELS, IsolationLevel, SandboxConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.environments.sandbox.kernel import LIBRARY, has_filter, kill, list_descendants
 from megatron_grpo.environments.sandbox.root import FOLDER
@@ -66,8 +66,8 @@ class SandboxUnavailableError(RunError):
 class Sandbox:
     """Runs programs at one level of isolation; safe for several threads."""
 
-    def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
-        self.level: Level = level or config.required
+    def __init__(self, config: SandboxConfig, level: IsolationLevel | None = None, python: str | None = None) -> None:
+        self.level: IsolationLevel = level or config.required
         # Without `python` it is the current interpreter, without its virtual environment's packages.
         self.python = python or os.path.realpath(sys.executable)
         self._config = config

@@ -63,14 +63,14 @@ REBUILT: dict[str, Callable[[Path], Path]] = {
 def test_a_tokenizer_that_transformers_rebuilds_is_that_of_its_file(name: str, tmp_path: Path) -> None:
     folder = REBUILT[name](tmp_path / "model")
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    loaded = read_tokenizer(folder)
+    loaded, remark = read_tokenizer(folder)
     for text in TEXTS:
         for special in (False, True):
             ids = core.encode(text, add_special_tokens=special).ids
-            assert loaded.tokenizer(text, add_special_tokens=special)["input_ids"] == ids
-            assert loaded.tokenizer.decode(ids) == core.decode(ids, skip_special_tokens=False)
-    assert len(loaded.tokenizer) == core.get_vocab_size()
-    (remark,) = loaded.remarks
+            assert loaded(text, add_special_tokens=special)["input_ids"] == ids
+            assert loaded.decode(ids) == core.decode(ids, skip_special_tokens=False)
+    assert len(loaded) == core.get_vocab_size()
+    assert remark is not None
     assert remark.startswith(f"{folder}/tokenizer.json is followed: transformers' ")
     # Without the comparison: what transformers alone would have loaded is another tokenizer.
     assert find_difference(AutoTokenizer.from_pretrained(folder), core, TEXTS) or "instead of" in remark
@@ -127,13 +127,13 @@ def padded(folder: Path) -> Path:
 @pytest.mark.parametrize("layout", [qwen, llama3, gemma, phi3, deepseek_v3, mistral, padded])
 def test_layouts_that_transformers_loads_rightly_give_no_remark(layout: Any, tmp_path: Path) -> None:
     folder = layout(tmp_path / "model")
-    loaded = read_tokenizer(folder)
-    assert loaded.remarks == ()
+    loaded, remark = read_tokenizer(folder)
+    assert remark is None
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
     core.no_padding()
     core.no_truncation()
     for text in TEXTS:
-        assert loaded.tokenizer(text)["input_ids"] == core.encode(text).ids
+        assert loaded(text)["input_ids"] == core.encode(text).ids
 
 
 def test_the_plain_tokenizer_keeps_templates_and_special_tokens(tmp_path: Path) -> None:
@@ -163,11 +163,9 @@ def test_the_file_decides_which_tokens_are_added_to_a_text(tmp_path: Path) -> No
     core = byte_level(["<s>", "</s>"], bos="<s>")
     named = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "add_eos_token": True}
     folder = save_folder(tmp_path / "model", core, "llama", "PreTrainedTokenizerFast", **named)
-    loaded = read_tokenizer(folder)
-    assert loaded.remarks == ()
-    assert (
-        loaded.tokenizer("a")["input_ids"] == core.encode("a").ids == [core.token_to_id("<s>"), core.token_to_id("a")]
-    )
+    loaded, remark = read_tokenizer(folder)
+    assert remark is None
+    assert loaded("a")["input_ids"] == core.encode("a").ids == [core.token_to_id("<s>"), core.token_to_id("a")]
 
 
 def test_blanks_before_punctuation_are_kept(tmp_path: Path) -> None:
@@ -176,9 +174,9 @@ def test_blanks_before_punctuation_are_kept(tmp_path: Path) -> None:
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"unk_token": "<unk>", "clean_up_tokenization_spaces": True}
     folder = save_folder(tmp_path / "model", core, "qwen3", "PreTrainedTokenizerFast", **named)
-    loaded = read_tokenizer(folder)
-    assert loaded.remarks == ()
-    assert loaded.tokenizer.decode([1, 5, 3, 4, 2]) == "yes , do n't ."
+    loaded, remark = read_tokenizer(folder)
+    assert remark is None
+    assert loaded.decode([1, 5, 3, 4, 2]) == "yes , do n't ."
     # Its tokens are the same where transformers alone would remove blanks.
     assert find_difference(AutoTokenizer.from_pretrained(folder), core, ["yes , do n't ."]) is None
 

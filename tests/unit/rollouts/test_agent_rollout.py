@@ -15,7 +15,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, Generation
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
@@ -67,7 +67,7 @@ class Environment:
         except Exception as error:  # noqa: BLE001 - in a process of its own it comes back as a text
             raise RolloutFailure(f"environment task: {type(error).__name__}") from None
 
-    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+    async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         self.jobs.append(requests)
         return [EnvironmentReturn(float(one.state), True) for one in requests]
 

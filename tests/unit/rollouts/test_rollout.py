@@ -15,7 +15,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, Generation
 from megatron_grpo.batch.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 
@@ -111,7 +111,7 @@ class FakeEnvironment:
             return Turn(state=state)
         return Turn(done=False, state=state, observation=np.array(self.observations[len(seen)], np.int32))
 
-    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+    async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         self.jobs.append(requests)
         what = self.trouble.pop(0) if self.trouble else None
         if what == "stuck":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.config.data_schema import LEVELS, IsolationLevel, SandboxConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
@@ -49,10 +49,13 @@ def sleeping() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [LEVELS[0], LEVELS[2]])
-def test_nothing_is_left(level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left(level: IsolationLevel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_level(level)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox.LEVELS", LEVELS[: LEVELS.index(level) + 1])
+    monkeypatch.setattr(
+        "megatron_grpo.environments.sandbox.sandbox.LEVELS",
+        LEVELS[: LEVELS.index(level) + 1],
+    )
     environment = CodeEnvironment(EnvironmentSettings(sandbox=replace(LIMITS, required=level)), programs_at_once=4)
     programs = [*list(PROGRAMS.values()) * 10, ENDLESS, ENDLESS]
     environment.score(requests(programs[:8]))  # starts the threads

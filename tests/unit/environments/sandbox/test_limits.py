@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.config.data_schema import LEVELS, IsolationLevel, SandboxConfig
 from megatron_grpo.environments.sandbox import launcher
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from tests.support.sandboxed import CONFIG, STRONGEST, isolated, require_level, run
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_program_reads_writes_and_ends(level: Level) -> None:
+def test_a_program_reads_writes_and_ends(level: IsolationLevel) -> None:
     require_level(level)
     source = """
 import os, sys
@@ -104,7 +104,7 @@ def test_endless_output_is_cut() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_it_left_running_ends_with_it(level: Level) -> None:
+def test_what_it_left_running_ends_with_it(level: IsolationLevel) -> None:
     require_level(level)
     source = """
 import os, subprocess

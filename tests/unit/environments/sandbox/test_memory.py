@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.data_schema import LEVELS, Level
+from megatron_grpo.config.data_schema import LEVELS, IsolationLevel
 from megatron_grpo.environments.sandbox.sandbox import MemoryCgroup, ProgramResult, Sandbox, find_cgroup_parent
 from tests.support.held_memory import HOLDING, peak_of
 from tests.support.ordinary_user import as_ordinary_user
@@ -95,14 +95,14 @@ def shared_files() -> set[str]:
     )
 
 
-def sandbox(grouped: bool, level: Level | None = None) -> Sandbox:
+def sandbox(grouped: bool, level: IsolationLevel | None = None) -> Sandbox:
     made = Sandbox(LONG, level or STRONGEST)
     if not grouped:
         made._cgroup_parent = None
     return made
 
 
-def holds_too_little(kind: str, grouped: bool, level: Level) -> None:
+def holds_too_little(kind: str, grouped: bool, level: IsolationLevel) -> None:
     """Run a program that holds memory of this kind, and check how it ended and what it held."""
     base = peak_of(lambda: sandbox(grouped, level).run_python("pass"))[1]
     finished, peak = peak_of(lambda: sandbox(grouped, level).run_python(HOLDING[kind]))
@@ -120,7 +120,7 @@ def test_no_program_holds_more_than_it_may(kind: str, grouped: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS[:2])
 @pytest.mark.parametrize("kind", HOLDING)
-def test_nor_at_the_weaker_levels(kind: str, grouped: bool, level: Level) -> None:
+def test_nor_at_the_weaker_levels(kind: str, grouped: bool, level: IsolationLevel) -> None:
     require_level(level)
     if (level, grouped, kind) == ("limits", False, "zero, unmapped"):
         pytest.skip("what this level does not hold without a cgroup, as the documentation says")
@@ -140,7 +140,7 @@ def test_the_filter_compares_what_the_kernel_reads() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_program_has_no_capabilities(level: Level) -> None:
+def test_a_program_has_no_capabilities(level: IsolationLevel) -> None:
     require_level(level)
     source = "print({line.split()[1] for line in open('/proc/self/status') if line[:6] in ('CapPrm', 'CapEff')})"
     assert sandbox(True, level).run_python(source).stdout == "{'0000000000000000'}\n"
@@ -182,7 +182,7 @@ def test_an_empty_cgroup_of_a_process_that_was_killed_is_removed() -> None:
 
 @pytest.mark.parametrize("level", ["limits", STRONGEST])
 @pytest.mark.parametrize("kind", ["private", "children"])
-def test_an_ordinary_user_has_the_same_limit(kind: str, level: Level) -> None:
+def test_an_ordinary_user_has_the_same_limit(kind: str, level: IsolationLevel) -> None:
     """On most machines such a user may make no cgroup, so that memory is read from /proc."""
     python = "/usr/bin/python3"
     if not (Path(python).exists() and os.access(Path(__file__).parents[4], os.X_OK | os.R_OK)):
