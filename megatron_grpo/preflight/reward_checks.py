@@ -203,5 +203,5 @@ def check_system_prompts(config: Config) -> Iterator[Rule]:
     sections["data"] = data, data.apply_chat_template or any(is_chat for _, is_chat in sections.values())
     for section, (prompts, is_chat) in sections.items():
         for name in ("system_prompt", "system_prompt_file"):
-            text = f"needs a chat template; use {section}.apply_chat_template=true"
+            text = f"is a message of a chat template; needs {section}.apply_chat_template=true"
             yield getattr(prompts, name) is not None and not is_chat, f"{section}.{name}", text
