@@ -91,13 +91,15 @@ def train(
     with ScriptData() as files:
         sets = (train_dataset, val_dataset)
         checked = _check_arguments(config, sets, rewards or (), environments or {}, functions, files)
-        settled = checked.require()
+        run_config = checked.require()
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
         # Only now, so that a refused start leaves the run's folder unchanged.
         with files.move_in():
-            run_algorithm(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start_time)
-    return FinishedRun(Path(settled.run_dir))
+            run_algorithm(
+                run_config, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start_time
+            )
+    return FinishedRun(Path(run_config.run_dir))
 
 
 def _check_arguments(

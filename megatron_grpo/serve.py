@@ -108,9 +108,9 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split_model(named: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the model from arguments; `named`: values of --model."""
-    remaining, models = list(arguments), list(named)
+def _split_model(model_options: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Split the model from arguments; `model_options`: values of --model."""
+    remaining, models = list(arguments), list(model_options)
     for number, (before, word) in enumerate(itertools.pairwise(["--first=", *arguments])):
         # Only as the first word, or after --name=value, is a bare word certainly not the value of an option.
         if not word.startswith("-") and before.startswith("-") and "=" in before:

@@ -81,11 +81,11 @@ def unite_shared_keys(
     problems = []
     for name in conflicts:
         loops_by_source = ([loop for loop in LOOPS if f"{loop}.{name}" in source] for source in sources)
-        deciding = next(filter(None, loops_by_source), [])
-        if deciding == [foreign]:
+        deciding_loops = next(filter(None, loops_by_source), [])
+        if deciding_loops == [foreign]:
             OmegaConf.update(united, name, set_values[foreign][name])
             from_foreign.add(name)
-        elif deciding != [algorithm]:
+        elif deciding_loops != [algorithm]:
             first, second = (f"{loop}.{name}={to_text(set_values[loop][name])}" for loop in (algorithm, foreign))
             problems.append(Problem(first, f"is the same setting as {second}; leave one of them out"))
     for loop in LOOPS:
@@ -174,16 +174,16 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
 def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[Problem]]:
     """Compose into `into`; return the algorithm, and problems with overruled job settings."""
     job, environments = into.job, list_config_groups()["env"]
-    chosen = [f"env={job.environment}"] if job.has_option(environments) else []
-    accepted = [*chosen, *parsed.accepted]
+    environment_option = [f"env={job.environment}"] if job.has_option(environments) else []
+    accepted = [*environment_option, *parsed.accepted]
     ConfigStore.instance().store("schema_defaults", build_schema_defaults())  # the first of conf/config.yaml
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", [*build_search_override(), *accepted])
         except (HydraException, OmegaConfBaseException) as error:
             # Hydra's message names the override that is wrong.
-            named = next((override for override in reversed(accepted) if override in str(error)), None)
-            subject = to_text((named or " ".join(accepted) or "conf/").lstrip("+"))
+            wrong_override = next((override for override in reversed(accepted) if override in str(error)), None)
+            subject = to_text((wrong_override or " ".join(accepted) or "conf/").lstrip("+"))
             into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
             into.problems += [*parsed.problems, *job.problems]
             into.problems.append(Problem(subject, _select_first_line(error.__cause__ or error)))

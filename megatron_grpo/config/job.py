@@ -93,8 +93,8 @@ class Job:
     """True if the job has its own training data but no held-out prompts."""
     is_environment_name: bool = False
     """True if `environment` is a name alone, without fields."""
-    overruled: set[str] = field(default_factory=set)
-    """Keys of the command line, which override the job."""
+    command_line_keys: set[str] = field(default_factory=set)
+    """Keys on the command line, which override those of the job."""
     problems: list[Problem] = field(default_factory=list)
 
     def has_option(self, options: Sequence[str]) -> bool:
@@ -114,7 +114,7 @@ class Job:
             if not self.is_environment_name:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
         settings = self.settings
-        if self.needs_no_validation and "data.val_path" not in self.overruled:
+        if self.needs_no_validation and "data.val_path" not in self.command_line_keys:
             # The prompts of the recipe's validation belong to another task.
             settings = {"data.val_path": None, **settings}
         for key, value in settings.items():
@@ -129,7 +129,7 @@ def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
 
     `overrides` are the values of the other arguments by key, under either algorithm's name; they override the job.
     """
-    job = Job(overruled={translate_key("grpo", key) for key in overrides})
+    job = Job(command_line_keys={translate_key("grpo", key) for key in overrides})
     if not arguments:
         return job
     job.file = arguments[-1].partition("=")[2]
@@ -148,9 +148,9 @@ def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
     if len(arguments) > 1:
         job.problems.append(Problem(" ".join(arguments), "one run takes one job"))
     # The command line overrides a job, as it overrides a recipe.
-    job.settings = {key: value for key, value in job.settings.items() if key not in job.overruled}
+    job.settings = {key: value for key, value in job.settings.items() if key not in job.command_line_keys}
     job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
-    if "env" in job.overruled:
+    if "env" in job.command_line_keys:
         job.environment = None
     return job
 

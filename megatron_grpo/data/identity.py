@@ -87,8 +87,9 @@ def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | N
             if not _is_same_path(old.path, new.path):
                 return f"its {old_key} is {old.path}, this one's is {new.path}"
         elif old.digest != new.digest:
-            was = "" if _is_same_path(old.path, new.path) else f" in {old.path}"
-            return f"{subject} has other rows: {new.describe_rows()}, and the run began with {old.describe_rows()}{was}"
+            origin = "" if _is_same_path(old.path, new.path) else f" in {old.path}"
+            change = f"{new.describe_rows()}, and the run began with {old.describe_rows()}{origin}"
+            return f"{subject} has other rows: {change}"
         elif old.usable != new.usable:
             reasons = "(data.bad_rows, data.processor, the columns)"
             return f"the usable rows of {subject} are others than when it began {reasons}"

@@ -57,7 +57,7 @@ class SetReport:
     """Columns of each task's rows, after the conversion by data.processor."""
     common_columns: dict[str, set[str]] = field(default_factory=dict)
     """Columns that all rows of a task have."""
-    bad: int = 0  # rows that cannot be used
+    bad_count: int = 0  # rows that cannot be used
     problems: list[Problem] = field(default_factory=list)
     """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
     remarks: list[Problem] = field(default_factory=list)
@@ -104,11 +104,13 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     oddities = _check_rows(source, check, report, data)
     if os.path.isfile(config.path):
         report.digest = digest_file(config.path)
-    bad = report.remarks if data.bad_rows == "skip" else report.problems
-    if report.bad > _MAX_REPORTED:
-        bad.append(Problem(config.path, f"{report.bad - _MAX_REPORTED} more bad lines of {len(source)}"))
-    if data.bad_rows == "skip" and report.bad:
-        bad.append(Problem(config.path, f"{report.bad} of {len(source)} rows are left out (data.bad_rows=skip)"))
+    messages = report.remarks if data.bad_rows == "skip" else report.problems
+    if report.bad_count > _MAX_REPORTED:
+        messages.append(Problem(config.path, f"{report.bad_count - _MAX_REPORTED} more bad lines of {len(source)}"))
+    if data.bad_rows == "skip" and report.bad_count:
+        messages.append(
+            Problem(config.path, f"{report.bad_count} of {len(source)} rows are left out (data.bad_rows=skip)")
+        )
     report.remarks += [Problem(config.path, text) for text in oddities]
     return report
 
@@ -120,15 +122,15 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
     # A file is identified by its bytes, which is faster; a folder or a hub set by its rows, because the cutting of rows
     # into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
-    bad = report.remarks if data.bad_rows == "skip" else report.problems
+    messages = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.read_all()):
         if content is not None:
             content.update(_convert_to_bytes(row))
         converted = row if isinstance(row, str) else check.convert(row)
         if isinstance(converted, str):
-            report.bad += 1
-            if report.bad <= _MAX_REPORTED:
-                bad.append(Problem(source.locate(number), converted))
+            report.bad_count += 1
+            if report.bad_count <= _MAX_REPORTED:
+                messages.append(Problem(source.locate(number), converted))
             continue
         usable.append(number)
         task = find_task(converted, check.default_task)

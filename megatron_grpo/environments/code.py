@@ -69,7 +69,7 @@ class CodeEnvironment(Environment):
     ) -> None:
         self._sandbox = settings.open_sandbox()
         self._share = reward == "share"
-        self._allow = untrusted_tests == "allow"
+        self._allow_untrusted = untrusted_tests == "allow"
         self._pool = ThreadPoolExecutor(programs_at_once)
         self._logged: set[str] = set()  # reasons that were logged, each once
 
@@ -79,11 +79,13 @@ class CodeEnvironment(Environment):
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
         tests = parse_code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
         program = extract_program(request.response)
-        verdict = check_program(self._sandbox, program, tests, every=self._share, allow=self._allow)
+        verdict = check_program(
+            self._sandbox, program, tests, run_all=self._share, allow_untrusted=self._allow_untrusted
+        )
         for reason in verdict.untrusted:
             if reason not in self._logged:
                 self._logged.add(reason)
-                verb = "counts, though" if self._allow else "fails:"
+                verb = "counts, though" if self._allow_untrusted else "fails:"
                 _log.warning("a test of a program %s it depends on %s", verb, reason)
         share = verdict.passed / verdict.tests if verdict.tests else 0.0
         return EnvironmentReturn(
@@ -100,12 +102,17 @@ class CodeEnvironment(Environment):
 
 
 def check_program(
-    sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool, allow: bool = False
+    sandbox: Sandbox,
+    program: str,
+    tests: Sequence[str | tuple[str, str]],
+    *,
+    run_all: bool,
+    allow_untrusted: bool = False,
 ) -> Verdict:
     """Run the tests of a row against a Python program.
 
-    Tests are Python statements, or (input, output) pairs. `every`: continue after a failed test; an endless program
-    uses its whole time limit in each pair. `allow`: count tests whose verdict cannot be trusted.
+    Tests are Python statements, or (input, output) pairs. `run_all`: continue after a failed test; an endless program
+    uses its whole time limit in each pair. `allow_untrusted`: count tests whose verdict cannot be trusted.
     """
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:
@@ -113,7 +120,7 @@ def check_program(
             prepared = prepare_tests(texts)
         except ValueError as error:
             return Verdict(tests=len(texts), untrusted=[f"a text that {error}"])
-        return _run_python_tests(sandbox, program, prepared, every, allow)
+        return _run_python_tests(sandbox, program, prepared, run_all, allow_untrusted)
     verdict = Verdict(tests=len(tests))
     outputs: dict[str, str] = {}
     for test in tests:
@@ -123,14 +130,16 @@ def check_program(
         outputs[stdin] = result.stdout
         is_right = result.succeeded and _split_lines(result.stdout) == _split_lines(expected)
         verdict.passed += is_right
-        if not is_right and not every:
+        if not is_right and not run_all:
             break
     verdict.equal_outputs = len(outputs) >= _EQUAL_CASES and len(set(outputs.values())) == 1
     return verdict
 
 
-def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool, allow: bool) -> Verdict:
-    result = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
+def _run_python_tests(
+    sandbox: Sandbox, program: str, tests: PreparedTests, run_all: bool, allow_untrusted: bool
+) -> Verdict:
+    result = sandbox.run_tests(program, asdict(tests), run_all=run_all, allow_untrusted=allow_untrusted)
     verdict, passed = Verdict(tests=tests.test_count), set()
     # A report with one malformed line is discarded as a whole: what wrote that line may have written the others.
     try:

@@ -31,7 +31,7 @@ The reference answer: {answer}
 Explain briefly, then end with a line "Score: N", N from {lowest} (useless) to {highest} (perfect)."""
 
 _MAX_REPLY_BYTES = 2**20
-_SHOWN_ERROR_CHARACTERS = 300
+_MAX_ERROR_CHARACTERS = 300
 _TRANSIENT_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -165,9 +165,9 @@ def _format_error(reply: bytes) -> str:
         error = body.get("error", body)
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, AttributeError, RecursionError):
-        text = reply[:_SHOWN_ERROR_CHARACTERS].decode(errors="replace")
+        text = reply[:_MAX_ERROR_CHARACTERS].decode(errors="replace")
     line = " ".join(text.split())
-    return f": {line[:_SHOWN_ERROR_CHARACTERS]}" if line else ""
+    return f": {line[:_MAX_ERROR_CHARACTERS]}" if line else ""
 
 
 def _parse_answer(reply: bytes) -> str:

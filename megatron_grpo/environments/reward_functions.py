@@ -29,7 +29,7 @@ from megatron_grpo.environments.user_functions import (
     AgentFunction,
     RewardFunction,
     list_accepted_names,
-    list_required,
+    list_required_parameters,
 )
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class RewardCall:
         self._function = function
         self._path = f"{getattr(function, '__module__', '?')}.{name}"
         self._accepted_names = list_accepted_names(function)
-        self._required_names = {parameter.name for parameter in list_required(function)} - {*ARGUMENTS}
+        self._required_names = {parameter.name for parameter in list_required_parameters(function)} - {*ARGUMENTS}
 
     def call(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
@@ -190,8 +190,10 @@ class RewardFunctionEnvironment(Environment):
         RewardError: a function failed, and `tolerant` is not set; the message names function, exception and line.
         """
         scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]
-        figures: defaultdict[str, list[float]] = defaultdict(list)
-        outcomes = self._call_functions(self.functions, self._make_arguments(requests, scores, figures), len(requests))
+        logged_metrics: defaultdict[str, list[float]] = defaultdict(list)
+        outcomes = self._call_functions(
+            self.functions, self._make_arguments(requests, scores, logged_metrics), len(requests)
+        )
         for name in self.functions:  # in the order of the configuration, whichever finished first
             outcome = outcomes[name]
             if isinstance(outcome, RewardError):
@@ -204,7 +206,7 @@ class RewardFunctionEnvironment(Environment):
                 score.reward = sum(self.weights[name] * value for name, value in score.parts.items())
             if self.correctness in score.parts:
                 score.correct = score.parts[self.correctness] > 0
-            score.metrics = {name: fmean(values) for name, values in figures.items()}
+            score.metrics = {name: fmean(values) for name, values in logged_metrics.items()}
         return scores
 
     def _call_functions(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, CallOutcome]:
@@ -241,12 +243,12 @@ class RewardFunctionEnvironment(Environment):
         self,
         requests: Sequence[EnvironmentRequest],
         scores: Sequence[EnvironmentReturn],
-        figures: defaultdict[str, list[float]],
+        logged_metrics: defaultdict[str, list[float]],
     ) -> dict[str, Any]:
-        """Make the keyword arguments; log_extra writes to `scores`, log_metric to `figures`."""
+        """Make the keyword arguments; log_extra writes to `scores`, log_metric to `logged_metrics`."""
 
         def log_metric(name: str, value: float) -> None:
-            figures[name].append(float(value))
+            logged_metrics[name].append(float(value))
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             for score, value in zip(scores, values, strict=True):

@@ -56,14 +56,14 @@ def check_parameters(path: str, function: RewardFunction, columns: Collection[st
     """
     text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
     # A wrapper may turn keywords into positions, so the parameters of the wrapper itself count here.
-    required = list_required(function, follow_wrapped=False)
+    required = list_required_parameters(function, follow_wrapped=False)
     unnamed = [parameter.name for parameter in required if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
     if unnamed:
         raise RunError(f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters")
     names = list_accepted_names(function)
     if names is not None and not names & {"prompts", "completions", "completion_ids"}:
         raise RunError(f"{text}; it takes {', '.join(sorted(names)) or 'nothing'}")
-    required_names = [parameter.name for parameter in list_required(function)]
+    required_names = [parameter.name for parameter in list_required_parameters(function)]
     missing = [name for name in required_names if name not in (*ARGUMENTS, *(columns or ()))]
     if columns is not None and missing:
         raise RunError(
@@ -98,7 +98,8 @@ def list_accepted_names(function: RewardFunction) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
 
 
-def list_required(function: RewardFunction, follow_wrapped: bool = True) -> list[inspect.Parameter]:
+def list_required_parameters(function: RewardFunction, follow_wrapped: bool = True) -> list[inspect.Parameter]:
+    """List the parameters that a call must give."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         parameter

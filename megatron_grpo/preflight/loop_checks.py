@@ -72,7 +72,7 @@ def _check_validation_metric(config: Config, subject: str, name: str) -> Iterato
     if name not in names:
         yield True, subject, f"is not a validation metric; these are: {', '.join(names)}"
     elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.has_correctness:
-        yield True, subject, _explain_no_accuracy(config, name)
+        yield True, subject, _explain_missing_accuracy(config, name)
 
 
 def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
@@ -89,7 +89,7 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
         text = "no environment of this run reports metrics: functions in reward_funcs and environments of your own can"
         yield not can_report_metrics, subject, text
     elif name == "accuracy" and config.env:
-        yield True, subject, _explain_no_accuracy(config, name)
+        yield True, subject, _explain_missing_accuracy(config, name)
     elif name in possible_metrics:
         yield True, subject, f"is not a metric of this run: {possible_metrics[name]}"
     else:
@@ -99,7 +99,7 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
         yield True, subject, f"is not a metric of a step{suggestion}"
 
 
-def _explain_no_accuracy(config: Config, name: str) -> str:
+def _explain_missing_accuracy(config: Config, name: str) -> str:
     keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
     text = f"the reward functions do not say which responses are correct; name one in {keys}"
     return f"{text}, or take {name.replace('accuracy', 'reward')}"

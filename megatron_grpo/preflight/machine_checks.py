@@ -163,8 +163,8 @@ def _find_cluster_problems(config: Config) -> Iterator[Rule]:
         yield config.cluster.num_nodes > 1, "cluster.num_nodes=", text
         return
     reason = check_address(address)
-    if reason is None and (silence := check_reachable(address)) is not None:
-        reason = f"no Ray cluster answers there: {silence}"
+    if reason is None and (failure := check_reachable(address)) is not None:
+        reason = f"no Ray cluster answers there: {failure}"
     yield reason, "cluster.ray_address=", f"{reason}{explain_origin(address)}"
     text = "this machine has no CUDA GPU, and those of the Ray cluster are not counted; give their number, or 0 for CPU"
     text += explain_origin(address)

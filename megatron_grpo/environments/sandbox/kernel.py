@@ -168,7 +168,7 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
 )
 
 # System calls that the filter also refuses where no memory cgroup counts the program's memory.
-_UNCOUNTED = (
+_RULES_WITHOUT_CGROUP = (
     # Pages of a shared anonymous mapping stay when a process unmaps most of them, and then count for no process.
     ("mmap", errno.EPERM, (_Comparison(3, _MASKED_EQUAL, _MAP_SHARED_ANONYMOUS, _MAP_SHARED_ANONYMOUS),)),
     # Memory that a process takes within one system call, during which it does not stop, and large pages.
@@ -190,16 +190,16 @@ def has_filter() -> bool:
     return True
 
 
-def filter_system_calls(*, counted: bool) -> None:
+def filter_system_calls(*, has_cgroup: bool) -> None:
     """Filter the system calls of this process and its descendants.
 
-    Nothing removes the filter. Call `forbid_new_rights` first. `counted`: a memory cgroup counts the program's memory.
+    Nothing removes the filter. Call `forbid_new_rights` first. `has_cgroup`: the program is in a memory cgroup.
     OSError: libseccomp is not installed, or the kernel does not accept the filter.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
-    for name, error, conditions in _RULES if counted else (*_RULES, *_UNCOUNTED):
+    for name, error, conditions in _RULES if has_cgroup else (*_RULES, *_RULES_WITHOUT_CGROUP):
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
             continue  # this architecture, or this release of the library, has no such call
@@ -227,10 +227,10 @@ def list_descendants(pid: int) -> list[int]:
     return pids[1:]
 
 
-def kill(pids: Iterable[int], number: int) -> None:
+def kill(pids: Iterable[int], signal_number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
 
 
 def read(path: str) -> bytes:

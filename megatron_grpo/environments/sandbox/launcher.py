@@ -18,11 +18,11 @@ from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.memory_watch import MemoryWatch
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root, write
 
-NOBODY = 65534  # user and group id of programs that root runs
-PROGRAM = 1000  # user and group id of a program of an ordinary user, as the program sees it
+NOBODY_ID = 65534  # user and group id of programs that root runs
+PROGRAM_ID = 1000  # user and group id of a program of an ordinary user, as the program sees it
 # Limit of open files of a process without a memory cgroup. As many sockets again may be in undelivered messages;
 # `memory_watch` does not count these, because no process has them open.
-_UNCOUNTED_FILES = 64
+_FILES_WITHOUT_CGROUP = 64
 # Modules whose `serve` runs tests and the program that they test.
 _ROLES = tuple(f"megatron_grpo.environments.sandbox.{name}" for name in ("test_process", "program_process"))
 NOT_FOUND = 127  # exit code of a program that cannot be run, as in a shell
@@ -77,7 +77,7 @@ def _read_spec(fd: int) -> dict[str, Any]:
 def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = False) -> None:
     """Run a program and write its status, or a partner's refusal."""
     # Without a memory cgroup the first program's process watches the memory of both programs.
-    needs_watch = not (is_partner or _is_counted(spec))
+    needs_watch = not (is_partner or _has_cgroup(spec))
     watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if needs_watch else None
     try:
         exit_code = (
@@ -121,7 +121,7 @@ def _run_in_namespaces(spec: dict[str, Any], status_fd: int, watch: MemoryWatch 
         kernel.unshare(kernel.NAMESPACES)
     except PermissionError:  # every user except root needs a user namespace
         kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
-        _map_user(PROGRAM, user, group)
+        _map_user(PROGRAM_ID, user, group)
         has_user_map = True
     child = os.fork()
     if child == 0:
@@ -144,15 +144,15 @@ def _run_first_process(spec: dict[str, Any], has_user_map: bool) -> NoReturn:
     kernel.die_with_parent(signal.SIGKILL)
     _join_cgroup(spec)
     kernel.unshare(kernel.CLONE_NEWNS)  # here, because the launcher reads the machine's own /proc
-    user = PROGRAM if has_user_map else NOBODY
-    enter_root(spec["readable"], spec["folder_bytes"], user, with_zero=_is_counted(spec))
+    user = PROGRAM_ID if has_user_map else NOBODY_ID
+    enter_root(spec["readable"], spec["folder_bytes"], user, with_zero=_has_cgroup(spec))
     if not has_user_map:
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(NOBODY_ID, NOBODY_ID, NOBODY_ID)
+        os.setresuid(NOBODY_ID, NOBODY_ID, NOBODY_ID)
         kernel.set_dumpable(True)  # lost by changing the user; needed to write the map
         kernel.unshare(kernel.CLONE_NEWUSER)  # so that RLIMIT_NPROC counts only this program
-        _map_user(NOBODY, NOBODY, NOBODY)
+        _map_user(NOBODY_ID, NOBODY_ID, NOBODY_ID)
         kernel.die_with_parent(signal.SIGKILL)
     with suppress(OSError):  # /proc may be empty or read-only
         write("/proc/sys/user/max_user_namespaces", "0")
@@ -176,10 +176,10 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
         kernel.drop_capabilities()
         kernel.set_dumpable(True)
         kernel.forbid_new_rights()
-        if not _is_counted(spec):
+        if not _has_cgroup(spec):
             kernel.use_small_pages()
         if spec["filter"]:
-            kernel.filter_system_calls(counted=_is_counted(spec))
+            kernel.filter_system_calls(has_cgroup=_has_cgroup(spec))
         if spec["role"] is not None:
             import_module(spec["role"]).serve(spec)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
@@ -188,12 +188,12 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
     os._exit(NOT_FOUND)
 
 
-def _is_counted(spec: dict[str, Any]) -> bool:  # by a memory cgroup
+def _has_cgroup(spec: dict[str, Any]) -> bool:
     return spec["join_fd"] is not None
 
 
 def _join_cgroup(spec: dict[str, Any]) -> None:
-    if _is_counted(spec):
+    if _has_cgroup(spec):
         os.write(spec["join_fd"], b"0")
         os.close(spec["join_fd"])
 
@@ -206,7 +206,7 @@ def _set_limits(spec: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_DATA: (memory, memory),
         resource.RLIMIT_FSIZE: (spec["folder_bytes"],) * 2,
-        resource.RLIMIT_NOFILE: (256, 256) if _is_counted(spec) else (_UNCOUNTED_FILES,) * 2,
+        resource.RLIMIT_NOFILE: (256, 256) if _has_cgroup(spec) else (_FILES_WITHOUT_CGROUP,) * 2,
         resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),

@@ -29,7 +29,7 @@ FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _CONT
 """Special methods that a proxy has if the class of its object has them."""
 
 
-class Stopped(BaseException):
+class StopTest(BaseException):
     """Ends a test that fails or cannot be trusted."""
 
 
@@ -88,7 +88,7 @@ class Proxy(metaclass=ProxyClass):
     """Stands for an object of the other process."""
 
     # An object that arrives twice has two proxies. `_age_` is the number of the test in which the proxy was made,
-    # `_number_` the object's number in the other process; for `_mark_` see `test_process.Tests.call_special`.
+    # `_number_` the object's number in the other process; for `_mark_` see `test_process.TestPeer.call_special`.
     __slots__ = ("_age_", "_mark_", "_number_")
     _link_: tuple[Peer, int]
 
@@ -130,8 +130,6 @@ class Peer(Codec):
         # Number of the running test; 0 before the first. Proxies with another age are invalid, except age 0.
         self.age = 0
 
-    # Messages
-
     def send(self, message: Any) -> None:
         """Send a message; ValueError if it is too large."""
         data = json.dumps(message).encode()
@@ -167,13 +165,11 @@ class Peer(Codec):
 
     def on_lost(self, reason: str) -> NoReturn:
         """End the test, because the other process is lost."""
-        raise Stopped(reason)
+        raise StopTest(reason)
 
     def stop(self, reason: str) -> NoReturn:
         """Refuse a use of an object that a proxy cannot support."""
         raise TypeError(reason)
-
-    # Requests
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Make the other process act on a proxy's object.
@@ -214,7 +210,7 @@ class Peer(Codec):
             kwargs = {str(key): self.decode(argument, memo) for key, argument in kwargs.items()}
             memo.note_contents()
             kind, value = "return", self.perform(action, target, name, args, kwargs)
-        except Stopped:
+        except StopTest:
             raise
         except BaseException as error:  # noqa: BLE001 - the other process raises it again
             kind, value = "raise", error
@@ -249,8 +245,6 @@ class Peer(Codec):
 
     def accept(self, message: list[Any], reply: list[Any]) -> None:
         """Process the extras of a reply to the request `message`."""
-
-    # Objects
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
         """Convert a proxy or an object to a number."""

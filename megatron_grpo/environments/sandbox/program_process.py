@@ -20,7 +20,7 @@ from megatron_grpo.environments.sandbox.values import Memo
 _DONE = 83  # exit code of a test's fork that ends on request
 _MAX_OUTPUT = 1 << 16  # characters that a program may print in one call
 # Audit events of a program that inspects the interpreter which runs it.
-_INSPECTING = (
+_INSPECTION_EVENTS = (
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents"),
     *("sys.settrace", "sys.setprofile", "sys.monitoring.register_callback"),  # the last since Python 3.12
     *("sys._current_frames", "sys.addaudithook"),
@@ -49,7 +49,7 @@ class _Output(io.StringIO):
         return text
 
 
-class Program(Peer):
+class ProgramPeer(Peer):
     """The program's end of the connection."""
 
     def __init__(self, reading: int, writing: int) -> None:
@@ -142,7 +142,7 @@ class Program(Peer):
         return call_proxy
 
     def _record_audit_event(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in _INSPECTING:
+        if event in _INSPECTION_EVENTS:
             self._touched.add(event)
         elif event == "open" and str(args[0]).startswith("/proc"):
             self._touched.add("/proc")
@@ -157,7 +157,7 @@ def serve(spec: dict[str, Any]) -> NoReturn:
     reading, writing = spec["channel"]
     detach({reading, writing})
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # as site defines them
-    Program(reading, writing).run(spec["source"])
+    ProgramPeer(reading, writing).run(spec["source"])
     os._exit(0)
 
 

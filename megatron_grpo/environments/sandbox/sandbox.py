@@ -89,7 +89,9 @@ class Sandbox:
         with self._make_folder(files or {}) as (folder, remaining_files):
             return self._run([self._describe(folder, argv=list(argv), files=remaining_files)], stdin)
 
-    def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> ProgramResult:
+    def run_tests(
+        self, program: str, tests: Mapping[str, Any], *, run_all: bool, allow_untrusted: bool
+    ) -> ProgramResult:
         """Run Python tests and a program, in two sandboxes.
 
         The process of the program never has the tests. `tests` is a `data.code_tests.PreparedTests` as a dict. Returns
@@ -97,7 +99,9 @@ class Sandbox:
         """
         with self._make_folder({}) as (test_folder, _), self._make_folder({}) as (program_folder, _):
             test_role, program_role = _ROLE.format("test"), _ROLE.format("program")
-            test_spec = self._describe(test_folder, role=test_role, tests=dict(tests), every=every, allow=allow)
+            test_spec = self._describe(
+                test_folder, role=test_role, tests=dict(tests), run_all=run_all, allow_untrusted=allow_untrusted
+            )
             return self._run([test_spec, self._describe(program_folder, role=program_role, source=program)], "")
 
     @contextmanager

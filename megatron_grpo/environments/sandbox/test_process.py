@@ -27,7 +27,7 @@ from megatron_grpo.environments.sandbox.peer import (
     Peer,
     Proxy,
     ProxyClass,
-    Stopped,
+    StopTest,
 )
 from megatron_grpo.environments.sandbox.program_process import detach
 from megatron_grpo.environments.sandbox.values import Memo
@@ -43,16 +43,16 @@ _PUBLIC = ("__name__", "__qualname__", "__doc__")  # attributes of the tests' fu
 _EQUAL_CALLS = 3  # fewest calls with different arguments whose equal replies are reported as `equal_outputs`
 
 
-class Tests(Peer):
+class TestPeer(Peer):
     """The tests' end of the connection.
 
-    A test that compares live objects fails, unless `allow` is set: the program would decide its verdict. It fails for
-    good at the first answer that cannot be trusted, even if its text catches every exception.
+    A test that compares live objects fails, unless `allow_untrusted` is set: the program would decide its verdict. It
+    fails for good at the first answer that cannot be trusted, even if its text catches every exception.
     """
 
-    def __init__(self, reading: int, writing: int, allow: bool) -> None:
+    def __init__(self, reading: int, writing: int, allow_untrusted: bool) -> None:
         super().__init__(reading, writing)
-        self._allow = allow
+        self._allow_untrusted = allow_untrusted
         self._messages = 0
         self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.are_same}  # names that the tests see
         self.stopped = ""  # reason why the test fails even if its text raises nothing; empty: its text decides
@@ -65,11 +65,11 @@ class Tests(Peer):
 
     def on_lost(self, reason: str) -> NoReturn:
         self.stopped = self.stopped or f"the program: {reason}"
-        raise Stopped(self.stopped)
+        raise StopTest(self.stopped)
 
     def stop(self, reason: str) -> NoReturn:
         self.stopped = self.untrusted = self.untrusted or reason
-        raise Stopped(reason)
+        raise StopTest(reason)
 
     def begin(self, number: int, values: dict[str, Any]) -> None:
         """Start a test in a new fork of the program."""
@@ -84,7 +84,7 @@ class Tests(Peer):
         self.age = number
 
     def end(self) -> None:
-        with suppress(Stopped):
+        with suppress(StopTest):
             self.send(["done", 0, []])
 
     def receive(self) -> Any:
@@ -101,7 +101,7 @@ class Tests(Peer):
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Send and count a request, and distrust verdicts of live objects."""
         if self.stopped:
-            raise Stopped(self.stopped)
+            raise StopTest(self.stopped)
         self.requests += 1
         if action == "get" and name in _VERDICTS and not self._is_expected(target):
             self._mark_untrusted(f".{name} of a live object")
@@ -140,7 +140,7 @@ class Tests(Peer):
         return isinstance(target, Proxy) and target._mark_ != ""
 
     def _mark_untrusted(self, reason: str) -> None:
-        if not self._allow:
+        if not self._allow_untrusted:
             self.stop(reason)
         self.untrusted = self.untrusted or reason
 
@@ -198,14 +198,14 @@ class Tests(Peer):
 
 
 def serve(spec: dict[str, Any]) -> NoReturn:
-    """Run the tests of a description: `tests` (`PreparedTests`), `every`, `allow`, `channel`."""
+    """Run the tests of a description: `tests` (`PreparedTests`), `run_all`, `allow_untrusted`, `channel`."""
     kernel.set_dumpable(False)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     reading, writing = spec["channel"]
     report = os.dup(1)
     detach({reading, writing, report})
-    with suppress(Stopped):
-        _run_all(spec, Tests(reading, writing, spec["allow"]), report)
+    with suppress(StopTest):
+        _run_all(spec, TestPeer(reading, writing, spec["allow_untrusted"]), report)
     os._exit(0)
 
 
@@ -213,7 +213,7 @@ def _write_line(report: int, line: Any) -> None:
     os.write(report, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
-def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
+def _run_all(spec: dict[str, Any], peer: TestPeer, report: int) -> None:
     prepared = spec["tests"]
     module = ModuleType("__main__")
     vars(module).update(peer.names)
@@ -234,13 +234,13 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
         passed = _run_test(prepared["needs_one_fork"], number, test, peer, values)
         _write_line(report, [number, passed, peer.requests > 0, "" if peer.untrusted in reported else peer.untrusted])
         reported.add(peer.untrusted)
-        if not passed and test["is_test"] and not spec["every"]:
+        if not passed and test["is_test"] and not spec["run_all"]:
             break
     equal = any(len(replies) >= _EQUAL_CALLS and len(set(replies.values())) == 1 for replies in peer.replies.values())
     _write_line(report, {"touched": bool(peer.touched), "equal_outputs": equal})
 
 
-def _run_test(shared: bool, number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
+def _run_test(shared: bool, number: int, test: dict[str, Any], peer: TestPeer, values: dict[str, Any]) -> bool:
     """Run a test; True if it raises nothing."""
     try:
         if number == 0 or not shared:
@@ -274,7 +274,7 @@ def _call(test: Any) -> None:
         import_module("asyncio").run(result)
 
 
-def _prepare_unittest(peer: Tests) -> None:
+def _prepare_unittest(peer: TestPeer) -> None:
     # `main` does nothing, since the tests run anyway.
     unittest: Any = import_module("unittest")
     unittest.main = lambda *args, **kwargs: None

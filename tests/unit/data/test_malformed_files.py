@@ -136,9 +136,9 @@ def check_file(path: Path, content: bytes) -> None:
         if found.source is None:
             assert found.problems, "a set that cannot be read is told"
             continue
-        assert found.rows + found.bad == len(found.source)
+        assert found.rows + found.bad_count == len(found.source)
         assert found.rows == len(found.usable)
-        assert (policy == "fail" and found.bad > 0) == bool(found.problems)
+        assert (policy == "fail" and found.bad_count > 0) == bool(found.problems)
         for number in found.usable:
             assert found.source[int(number)].get("prompt")
 

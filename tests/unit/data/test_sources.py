@@ -62,7 +62,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
     assert [source[number] for number in (7, 0, 11)] == [ROWS[7], ROWS[0], ROWS[11]]
     assert list(source.read_all()) == ROWS
     report = looked(path)
-    assert (report.rows, report.bad, report.problems, report.duplicates) == (12, 0, [], 0)
+    assert (report.rows, report.bad_count, report.problems, report.duplicates) == (12, 0, [], 0)
     assert report.columns == {"math": {"prompt", "answer", "level"}}
     assert str(path) in source.locate(4)
 
@@ -91,7 +91,7 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path, policy: str) ->
     assert [problem.subject for problem in named[:5]] == [f"{path}:{line}" for line in (3, 7, 8, 9, 10)]
     assert named[0].text.startswith("is not valid JSON")
     assert named[5].text == "3 more bad lines of 14"
-    assert (found.rows, found.bad, found.duplicates) == (6, 8, 2)
+    assert (found.rows, found.bad_count, found.duplicates) == (6, 8, 2)
     assert found.source is not None
     assert [found.source[number]["prompt"] for number in found.usable] == ["0?", "1?", "2?", "3?", "0?", "1?"]
     assert bool(found.problems) == (policy == "fail")

@@ -42,7 +42,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def verdict_of(program: str, tests: tuple[str, ...], allow: bool = False, limits: SandboxConfig = LIMITS) -> Verdict:
-    return check_program(Sandbox(limits, STRONGEST), program, tests, every=True, allow=allow)
+    return check_program(Sandbox(limits, STRONGEST), program, tests, run_all=True, allow_untrusted=allow)
 
 
 def params(programs: Sequence[Honest | Hostile]) -> list[Any]:

@@ -74,7 +74,7 @@ def test_a_machine_whose_namespaces_give_no_rights_really_refuses(monkeypatch: p
 
     def outcome() -> tuple[str, bool, str]:
         kernel.forbid_new_rights()
-        kernel.filter_system_calls(counted=True)
+        kernel.filter_system_calls(has_cgroup=True)
         allowed = open_sandbox(SandboxConfig(required="limits"), "/usr/bin/python3")
         ran = allowed.run_python("print(1)").succeeded
         try:
