@@ -340,7 +340,7 @@ def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, 
         process = AllTaskProcessedDataset([], tokenizer, SPEC, {"math": (SPEC, math_data_processor)}, 10)
         (config,) = data.training_sets.values()
         return StreamLoader(
-            rows, config=config, data=data, environments={"math": "math"}, process=process, prompts_per_batch=3, seed=1
+            rows, config=config, data=data, environments={"math": "math"}, prompts=process, prompts_per_batch=3, seed=1
         )
 
     def batches(loader: StreamLoader, stop: int = 99) -> list[list[int]]:

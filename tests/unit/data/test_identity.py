@@ -244,7 +244,7 @@ def test_a_stream_that_begins_otherwise_is_other_data() -> None:
             config=DatasetConfig(path="a/b", split=split),
             data=DataConfig(),
             environments={"math": "math"},
-            process=process,
+            prompts=process,
             prompts_per_batch=2,
             seed=1,
         )

@@ -117,7 +117,7 @@ def test_a_stream_treats_processors_as_files_do(bad_rows: Any) -> None:
         config=config,
         data=data,
         environments={"math": "math"},
-        process=AllTaskProcessedDataset([], None, SPEC, {"math": (SPEC, picky)}, 10),
+        prompts=AllTaskProcessedDataset([], None, SPEC, {"math": (SPEC, picky)}, 10),
         prompts_per_batch=2,
         seed=1,
     )
