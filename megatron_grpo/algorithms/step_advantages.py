@@ -42,7 +42,7 @@ class Scores:
     reward_parts: Tensor | None
     """[functions, groups, samples], float32: rewards of each reward function, NaN where it gave none. None for
     estimators other than GDPO."""
-    weights: Tensor | None
+    function_weights: Tensor | None
     """[functions], float32: weight of each reward function in the sum; None without `reward_parts`."""
     differs: Tensor
     """[groups], bool: whether the samples of the group got different rewards (with GDPO, different advantages)."""
@@ -56,7 +56,7 @@ class Scores:
         return Scores(
             rewards=torch.cat([part.rewards for part in scores]),
             reward_parts=torch.cat(reward_parts, dim=1) if reward_parts else None,
-            weights=scores[0].weights,
+            function_weights=scores[0].function_weights,
             differs=torch.cat([part.differs for part in scores]),
             has_signal=torch.cat([part.has_signal for part in scores]),
         )
@@ -110,8 +110,8 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
         is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments)
     else:
-        if scores.reward_parts is not None and scores.weights is not None:
-            advantages = gdpo_advantages(scores.reward_parts, scores.weights)
+        if scores.reward_parts is not None and scores.function_weights is not None:
+            advantages = gdpo_advantages(scores.reward_parts, scores.function_weights)
         else:
             advantages = compute_group_advantages(config.grpo, scores.rewards)
         batch.advantages = clip_advantages(advantages.flatten(), config.training_loop).float().numpy()

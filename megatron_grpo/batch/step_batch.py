@@ -43,7 +43,7 @@ class StepBatch:
     """True if the loss is taken over the sampled tokens: [sequences], bool."""
     positive: NDArray[np.bool_] | None = None
     """True if the response is correct: [sequences], bool. None: the loss does not use it."""
-    weights: NDArray[np.float32] | None = None
+    loss_weights: NDArray[np.float32] | None = None
     """Weight of each sequence in the loss (loss_multiplier of its prompt): [sequences], float32. None: all weigh 1."""
     advantages: NDArray[np.float32] | None = None
     """Advantage that all tokens of a response share: [sequences], float32. None: `fields` has one for each token."""
@@ -74,7 +74,7 @@ class StepBatch:
                 ]
             ),
             positive=np.array([bool(outcome.correct) for outcome in outcomes]) if nll_weight > 0 else None,
-            weights=None if (weights == 1).all() else weights,
+            loss_weights=None if (weights == 1).all() else weights,
         )
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class StepBatch:
             response_tokens=self.response_tokens[indices],
             in_loss=self.in_loss[indices],
             positive=None if self.positive is None else self.positive[indices],
-            weights=None if self.weights is None else self.weights[indices],
+            loss_weights=None if self.loss_weights is None else self.loss_weights[indices],
             advantages=None if self.advantages is None else self.advantages[indices],
             partitions=np.split(np.arange(len(indices)), ends[:-1]),
             fields={name: references[chosen] for name, references in self.fields.items()},

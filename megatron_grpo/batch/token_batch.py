@@ -125,8 +125,8 @@ class TokenBatch:
             fields.loss_mask = repeat_per_token(batch.in_loss, batch.lengths, fields.sampled)
             if batch.positive is not None:
                 fields.positive = repeat_per_token(batch.positive, batch.lengths, fields.sampled)
-            if batch.weights is not None:
-                fields.weight = repeat_per_token(batch.weights, batch.lengths, fields.sampled)
+            if batch.loss_weights is not None:
+                fields.weight = repeat_per_token(batch.loss_weights, batch.lengths, fields.sampled)
             if batch.advantages is not None:
                 fields.advantages = repeat_per_token(batch.advantages, batch.lengths, fields.sampled)
         return TokenBatch(batch.lengths.tolist(), fields)

@@ -78,7 +78,9 @@ class GlobalCounts:
         # `finalize_model_grads_func` in `trainer.optimizer`).
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
         assert tokens.sum() > 0, "an optimizer step needs a token to learn from"
-        weights = np.ones(len(sequences)) if batch.weights is None else batch.weights[sequences].astype(np.float64)
+        weights = (
+            np.ones(len(sequences)) if batch.loss_weights is None else batch.loss_weights[sequences].astype(np.float64)
+        )
         weighted = tokens * weights
         positive = weighted[batch.positive[sequences]] if batch.positive is not None else weighted[:0]
         return GlobalCounts(

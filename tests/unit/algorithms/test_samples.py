@@ -143,7 +143,7 @@ def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     expected = score(run.config, samples.outcomes)
     assert samples.scores.rewards.tolist() == expected.rewards.tolist()
     assert samples.scores.has_signal.tolist() == samples.scores.differs.tolist() == [True] * 3
-    assert samples.scores.reward_parts is samples.scores.weights is None
+    assert samples.scores.reward_parts is samples.scores.function_weights is None
 
 
 def test_without_dynamic_sampling_a_step_is_scored_once(tmp_path: Path, scored: list[int]) -> None:

@@ -112,7 +112,7 @@ def test_rewards_and_signals_against_loops(
     keys = config(samples, reward_scaling=scaling, reward_shaping=shaping)
     scores = score(keys, [one for group in groups for one in group])
     assert scores.rewards.dtype == torch.float32
-    assert scores.reward_parts is scores.weights is None
+    assert scores.reward_parts is scores.function_weights is None
     for group, rewards, differs, kept in zip(groups, scores.rewards, scores.differs, scores.has_signal, strict=True):
         before = [None if one.reward is None else scaled(one.reward, scaling) for one in group]
         after = [
@@ -182,10 +182,10 @@ def test_gdpo_keeps_what_each_function_said() -> None:
     parts = [{"right": 1.0, "short": 2.0}, {"right": 0.0}, {"short": 1.0}, {}]
     scores = score(gdpo_config(), gdpo_step(parts))
     assert scores.reward_parts is not None
-    assert scores.weights is not None
+    assert scores.function_weights is not None
     expected = [[[1.0, 0.0], [NAN, NAN]], [[2.0, NAN], [1.0, NAN]]]
     assert torch.equal(scores.reward_parts.nan_to_num(-9), torch.tensor(expected).nan_to_num(-9))
-    assert scores.weights.tolist() == [1.0, 0.5]
+    assert scores.function_weights.tolist() == [1.0, 0.5]
 
 
 def test_gdpo_keeps_groups_whose_sum_is_the_same() -> None:

@@ -87,7 +87,9 @@ def test_what_is_in_the_loss_against_a_loop(trajectories: list[Trajectory], over
     assert batch.in_loss.dtype == np.bool_
     assert batch.in_loss.tolist() == expected
     weights = [one.loss_multiplier or 1.0 for one in trajectories]
-    assert (None if batch.weights is None else batch.weights.tolist()) == (None if {*weights} == {1.0} else weights)
+    assert (None if batch.loss_weights is None else batch.loss_weights.tolist()) == (
+        None if {*weights} == {1.0} else weights
+    )
     if imitate:
         assert batch.positive is not None
         assert batch.positive.dtype == np.bool_

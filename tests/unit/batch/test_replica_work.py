@@ -74,7 +74,7 @@ def make_part(partitions: list[list[Response]], following: set[str]) -> StepBatc
         in_loss=numbers("in_loss", np.bool_),
         positive=numbers("positive", np.bool_) if "positive" in following else None,
         advantages=numbers("advantages", np.float32) if "advantages" in following else None,
-        weights=numbers("weight", np.float32) if "weight" in following else None,
+        loss_weights=numbers("weight", np.float32) if "weight" in following else None,
         partitions=np.split(np.arange(len(every)), np.cumsum([len(responses) for responses in partitions])[:-1]),
     )
 
@@ -163,7 +163,7 @@ def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> 
     assert part.response_tokens.tolist() == [1, 4, 2, 5, 6]
     assert part.in_loss.tolist() == [True, True, False, False, True]
     assert part.positive is None
-    assert part.weights is None
+    assert part.loss_weights is None
     assert part.advantages is not None
     assert part.advantages.tolist() == [-1, -4, -2, -5, -6]
     assert part.fields == {"token_ids": ["second", "third"]}
@@ -213,7 +213,7 @@ def test_a_part_travels_as_arrays() -> None:
     """Beside the pickle rather than in it, and without a copy."""
     part, stored = example()
     copy, buffers, size = through_pickle(part)
-    names = ["lengths", "response_tokens", "in_loss", "positive", "weights", "advantages"]
+    names = ["lengths", "response_tokens", "in_loss", "positive", "loss_weights", "advantages"]
     pairs = [(getattr(part, name), getattr(copy, name)) for name in names]
     pairs += zip(part.partitions, copy.partitions, strict=True)
     assert len(buffers) == len(pairs)

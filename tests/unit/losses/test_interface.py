@@ -41,7 +41,7 @@ def test_counts_are_sums_of_weights() -> None:
     batch = make_step(
         [(2, 3, True, True), (1, 4, True, False), (1, 5, False, True), (1, 0, True, True)], correct_known=True
     )
-    batch.weights = np.array([0.5, 1.0, 0.25, 0.75], dtype=np.float32)
+    batch.loss_weights = np.array([0.5, 1.0, 0.25, 0.75], dtype=np.float32)
     assert GlobalCounts.count(batch, np.arange(4)) == GlobalCounts(
         tokens=7.0, sequences=1.5, all_sequences=2.5, positive_tokens=1.5, token_weight=5.5 / 7
     )
