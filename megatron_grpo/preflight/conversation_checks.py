@@ -207,7 +207,7 @@ def _find_unread_settings(
             yield Problem(f"{key(f'chat_template_kwargs.{name}')}={to_text(value)}", text)
     if "strftime_now" in source and any(time.strftime(form) in prompt for form in _DATE_FORMS):
         name = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
-        text = "can set a fixed date: the template writes today's, so a run that is resumed tomorrow has other prompts"
+        text = "can set a fixed date: the template writes today's into prompts, so a run resumed tomorrow has others"
         yield Problem(key(name), text)
 
 

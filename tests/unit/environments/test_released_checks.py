@@ -138,7 +138,7 @@ def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
     assert is_begun == (layout.name in ("qwen3_5", "r1_distill_llama", "r1_distill_qwen"))
     assert bool(remarks) == (is_begun and kind != "math")
     if remarks:
-        assert remarks[0].text.startswith("responses begin behind <think>, ")
+        assert remarks[0].text.startswith("the chat template ends every prompt with <think>, ")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_tags_of_other_templates_are_known(tmp_path: Path, end: str, tag: st
     _, found = examine_conversations(config, load_tokenizer(BY_NAME["qwen3"].write(tmp_path / "model")))
     remarks = [one.text for one in found if "ends every prompt" in one.text]
     assert len(remarks) == (tag is not None)
-    assert tag is None or f"begin behind {tag}, " in remarks[0]
+    assert tag is None or f"ends every prompt with {tag}, " in remarks[0]
 
 
 def test_a_pattern_without_the_tag_needs_no_remark(tmp_path: Path) -> None:
