@@ -216,7 +216,7 @@ def test_a_tokenizer_that_changes_a_row_is_named(tmp_path: Path) -> None:
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>").save_pretrained(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
-    for question, remark in (("how many cats ?", ""), ("how many zebras ?", "data: row 3 reaches the model as another text")):
+    for question, remark in (("how many cats ?", ""), ("how many zebras ?", "data: row 3 reaches the model as")):
         texts = [question if row == 3 else "how many dogs ?" for row in range(40)]
         rows.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
         config = configuration("math", train_path=str(rows), apply_chat_template=False)
