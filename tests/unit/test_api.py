@@ -174,9 +174,9 @@ def test_values_of_a_mapping() -> None:
             r"environments\['addition'\] +is an object of UserObjects; give the class",
         ),
         ({"environments": [UserObjects]}, r"environments +is list; give a mapping of task names to classes"),
-        ({"environments": {"my task": UserObjects}}, r"environments\['my task'\] +cannot be a name in env.NAME"),
-        ({"val_dataset": {"a b": ROWS}}, r"val_dataset\['a b'\] +cannot be a name .*; use letters .*, digits, _ and -"),
-        ({"val_dataset": {"v1.5": ROWS}}, r"val_dataset\['v1.5'\] +cannot be a name in data.val_sets.NAME"),
+        ({"environments": {"my task": UserObjects}}, r"environments\['my task'\] +cannot be the NAME of env.NAME"),
+        ({"val_dataset": {"a b": ROWS}}, r"val_dataset\['a b'\] +cannot be the NAME .*letters .*, digits, _ and -"),
+        ({"val_dataset": {"v1.5": ROWS}}, r"val_dataset\['v1.5'\] +cannot be the NAME of data.val_sets.NAME"),
         ({"val_dataset": {"5a": ROWS}}, r"a letter or _ first"),
     ],
 )
