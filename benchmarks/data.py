@@ -169,7 +169,8 @@ def _loader(rows: int, per_batch: int) -> Any:
     from megatron_grpo.data.loader import PromptLoader, PromptSampler
 
     order = PromptSampler([rows], [1.0], shuffle=True, seed=42)
-    return PromptLoader(Numbers(rows), prompts_per_batch=per_batch, order=order)
+    prompts: Any = Numbers(rows)
+    return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
 
 def _options() -> argparse.Namespace:

@@ -101,7 +101,7 @@ def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -
             for one in find_destinations(entry, shape, place, layer):
                 rows, columns = one.part.local_shape
                 sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
-        if place.end:
+        if place.has_output:
             sizes["head"] = (shape.vocab // place.tensor.count, shape.hidden)
         arguments = list(sizes.values()), together, repeats, results
         processes.append(context.Process(target=_packing_member, args=arguments))

@@ -78,7 +78,7 @@ class Member:
     """One member of a refit's group: reads its plan from the driver's store, and looks for failures as it waits."""
 
     def __init__(self, times: Times, rendezvous: Rendezvous, side: Side, number: int) -> None:
-        self._times, self._store = times, rendezvous.store()
+        self._times, self._store = times, rendezvous.connect()
         json.loads(self._store.get("plan"))
         pieces = np.frombuffer(zlib.decompress(self._store.get(f"{side}/{number}")), dtype=PIECE)
         self.bytes, self.pieces = int(pieces["bytes"].sum()), len(pieces)
