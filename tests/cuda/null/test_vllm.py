@@ -96,7 +96,7 @@ def test_a_refit_fills_every_parameter(
             packed, size = lay_out_pieces(message, [getattr(torch, dtype) for dtype in dtypes])
             sent = torch.zeros(size, dtype=torch.uint8, device="cuda")
             for position, piece in enumerate(packed):
-                writer.write(number, position, piece.numbers(sent), piece.scales(sent))
+                writer.write(number, position, piece.view_values(sent), piece.view_scales(sent))
         writer.finish()
     assert addresses(model) == before, "captured graphs read the old memory"
 
