@@ -73,19 +73,19 @@ def by_float64(case: Case) -> Results:
     return _results(case, hidden, weight, factors, logprobs, entropy)
 
 
-def by_ranks(rank: int, case: Case, kernel: str, port: int, columns: tuple[int, int]) -> Results:
+def by_ranks(rank: int, case: Case, kernel: str, store_file: str, columns: tuple[int, int]) -> Results:
     """As two gloo ranks find it, this rank's rows of the weight's gradient and its part of the hidden states'.
 
     Args:
         rank: of the calling process.
-        port: free one on loopback, at which the ranks meet.
+        store_file: path of a new file, by which the ranks find each other.
         columns: vocabulary entries of each; a rank has as many padding rows as the case says.
     """
     hidden, weight, targets, factors = case.tensors()
     start = sum(columns[:rank])
     own = weight[start : start + columns[rank] + case.padding].clone().requires_grad_()
     hidden.requires_grad_()
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    store = dist.FileStore(store_file, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
         logprobs, entropy = linear_logprobs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,12 +61,10 @@ def test_the_backward_pass_holds_a_block_at_a_time() -> None:
 
 @pytest.mark.parametrize("kernel", ["fused", "chunked"])
 @pytest.mark.parametrize("columns", [(200, 100), (70, 230), (300, 0)], ids=str)
-def test_the_split_vocabulary_is_the_whole_one(columns: tuple[int, int], kernel: str) -> None:
+def test_the_split_vocabulary_is_the_whole_one(columns: tuple[int, int], kernel: str, tmp_path: Path) -> None:
     """(300, 0): the second rank has nothing but padding."""
     case = Case()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    parts: list[Results] = interpreted_on_ranks(2, by_ranks, case, kernel, port, columns)
+    parts: list[Results] = interpreted_on_ranks(2, by_ranks, case, kernel, str(tmp_path / "store"), columns)
     whole = by_float64(case)
     rows = torch.cat([part.of_weight[:count] for part, count in zip(parts, columns, strict=True)])
     of_weight = torch.cat([rows, torch.zeros(case.padding, case.hidden)])

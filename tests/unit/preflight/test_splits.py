@@ -72,7 +72,7 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
             DENSE,
             {"pipeline": 3, "first_stage_layers": 3},
             "pipeline=3",
-            "9 of 12 layers are left",
+            "9 of 12 layers remain",
         ),
         (DENSE, {"first_stage_layers": 3}, "first_stage_layers=3", "needs policy.parallel.pipeline > 1"),
         (
