@@ -72,8 +72,8 @@ def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: flo
             continue
         tables = {name: getattr(report, name) for name in ("phases", "end_bytes", "holders")}
         in_gib = {
-            name.replace("end_bytes", "held"): {key: round(value / 2**30, 2) for key, value in one.items()}
-            for name, one in tables.items()
+            name.replace("end_bytes", "held"): {key: round(value / 2**30, 2) for key, value in table.items()}
+            for name, table in tables.items()
         }
         yield {**found, "dry_depths": pending.depths, "peak_gib": round(report.peak_bytes / 2**30, 2), **in_gib}
 

@@ -80,7 +80,9 @@ def faults_on_rank(layout: Layout, model: TinyModel, precision: Precision) -> di
     with planted(BoundEntry, "compute_weight", lambda bound: bound.parameter.detach()):
         found["the weight without its adapter"] = check(rank).faults
     original = adapter_check.bind_entries
-    with planted(adapter_check, "bind_entries", lambda *args: [replace(one, adapted=None) for one in original(*args)]):
+    with planted(
+        adapter_check, "bind_entries", lambda *args: [replace(bound, adapted=None) for bound in original(*args)]
+    ):
         found["no layer counts as adapted"] = check(rank).faults
     stale = {name: layer.merge_weight() for name, layer in adapted_layers(rank).items()}
     rank.train(*train_arguments(layout))

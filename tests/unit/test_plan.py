@@ -164,7 +164,7 @@ def run_dir(overrides: list[str], tmp_path: Path) -> Path:
     folder.mkdir()
     record_start(folder, compose_config([*overrides, "cluster.gpu=h100"]))
     rollouts = [make_trajectory(length, prompt_tokens=16) for length in (8, 16, 24, 32)]
-    write_rollouts(locate_rollouts_file(folder, 3), [(0, [(one, TrainedValues()) for one in rollouts])])
+    write_rollouts(locate_rollouts_file(folder, 3), [(0, [(trajectory, TrainedValues()) for trajectory in rollouts])])
     return folder
 
 

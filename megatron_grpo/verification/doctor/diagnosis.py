@@ -240,7 +240,7 @@ def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
         coarse: [tokens], float32: the oracle in bfloat16.
     """
     # Rounding of the same weights and states moves a token in the same direction in every program, so the differences
-    # correlate; those of a wrong tensor do not, even if they are as large.
+    # correlate. Differences caused by a wrong tensor do not correlate, even if they are as large.
     gap, rounding = side.recorded - base, coarse - base
     if len(gap) < 2 or not gap.isfinite().all():
         return False

@@ -56,7 +56,7 @@ def read_engines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def list_differing_modes(run_dir: Path, config: Config) -> list[str]:
-    """Describe engine settings, those of the model apart, that are not configured."""
+    """Describe the modes and dtypes of engines that are not configured."""
     configured = {"logprobs_mode": "processed_logprobs", "dtype": config.engine_dtype}
     arguments = config.generation.engine_args
     configured |= {name: str(arguments[name]) for name in _MODES if name in arguments}

@@ -221,7 +221,7 @@ class Examination:
         diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
         diagnosis.gap = Distance.measure(engine.recorded, trainer.recorded)
         diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
-        # Both sides compute what they should, so what remains is what the configuration has them compute.
+        # Both sides are correct, so a remaining gap comes from settings that differ between them.
         if not diagnosis.findings:
             diagnosis.findings += self._find_configured_gaps(engine, trainer)
         if version != evidence.version:

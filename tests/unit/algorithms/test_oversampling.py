@@ -86,7 +86,7 @@ def test_prompts_are_begun_in_the_order_of_the_data_with_the_seeds_of_their_batc
     }
     assert process.take() == [*expected[0][:2], *expected[1][2:]], "the oldest may not become older"
     assert process.buffer.count_prompts()["oversampling_resumed"] == 2.0
-    asked = [(one["generation_batch"], one["rows"]) for one in process.rollouts.asked]
+    asked = [(request["generation_batch"], request["rows"]) for request in process.rollouts.asked]
     assert asked[:4] == [(1, expected[0]), (2, expected[1][:2]), (2, expected[1][2:]), (3, expected[2][:2])]
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fake_ray")
 def record(run: Run, folder: Path, step: int = 1) -> None:
     """Write what the run's step has begun to."""
     groups = [group.objects_ref.get() for group in run.run.dumps.groups[step]]
-    rows = [(number, [(one, TrainedValues()) for one in group]) for number, group in enumerate(groups)]
+    rows = [(number, [(trajectory, TrainedValues()) for trajectory in group]) for number, group in enumerate(groups)]
     write_rollouts(locate_rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).to_metadata())
 
 

@@ -26,7 +26,7 @@ def test_the_same_batches_in_the_same_order_with_the_same_seeds(age: int) -> Non
     process, expected = begin(age), DATA.in_turn()
     assert len(expected) == DATA.batches
     assert process.rest() == expected
-    assert [(one["generation_batch"], one["rows"]) for one in process.rollouts.asked] == list(
+    assert [(request["generation_batch"], request["rows"]) for request in process.rollouts.asked] == list(
         enumerate(expected, start=1)
     )
 

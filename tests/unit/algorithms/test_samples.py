@@ -94,7 +94,7 @@ def test_without_dynamic_sampling_a_step_is_a_generation_batch(tmp_path: Path) -
         assert samples.metrics == {}
         assert samples.scores.rewards.tolist() == score(run.config, samples.outcomes).rewards.tolist()
     assert sample(run, prompts, StepTimer()) is None
-    assert [asked["generation_batch"] for asked in rollouts.asked] == [1, 2]
+    assert [request["generation_batch"] for request in rollouts.asked] == [1, 2]
     assert run.state["consumed_samples"] == 6
 
 
@@ -127,7 +127,7 @@ def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> N
     ]
     samples = drawn(run, prompts)
     assert prompts_of(samples.outcomes) == [10, 12, 14]
-    assert [asked["generation_batch"] for asked in rollouts.asked] == [1, 2, 3, 4], (
+    assert [request["generation_batch"] for request in rollouts.asked] == [1, 2, 3, 4], (
         "every generation batch has seeds of its own"
     )
     assert run.state["consumed_samples"] == 12
@@ -168,7 +168,7 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
     assert continued.outcomes == straight.outcomes
     assert trajectories_of(continued.groups) == trajectories_of(straight.groups)
     assert continued.scores.rewards.tolist() == straight.scores.rewards.tolist()
-    assert [asked["generation_batch"] for asked in again.asked] == [2]
+    assert [request["generation_batch"] for request in again.asked] == [2]
 
 
 def test_a_step_that_does_not_fill_up_ends_the_run(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_every_prompt_is_answered_once_and_the_same_way_each_time(tmp_path: Path
     assert {asked["samples_per_prompt"] for asked in run.rollouts.asked} == {1}
     run.state["total_steps"] += 1
     assert validate(run, StepTimer()) == metrics
-    seeds = [(asked["run_seed"], asked["generation_batch"]) for asked in run.rollouts.asked]
+    seeds = [(request["run_seed"], request["generation_batch"]) for request in run.rollouts.asked]
     assert len(set(seeds)) == 1, "accuracies of different steps are to compare"
     assert run.state["generation_batches"] == 0, "nor does it change what training draws next"
 

@@ -96,7 +96,7 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path, policy: str) ->
     assert [found.source[number]["prompt"] for number in found.usable] == ["0?", "1?", "2?", "3?", "0?", "1?"]
     assert bool(found.problems) == (policy == "fail")
     assert "have too" not in str(found.problems)
-    assert any("2 rows, of 6, whose prompt repeats that of an earlier row" in one.text for one in found.remarks)
+    assert any("2 rows, of 6, whose prompt repeats that of an earlier row" in remark.text for remark in found.remarks)
 
 
 def test_lines_of_a_csv_with_other_columns_are_named(tmp_path: Path) -> None:

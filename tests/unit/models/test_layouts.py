@@ -32,8 +32,8 @@ def test_layers_are_those_that_megatron_gives_a_stage(name: str) -> None:
     places = split_policy(parallel, shape)
     expected = [megatron_layers(parallel, stage) for stage in range(parallel.pipeline)]
     assert [place.layers for place in places] == expected
-    assert [place.has_embedding for place in places] == [True] + [False] * (len(places) - 1)
-    assert [place.has_output for place in places] == [False] * (len(places) - 1) + [True]
+    assert [shard.has_embedding for shard in places] == [True] + [False] * (len(places) - 1)
+    assert [shard.has_output for shard in places] == [False] * (len(places) - 1) + [True]
 
 
 def megatron_layers(parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
