@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 import re
 import textwrap
 import types
@@ -27,7 +28,9 @@ from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, Tem
 
 # Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
 FREE_TYPE = "true or false, number, text, list or mapping"
-_CONDITION = re.compile(r"(no )?([\w.]+)(?:(!?=)(.+)| (above|below) (.+))?")
+_CONDITION = re.compile(r"(no )?([\w.]+)(?:(!?=)(.+)| (above|below|at least|at most|equals) (.+))?")
+_RELATIONS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
+_RELATIONS["equals"] = operator.eq
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -218,10 +221,11 @@ def is_met(config: Config, condition: str) -> bool:
         negation, key, sign, text, relation, bound = match.groups()
         value = attrgetter(key)(config)
         if sign:
-            is_equal = (f"{value:g}" if isinstance(value, float) else str(value).lower()) == text
+            is_equal = (f"{value:g}" if isinstance(value, float) else str(value).lower()) in text.split("|")
             holds = is_equal == (sign == "=")
         elif relation:
-            holds = value is not None and (value > float(bound) if relation == "above" else value < float(bound))
+            limit = attrgetter(bound)(config) if bound[0].isalpha() else float(bound)
+            holds = value is not None and limit is not None and _RELATIONS[relation](value, limit)
         else:
             holds = (value in (None, [], {})) == bool(negation)
         if not holds:

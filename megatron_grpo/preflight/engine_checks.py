@@ -50,35 +50,18 @@ def find_refit_remarks(config: Config) -> Iterator[Rule]:
 def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
     yield from list_conflicts(config, "engines")
-    generation, engine, is_on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
-    if is_on_cpu and shape is not None and shape.latent is None:
+    if config.cluster.gpus == 0 and shape is not None and shape.latent is None:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         text = f"has heads of {shape.head_dim}, for which vLLM has no attention on a CPU; it has {sizes}"
-        has_engines = config.needs_generation and not generation.server.urls
+        has_engines = config.needs_generation and not config.generation.server.urls
         yield has_engines and shape.head_dim not in CPU_HEAD_SIZES, "policy.model.path=", text
-    tokens, subject = engine.max_num_batched_tokens, "generation.engine.max_num_batched_tokens="
-    if tokens is None:
-        return
-    longest, sequences = config.policy.max_total_sequence_length, generation.sequences_per_engine
-    is_chunked = not is_on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
-    text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
-    yield tokens < longest and not is_chunked, subject, text
-    text = f"is less than a token for each of the {sequences} responses decoded together"
-    yield tokens < sequences, subject, text
 
 
 @evaluate_rules
 def find_length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that lengths fit each other and the model (None: unknown)."""
     yield from check_sequences(config, shape)
-    policy, longest = config.policy, config.policy.max_total_sequence_length
-    text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
-    yield policy.microbatch_tokens < longest, "policy.microbatch_tokens=", text
-    for key, tokens in (
-        ("policy.logprob_microbatch_tokens=", policy.logprob_microbatch_tokens),
-        ("value.microbatch_tokens=", config.value.microbatch_tokens),
-    ):
-        yield tokens is not None and tokens < longest, key, text
+    yield from list_conflicts(config, "lengths")
 
 
 def check_sequences(config: Config, shape: ModelShape | None) -> Iterator[Rule]:

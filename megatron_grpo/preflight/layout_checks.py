@@ -114,7 +114,7 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
 def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check layouts against machines, batches and model (None: unknown)."""
     trained, moe = _list_trained_layouts(config), config.policy.moe
-    yield from list_conflicts(config, "sequence")
+    yield from list_conflicts(config, "layouts")
     yield from _check_devices(config, _count_model_gpus(config), trained)
     # Only ranks that train need equally many samples: prompts go to whichever engine has the least to do.
     generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
@@ -125,13 +125,16 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         text = f"{samples} do not share out evenly over {layout.data} data-parallel ranks"
         advice = f"use LOOP.num_prompts_per_step={_join(nearest)}"
         yield prompts * generations % layout.data, f"{section}.parallel.data=", f"{text}; {advice}"
-    yield from _check_routing_replay(config, shape)
     if shape is None:
         return
     yield from check_split("policy.parallel", config.policy.parallel, shape)
     for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
         has_no_experts = getattr(moe, name) and shape.experts is None
         yield has_no_experts, f"policy.moe.{name}=", "the model has no experts; use 0"
+    if shape.experts is None:
+        yield moe.replay_routing, "policy.moe.replay_routing=", "the model has no experts; use false"
+    else:
+        yield from list_conflicts(config, "experts")
     has_no_bias = shape.experts is not None and not shape.experts.selection_bias
     text = "the model chooses experts without a bias; use 0"
     yield moe.bias_update_rate and has_no_bias, "policy.moe.bias_update_rate=", text
@@ -158,24 +161,6 @@ def _check_value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
     yield has_path and 0 < shape.max_positions < longest, "value.model.path=", text
     text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
     yield shape.vocab < policy.vocab, "value.model.path=", text
-
-
-def _check_routing_replay(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Check settings beside policy.moe.replay_routing, for which engines record experts."""
-    subject, engine, is_on_cpu = "policy.moe.replay_routing=", config.generation.engine, config.cluster.gpus == 0
-    if not config.policy.moe.replay_routing:
-        return
-    text = "records experts of tokens that speculative decoding takes back; use false for one of them"
-    yield engine.speculative.num_speculative_tokens, subject, text
-    if shape is None or shape.experts is None:
-        yield shape is not None, subject, "the model has no experts; use false"
-        return
-    text = "a CPU engine records experts, for policy.moe.replay_routing=true, only without compilation; use true"
-    yield is_on_cpu and not engine.enforce_eager, "generation.engine.enforce_eager=", text
-    text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
-    yield not is_on_cpu and not engine.enable_prefix_caching, "generation.engine.enable_prefix_caching=", text
-    text = "vLLM returns no routed experts, for policy.moe.replay_routing=true, from a pipeline; use 1, and tensor"
-    yield not is_on_cpu and config.generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
 
 
 def _check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:

@@ -22,15 +22,12 @@ def check_loop(config: Config) -> Iterator[Rule]:
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
-        text = "decides after a validation; needs data.val_path and LOOP.val_period"
-        has_validations = config.data.validation_sets and config.training_loop.val_period > 0
-        yield not has_validations, "LOOP.early_stop.enabled=", text
     ranked_by = config.checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         is_of_validation = ranked_by.startswith(VALIDATION_PREFIX)
         check_metric = _check_validation_metric if is_of_validation else _check_step_metric
         yield from check_metric(config, "checkpointing.metric_name=", ranked_by)
-    yield from _check_schedules(config)
+    yield from list_conflicts(config, "schedules")
 
 
 def _check_optimizer_steps(config: Config) -> Iterator[Rule]:
@@ -105,20 +102,6 @@ def _explain_missing_accuracy(config: Config, name: str) -> str:
     return f"{text}, or take {name.replace('accuracy', 'reward')}"
 
 
-def _check_schedules(config: Config) -> Iterator[Rule]:
-    value = [("value", config.value.optimizer)] if config.training_loop.has_value_model else []
-    for section, optimizer in [("policy", config.policy.optimizer), *value]:
-        warmup, decay = f"{section}.optimizer.warmup_steps=", optimizer.decay_steps
-        text = f"is above {section}.optimizer.lr={optimizer.lr:g}, from which the learning rate falls to it"
-        yield optimizer.min_lr > optimizer.lr, f"{section}.optimizer.min_lr=", text
-        if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
-            text = f"and {section}.optimizer.warmup_ratio={optimizer.warmup_ratio:g} say the same; give one of them"
-            yield True, warmup, text
-        # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
-        is_too_long = not optimizer.is_constant and decay is not None and optimizer.warmup_steps >= decay
-        yield is_too_long, warmup, f"leaves no step for the decay, which ends at step {decay}"
-
-
 def check_async(config: Config) -> Iterator[Rule]:
     """Check training on samples of earlier weights, and oversampling."""
     options, prompts = config.training_loop.async_grpo, config.prompts_per_generation_batch
@@ -128,8 +111,6 @@ def check_async(config: Config) -> Iterator[Rule]:
     if not options.enabled or factor is None:
         return
     subject = "LOOP.async_grpo.oversampling_factor="
-    text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
-    yield config.data.streaming, subject, text
     # At most age + 1 steps' prompts may be in flight, or the oldest would be too old to train on.
     advice = f"Use a factor below {age + 1}, or" if age else "Use"
     key = "LOOP.async_grpo.max_trajectory_age_steps"
@@ -144,22 +125,8 @@ def check_ppo(config: Config) -> Iterator[Rule]:
     for section in READ_BY[switch_algorithm(config.algorithm)]:
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
-    if config.algorithm != "ppo":
-        return
-    ppo = config.ppo
-    yield from list_conflicts(config, "ppo")
-    text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
-    yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
-    estimator, prefix = ppo.adv_estimator, "ppo.adv_estimator"
-    is_raw, alpha = estimator.name == "raw_reward", estimator.length_adaptive_alpha
-    text = f"has no meaning with {prefix}.name=raw_reward, which takes rewards as they are"
-    for name in ("gae_lambda", "gae_lambda_policy", "gae_lambda_value"):
-        value, default = getattr(estimator, name), getattr(type(estimator)(), name)
-        yield is_raw and value != default, f"{prefix}.{name}={value}", text
-    yield is_raw and alpha, f"{prefix}.length_adaptive_alpha={alpha}", text
-    text = f"excludes {prefix}.gae_lambda_policy: both say what the policy's lambda is"
-    has_two_lambdas = alpha and estimator.gae_lambda_policy is not None
-    yield not is_raw and has_two_lambdas, f"{prefix}.length_adaptive_alpha=", text
+    if config.algorithm == "ppo":
+        yield from list_conflicts(config, "ppo")
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:
@@ -169,9 +136,8 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         yield from list_conflicts(config, "without_policy")
     if config.needs_generation or not config.debug.train:
         return
-    reason = "and debug.rollouts_from starts no engine"
+    yield from list_conflicts(config, "recorded")
     loop, data = config.training_loop, config.data
-    yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {reason}; use false"
     causes_of_validation = {
         f"LOOP.val_period={loop.val_period}": loop.val_period > 0,
         "LOOP.val_at_start=True": loop.val_at_start,
@@ -182,6 +148,5 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         causes = " and ".join(setting for setting, is_on in causes_of_validation.items() if is_on)
         off = "data.val_path=null" if data.val_path is not None else "data.val_sets={}"
         key = next(iter(data.validation_sets))
-        yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {causes}, {reason}; use {off}"
-    text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
-    yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
+        text = f"is sampled by {causes}, and debug.rollouts_from starts no engine; use {off}"
+        yield True, f"{key}={data.validation_sets[key].path}", text

@@ -133,23 +133,7 @@ _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 @evaluate_rules
 def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of speed and memory; shape None: unknown."""
-    yield from _check_recomputation(config, shape)
     yield from list_conflicts(config, "training")
-    is_on_cpu, optimizers = config.cluster.gpus == 0, {"policy": config.policy.optimizer}
-    if config.training_loop.has_value_model:
-        optimizers["value"] = config.value.optimizer
-    cpu_texts = {
-        "cpu_offload": "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node",
-        "precision_aware": "needs GPUs; leave it out, or give cluster.gpus_per_node",
-    }
-    for section, optimizer in optimizers.items():
-        for name, cpu_text in cpu_texts.items():
-            text = cpu_text if is_on_cpu else f"needs {section}.optimizer.distributed=true"
-            is_unsupported = is_on_cpu or not optimizer.distributed
-            yield getattr(optimizer, name) and is_unsupported, f"{section}.optimizer.{name}=", text
-
-
-def _check_recomputation(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     modules = config.policy.recompute_modules
     key = f"policy.recompute_modules=[{','.join(modules)}]"
     text = "policy.activation_checkpointing=true recomputes whole layers; choose one of them"

@@ -111,14 +111,7 @@ def _list_unused(config: Config) -> Iterator[_Unused]:
     for condition, reasons in _UNUSED.items():
         for keys, text in reasons.items():
             yield is_met(config, fill_placeholders(config, condition)), keys, text
-    loop, data = config.training_loop, config.data
-    text = "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps"
-    yield loop.ref_model_sync_steps >= loop.max_num_steps, "LOOP.sync_ref_model", text
-    text = "adds no whole prompt to LOOP.num_prompts_per_step"
-    yield config.prompts_per_generation_batch == loop.num_prompts_per_step, "LOOP.batch_multiplier", text
-    can_stop = loop.val_period < loop.max_num_steps or (loop.early_stop.threshold is not None and loop.val_at_start)
-    text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"
-    yield not can_stop, "LOOP.early_stop.enabled", text
+    data = config.data
     has_chats = data.apply_chat_template or any(task.apply_chat_template for task in data.tasks.values())
     keys = "data.chat_template data.chat_template_kwargs. data.tools"
     yield not has_chats, keys, "needs data.apply_chat_template=true"

@@ -26,7 +26,7 @@ _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspec
 
 def check_loss(config: Config) -> Iterator[Rule]:
     """Check keys of the loss against each other."""
-    loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
+    loss = config.loss_fn
     surrogates = [f"loss_fn.{name}" for name in ("use_cispo", "use_sapo", "disable_ppo_ratio") if getattr(loss, name)]
     first, *excluded = surrogates or [""]
     yield excluded, f"{first}=", f"excludes {' and '.join(excluded)}: each is a surrogate of its own"
@@ -36,41 +36,24 @@ def check_loss(config: Config) -> Iterator[Rule]:
     is_excluded = first and loss.sequence_level_importance_ratios
     yield is_excluded, "loss_fn.sequence_level_importance_ratios=", f"excludes {first}, which {reason}"
     yield from list_conflicts(config, "loss")
-    text = "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation"
-    is_corrected = loss.use_on_policy_kl_approximation or loss.kl_score_function_gradient
-    has_no_gradient = loss.reference_policy_kl_type == "k1" and loss.kl_in_loss > 0 and not is_corrected
-    yield has_no_gradient, "loss_fn.reference_policy_kl_type=", f"{text}, or loss_fn.use_kl_in_reward"
-    # Tokens on which both frameworks agree have the weight 1, which no limit may change.
-    kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
-    low, is_two_sided = loss.truncated_importance_sampling_ratio_min, kind in ("icepop", "seq-mask-tis")
-    yield is_two_sided and low is None, f"{prefix}_type=", f"needs {prefix}_ratio_min, the lower limit"
-    text = "1, the weight of a token that both frameworks agree about, which is to stay"
-    yield is_two_sided and low is not None and low >= 1, f"{prefix}_ratio_min=", f"must be below {text} in the loss"
-    is_too_low = high is not None and (high < 1 or (is_two_sided and high == 1))
-    text = f"must be {'above' if is_two_sided else 'at least'} {text} as it is"
-    yield kind is not None and is_too_low, f"{prefix}_ratio=", text
 
 
 def check_rewards(config: Config) -> Iterator[Rule]:
     """Check keys of rewards and advantages."""
     if config.algorithm == "grpo":
         yield from _check_estimator(config)
-    scaling, prefix = config.training_loop.reward_scaling, "LOOP.reward_scaling"
-    text = f"must be below {prefix}.source_max={scaling.source_max:g}"
-    yield scaling.enabled and scaling.source_min >= scaling.source_max, f"{prefix}.source_min=", text
-    text = f"equals {prefix}.target_max, which makes all rewards the same"
-    yield scaling.enabled and scaling.target_min == scaling.target_max, f"{prefix}.target_min=", text
-    if config.training_loop.reward_shaping.enabled:
-        yield from _check_shaping(config)
+    yield from list_conflicts(config, "rewards")
+    shaping, longest = config.training_loop.reward_shaping, config.generation.max_new_tokens
+    if shaping.enabled and shaping.overlong_buffer_length is not None:
+        penalty_start = (shaping.max_response_length or longest) - shaping.overlong_buffer_length
+        text = f"the penalty starts beyond generation.max_new_tokens={longest}, where no response gets"
+        yield penalty_start >= longest, "LOOP.reward_shaping.overlong_buffer_length=", text
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.type == REWARD_FUNCTIONS and environment.correctness_function is None
         needs_correctness = config.loss_fn.positive_example_nll_weight and environment.reward_funcs
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
         yield needs_correctness and is_unknown, "loss_fn.positive_example_nll_weight=", text
-    low, high = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
-    text = "equals LOOP.advantage_clip_high, which leaves no advantage"
-    yield low is not None and low == high, "LOOP.advantage_clip_low=", text
 
 
 def check_environments(config: Config) -> Iterator[Rule]:
@@ -100,18 +83,8 @@ def check_environments(config: Config) -> Iterator[Rule]:
 
 
 def _check_estimator(config: Config) -> Iterator[Rule]:
-    grpo, name = config.grpo, config.grpo.adv_estimator.name
     yield from list_conflicts(config, "grpo")
-    text = (
-        "would divide a group of equal rewards by the spread of its KL penalties alone; use "
-        "grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
-    )
-    divides_groups = name == "grpo" and grpo.normalize_rewards and grpo.normalize_rewards_over == "group"
-    yield divides_groups and config.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward=", text
-    text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
-    has_baseline = grpo.adv_estimator.minus_baseline or name != "reinforce_plus_plus"
-    yield has_baseline and grpo.num_generations_per_prompt < 2, "grpo.num_generations_per_prompt=", text
-    if name != "gdpo":
+    if config.grpo.adv_estimator.name != "gdpo":
         return
     yield from list_conflicts(config, "gdpo")
     # Each reward is normalised by itself before it is weighted, so a function needs one weight in all tasks.
@@ -123,21 +96,6 @@ def _check_estimator(config: Config) -> Iterator[Rule]:
             first = weights.setdefault(function, weight)
             text = f"gives {function} the weight {weight:g}, another environment {first:g}; gdpo needs one"
             yield first != weight, f"env.{task}.reward_weights", text
-
-
-def _check_shaping(config: Config) -> Iterator[Rule]:
-    shaping, longest = config.training_loop.reward_shaping, config.generation.max_new_tokens
-    prefix, buffer = "LOOP.reward_shaping", shaping.overlong_buffer_length
-    text = f"needs one of {prefix}.overlong_buffer_length (DAPO) and {prefix}.stop_properly_penalty_coef"
-    text = text if buffer is None else f"{text}, not both: they punish the same"
-    yield (buffer is None) == (shaping.stop_properly_penalty_coef is None), f"{prefix}.enabled=", text
-    if buffer is not None:
-        # The penalty grows over the last `buffer` tokens before the full length.
-        full, subject = shaping.max_response_length or longest, f"{prefix}.overlong_buffer_length="
-        text = f"is more than the response may have before the full penalty, {full} tokens"
-        yield buffer > full, subject, text
-        text = f"the penalty starts beyond generation.max_new_tokens={longest}, where no response gets"
-        yield buffer <= full and full - buffer >= longest, subject, text
 
 
 def _check_functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:

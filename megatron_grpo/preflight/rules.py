@@ -4,7 +4,7 @@ A check is a function that yields rules. A rule is a tuple (is it broken?, subje
 
     yield loop.val_period == 0 and stop.enabled, "LOOP.early_stop.enabled=", "decides after a validation; ..."
 
-Rules whose conditions are single settings are rows of config/conflicts.yaml instead.
+Rules that compare settings with values or with each other are rows of config/conflicts.yaml instead.
 
 Nothing is raised: the broken rules of all checks become one message, with a line "SUBJECT  TEXT" for each. A subject
 that ends in = is a key, and gets its value (`grpo.early_stop.enabled=True`). In subjects and texts LOOP stands for the

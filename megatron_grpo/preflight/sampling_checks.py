@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.config.generation_schema import FILTERS, PENALTIES, EngineConfig, GenerationConfig, StructuredConfig
+from megatron_grpo.config.generation_schema import FILTERS, PENALTIES, GenerationConfig, StructuredConfig
 from megatron_grpo.config.paths import TOKEN_VARIABLE, check_url, is_loopback, read_token
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule, list_conflicts
@@ -15,20 +15,7 @@ from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 def check_requests(config: Config) -> Iterator[Rule]:
     """Check keys of sampling against each other and against vLLM."""
-    generation = config.generation
-    yield from _check_structure(generation.structured)
-    subject = "generation.generation_batch_size="
-    size, engines = generation.generation_batch_size, generation.parallel.data
-    text = f"leaves some of the {engines} engines without a response; give {engines} or more"
-    yield size is not None and size < engines, subject, text
-    limit = generation.engine.max_num_seqs
-    text = f"and generation.engine.max_num_seqs={limit} say the same; give one of them"
-    yield size is not None and limit != EngineConfig().max_num_seqs, subject, text
-    speculative, prefix = generation.engine.speculative, "generation.engine.speculative"
-    is_speculative = speculative.num_speculative_tokens > 0
-    text = f"must not be above {prefix}.prompt_lookup_max={speculative.prompt_lookup_max}"
-    is_reversed = speculative.prompt_lookup_min > speculative.prompt_lookup_max
-    yield is_speculative and is_reversed, f"{prefix}.prompt_lookup_min=", text
+    yield from _check_structure(config.generation.structured)
     yield from list_conflicts(config, "requests")
 
 

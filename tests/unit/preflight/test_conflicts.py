@@ -54,6 +54,13 @@ def test_a_conflict_names_the_first_key_with_its_value_and_fills_its_text(config
         ("debug.rollouts_from", False),
         ("no generation.server.urls and loss_fn.use_sapo=true", False),
         ("debug.rollouts_from above 1", False),
+        ("policy.lora.alpha at least 32", True),
+        ("policy.lora.alpha at most 31", False),
+        ("policy.optimizer.min_lr below policy.optimizer.lr", True),
+        ("policy.optimizer.warmup_steps at least policy.optimizer.decay_steps", False),
+        ("grpo.num_prompts_per_step equals ppo.num_prompts_per_step", True),
+        ("policy.fp8.recipe=delayed|tensorwise", True),
+        ("policy.fp8.recipe!=delayed|tensorwise", False),
     ],
 )
 def test_the_forms_of_a_condition(condition: str, holds: bool) -> None:
