@@ -14,9 +14,9 @@ from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PathText, Positive, Temperature
 from megatron_grpo.data.sources import is_remote
+from megatron_grpo.evaluation.evaluation_checks import find_evaluation_problems
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_checks import examine_rows
-from megatron_grpo.preflight.machine_checks import find_evaluation_problems
 from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import POLICY_FOLDER, is_composition, load_run_config
 

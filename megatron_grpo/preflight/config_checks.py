@@ -50,12 +50,3 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from rewards.check_loss(config)
     yield from loop.check_ppo(config)
     yield from loop.check_debug_modes(config)
-
-
-@evaluate_rules
-def find_sampling_problems(config: Config) -> Iterator[Rule]:
-    """Check the settings of sampling and scoring, for an evaluation."""
-    yield from rewards.check_system_prompts(config)
-    yield from sampling.check_requests(config)
-    yield from sampling.check_servers(config)
-    yield from rewards.check_environments(config)

@@ -115,7 +115,7 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     """Check layouts against machines, batches and model (None: unknown)."""
     trained, moe = _list_trained_layouts(config), config.policy.moe
     yield from list_conflicts(config, "layouts")
-    yield from _check_devices(config, _count_model_gpus(config), trained)
+    yield from check_devices(config, count_gpus(config), trained)
     # Only ranks that train need equally many samples: prompts go to whichever engine has the least to do.
     generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
     samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
@@ -138,16 +138,8 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     has_no_bias = shape.experts is not None and not shape.experts.selection_bias
     text = "the model chooses experts without a bias; use 0"
     yield moe.bias_update_rate and has_no_bias, "policy.moe.bias_update_rate=", text
-    yield from _check_engines(config, shape)
+    yield from check_engines(config, shape)
     yield from _check_value_model(config, shape)
-
-
-@evaluate_rules
-def find_engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Check the layout of engines alone, when no model is trained."""
-    yield from _check_devices(config, _count_engine_gpus(config), ())
-    if shape is not None:
-        yield from _check_engines(config, shape)
 
 
 def _check_value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
@@ -163,7 +155,8 @@ def _check_value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
     yield shape.vocab < policy.vocab, "value.model.path=", text
 
 
-def _check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
+def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Check that the layout of the engines fits the model."""
     parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
     yield _check_tensor("generation.parallel", tensor, shape)
@@ -188,13 +181,13 @@ def _list_trained_layouts(config: Config) -> list[tuple[str, ParallelConfig]]:
     return [("policy", config.policy.parallel), *value]
 
 
-def _check_devices(
-    config: Config, gpus: Mapping[str, int], trained: Sequence[tuple[str, ParallelConfig]]
+def check_devices(
+    config: Config, needs: Mapping[str, float], trained: Sequence[tuple[str, ParallelConfig]]
 ) -> Iterator[Rule]:
+    """Check that the nodes have the GPUs of each component, and of each layout that is trained."""
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
-    needs: dict[str, float] = {**gpus, **count_reward_model_gpus(config)}
     available = cluster.num_nodes * cluster.gpus
     (section, ranks), *further_needs = needs.items()
     uses = " and ".join([f"{section} takes {ranks}", *(f"{section} {ranks:g}" for section, ranks in further_needs)])
@@ -231,7 +224,16 @@ def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, Parall
 
 def count_gpus(config: Config) -> dict[str, float]:
     """Count the GPUs of models, engines and reward models, by key."""
-    return {**_count_model_gpus(config), **count_reward_model_gpus(config)}
+    gpus: dict[str, float]
+    if not config.debug.train:
+        gpus = count_engine_gpus(config)
+    elif config.generation.is_colocated:  # engines and value model share the policy's GPUs
+        gpus = {"policy.parallel": config.policy.parallel.world_size}
+    else:
+        gpus = {f"{section}.parallel": layout.world_size for section, layout in _list_trained_layouts(config)}
+        if config.needs_generation and not config.generation.server.urls:
+            gpus |= count_engine_gpus(config)
+    return gpus | count_reward_model_gpus(config)
 
 
 def count_reward_model_gpus(config: Config) -> dict[str, float]:
@@ -243,16 +245,7 @@ def count_reward_model_gpus(config: Config) -> dict[str, float]:
     return {key: count for key, count in gpus.items() if count}
 
 
-def _count_model_gpus(config: Config) -> dict[str, int]:
-    engine_gpus = _count_engine_gpus(config)
-    if not config.debug.train:
-        return engine_gpus
-    if config.generation.is_colocated:  # engines and value model share the policy's GPUs
-        return {"policy.parallel": config.policy.parallel.world_size}
-    gpus = {f"{section}.parallel": layout.world_size for section, layout in _list_trained_layouts(config)}
-    return gpus if config.generation.server.urls or not config.needs_generation else {**gpus, **engine_gpus}
-
-
-def _count_engine_gpus(config: Config) -> dict[str, int]:
+def count_engine_gpus(config: Config) -> dict[str, float]:
+    """Count the GPUs of the engines, by key."""
     parallel = config.generation.parallel
     return {"generation.parallel": parallel.ranks_per_engine * parallel.data}

@@ -18,25 +18,18 @@ from megatron_grpo.cluster.machines import (
     check_reachable,
     count_visible_gpus,
     explain_origin,
-    fill_in_address,
-    fill_in_gpus,
     read_environment_address,
 )
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
-from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
+from megatron_grpo.config.passthrough import select_passed_fields
 from megatron_grpo.config.paths import check_readable, check_writable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.specs import find_spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
-from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.platform.hooks import find_untried_versions
-from megatron_grpo.preflight.config_checks import find_sampling_problems
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
-from megatron_grpo.preflight.engine_checks import check_sequences, find_engine_problems
-from megatron_grpo.preflight.layout_checks import find_engine_layout_problems
 from megatron_grpo.preflight.model_checks import find_fp8_machine_problems, find_quantization_machine_problems
 from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, find_broken_rules
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 
 
@@ -95,7 +88,8 @@ def _find_resume_problems(config: Config) -> Iterator[Rule]:
     yield not lacks_policy and lacks_value, subject, text
 
 
-def _find_sandbox_problems(config: Config) -> Iterator[Problem]:
+def find_sandbox_problems(config: Config) -> Iterator[Problem]:
+    """Check that this machine can isolate programs as the sandbox requires."""
     kinds = [(environment.type, environment.options.get("tools")) for environment in config.env.values()]
     has_python = any(kind == "tools" and isinstance(tools, list) and "python" in tools for kind, tools in kinds)
     runs_code = has_python or any(kind == "code" for kind, _ in kinds)
@@ -111,19 +105,19 @@ def _find_sandbox_problems(config: Config) -> Iterator[Problem]:
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks."""
     # A machine without the GPUs is not the run's, so its files and packages are not checked.
-    problems = list(_find_launcher_problems()) or list(_find_gpu_problems(config))
+    problems = list(_find_launcher_problems()) or list(find_gpu_problems(config))
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
     files, remarks = check_prompt_files(config) if config.needs_generation else check_recording(config)
     problems = [
-        *_find_cluster_problems(config),
+        *find_cluster_problems(config),
         *_find_package_problems(config),
         *find_fp8_machine_problems(config),
         *find_quantization_machine_problems(config),
-        *(_find_sandbox_problems(config) if config.needs_generation else ()),
+        *(find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
-        *_find_passed_field_problems(select_passed_fields(config)),
+        *find_library_problems(select_passed_fields(config)),
         *files,
         *find_folder_problems(config),
     ]
@@ -148,7 +142,8 @@ def _find_launcher_problems() -> Iterator[Problem]:
 
 
 @evaluate_rules
-def _find_gpu_problems(config: Config) -> Iterator[Rule]:
+def find_gpu_problems(config: Config) -> Iterator[Rule]:
+    """Check that this machine has the GPUs of a node."""
     cluster, visible = config.cluster, count_visible_gpus()
     count = f"only {visible} CUDA GPU(s)" if visible else "no CUDA GPU"
     text = f"this machine has {count}; start the run on such nodes, or give cluster.ray_address of a cluster of them"
@@ -156,7 +151,8 @@ def _find_gpu_problems(config: Config) -> Iterator[Rule]:
 
 
 @evaluate_rules
-def _find_cluster_problems(config: Config) -> Iterator[Rule]:
+def find_cluster_problems(config: Config) -> Iterator[Rule]:
+    """Check the address of the Ray cluster, and ask it for an answer."""
     address = config.cluster.ray_address
     if address is None:
         text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
@@ -212,7 +208,8 @@ print(json.dumps([dataclasses.astuple(problem) for problem in find_passed_field_
 """
 
 
-def _find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """Check passed-on fields, by section, against the installed libraries."""
     # A library is imported in another process: this takes seconds, loads torch and changes the environment.
     for prefix, (library, package, module) in _LIBRARIES.items():
         passed = {section: dict(values) for section, values in sections.items() if section.startswith(prefix)}
@@ -236,24 +233,3 @@ def _is_installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # its parent package is missing
         return False
-
-
-def find_evaluation_problems(config: Config) -> list[Problem]:
-    """Check the configuration and the machine for sampling and scoring alone."""
-    fill_in_address(config.cluster)
-    fill_in_gpus(config.cluster)
-    shape = find_model_shape(config)
-    arguments = {key: values for key, values in select_passed_fields(config).items() if key.startswith("generation.")}
-    problems = [
-        *find_engine_layout_problems(config, shape),
-        *find_broken_rules(config, check_sequences(config, shape)),
-        *find_sampling_problems(config),
-        *find_engine_problems(config, shape),
-        *check_owned_fields(arguments),
-        *find_spec_problems(config.data),
-    ]
-    return problems or [
-        *(list(_find_gpu_problems(config)) or _find_cluster_problems(config)),
-        *_find_sandbox_problems(config),
-        *_find_passed_field_problems(arguments),
-    ]
