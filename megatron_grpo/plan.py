@@ -20,10 +20,10 @@ from megatron_grpo.planning.calibrate import fit_hardware, read_measurements, wr
 from megatron_grpo.planning.device_memory import GIB
 from megatron_grpo.planning.page import write_page
 from megatron_grpo.planning.policy_layouts import list_overrides, name_layout
-from megatron_grpo.planning.search import Search, search_layouts
+from megatron_grpo.planning.search import Search, compose_for_search, search_layouts
 from megatron_grpo.planning.trace import start_trace_pool
 from megatron_grpo.planning.whole import Plan, find_fp8_problems, find_profile, submit_plan
-from megatron_grpo.preflight.load import compose_config, compose_for_search
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.directory import load_run_config
 

@@ -29,6 +29,7 @@ from megatron_grpo.planning.policy_layouts import (
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.trace import LateError
 from megatron_grpo.planning.whole import PendingPlan, Plan, as_planned, find_profile, submit_plan
+from megatron_grpo.preflight.load import compose_checked
 
 _RANKING = 0.7
 """Share of the seconds for brief plans of many layouts; the rest is for full plans of the best ones."""
@@ -110,6 +111,18 @@ class Share:
     """Legal layouts that are no candidates: weights, gradients and optimizer state alone exceed a GPU."""
     least_gib: float
     """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
+
+
+def compose_for_search(overrides: Sequence[str]) -> Config:
+    """Load a configuration for a search, which replaces its layouts.
+
+    ConfigError names every problem except those of the layouts.
+    """
+    composed = compose_checked(overrides)
+    sizes = ("policy.parallel.", "generation.parallel", "cluster.gpus_per_node=")
+    problems = (problem for problem in composed.problems if not problem.subject.startswith(sizes))
+    composed.problems = [problem for problem in problems if "policy.parallel.data=" not in problem.text]
+    return composed.require()
 
 
 def _find_least_gib(config: Config, shape: ModelShape) -> float:

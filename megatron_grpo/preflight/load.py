@@ -58,7 +58,7 @@ def check_overrides(overrides: Sequence[str]) -> ComposedConfig:
 
     `overrides`: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
     """
-    composed = _check_composed(compose_typed(overrides))
+    composed = compose_checked(overrides)
     if not composed.problems:
         problems, remarks = _check_machine(composed.require())
         composed.problems, composed.remarks = composed.rename_problems(problems), composed.rename_problems(remarks)
@@ -86,19 +86,7 @@ def load_config(overrides: Sequence[str]) -> Config:
 
 def compose_config(overrides: Sequence[str]) -> Config:
     """Load a configuration, checked without files and GPUs; ConfigError names every problem."""
-    return _check_composed(compose_typed(overrides)).require()
-
-
-def compose_for_search(overrides: Sequence[str]) -> Config:
-    """Load a configuration for a search, which replaces its layouts.
-
-    ConfigError names every problem except those of the layouts.
-    """
-    composed = _check_composed(compose_typed(overrides))
-    sizes = ("policy.parallel.", "generation.parallel", "cluster.gpus_per_node=")
-    problems = (problem for problem in composed.problems if not problem.subject.startswith(sizes))
-    composed.problems = [problem for problem in problems if "policy.parallel.data=" not in problem.text]
-    return composed.require()
+    return compose_checked(overrides).require()
 
 
 def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -118,7 +106,9 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, [*find_remarks(config), *find_refit_remarks(config), *remarks]
 
 
-def _check_composed(composed: ComposedConfig) -> ComposedConfig:
+def compose_checked(overrides: Sequence[str]) -> ComposedConfig:
+    """Check the configuration of a command line, without files and GPUs."""
+    composed = compose_typed(overrides)
     if composed.config is not None:
         # A wrong value has been replaced by its default, whose problems are not the user's.
         composed.problems += [

@@ -12,9 +12,8 @@ from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.refusals import Refusals
-from megatron_grpo.planning.search import Share, _build_share, _iterate_shares
+from megatron_grpo.planning.search import Share, _build_share, _iterate_shares, compose_for_search
 from megatron_grpo.preflight.config_checks import find_problems
-from megatron_grpo.preflight.load import compose_for_search
 
 H100 = load_hardware("h100")
 MODELS = {
