@@ -68,11 +68,6 @@ class AsyncGRPOConfig(Section):
     by the new weights alone. false keeps the old cache, which costs nothing."""
 
     @property
-    def has_oversampling(self) -> bool:
-        """True if more prompts are in flight than a step trains on."""
-        return self.enabled and self.oversampling_factor is not None
-
-    @property
     def can_sample_ahead(self) -> bool:
         """True if engines sample while a step trains."""
         return self.enabled and self.max_trajectory_age_steps > 0
