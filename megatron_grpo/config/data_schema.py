@@ -143,6 +143,11 @@ class DataConfig(PromptConfig):
     """Draw a new order of the training rows in each epoch."""
 
     @property
+    def has_chat_prompts(self) -> bool:
+        """True if the prompts of some task are rendered with a chat template."""
+        return self.apply_chat_template or any(task.apply_chat_template for task in self.tasks.values())
+
+    @property
     def training_sets(self) -> dict[str, DatasetConfig]:
         """The training sets, by the key of their path."""
         if self.train_sets:

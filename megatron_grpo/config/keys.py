@@ -215,7 +215,7 @@ def fill_placeholders(config: Config, text: str) -> str:
 
 def is_met(config: Config, condition: str) -> bool:
     """True if the configuration meets a condition, written as config/switches.yaml says."""
-    for part in condition.split(" and "):
+    for part in fill_placeholders(config, condition).split(" and "):
         match = _CONDITION.fullmatch(part)
         assert match is not None, f"{part} is not a condition"
         negation, key, sign, text, relation, bound = match.groups()

@@ -17,8 +17,7 @@ TASK_METRICS = ("reward", "accuracy", "response_length")
 def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Yield (is the condition met, names of metrics, the condition in words)."""
     for switch, names in _METRICS["needs"].items():
-        condition = fill_placeholders(config, switch)
-        yield is_met(config, condition), names, f"it needs {condition}"
+        yield is_met(config, switch), names, f"it needs {fill_placeholders(config, switch)}"
     for name, row in _METRICS["properties"].items():
         yield attrgetter(name)(config), row["names"], row["needs"]
     for text, names in _METRICS["others"].items():

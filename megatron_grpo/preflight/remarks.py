@@ -95,31 +95,18 @@ def _find_bounds(config: Config) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-# Keys by the switch that they need, and by the condition under which they change nothing.
+# Keys by the switch that they need, and by the condition under which they change nothing. A name that ends in a point
+# is a section.
 NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
 _UNUSED: Any = load_tables("switches.yaml")["unused"]
-
-# (whether settings are unused, their keys: a name that ends in a point is a section, what they need or why they change
-# nothing). LOOP and PASSES stand for keys of the algorithm, as in `Rule`.
-_Unused = tuple[object, str, str]
-
-
-def _list_unused(config: Config) -> Iterator[_Unused]:
-    for switch, keys in NEEDS.items():
-        needed = fill_placeholders(config, switch)
-        yield not is_met(config, needed), keys, f"needs {needed}"
-    for condition, reasons in _UNUSED.items():
-        for keys, text in reasons.items():
-            yield is_met(config, fill_placeholders(config, condition)), keys, text
-    data = config.data
-    has_chats = data.apply_chat_template or any(task.apply_chat_template for task in data.tasks.values())
-    keys = "data.chat_template data.chat_template_kwargs. data.tools"
-    yield not has_chats, keys, "needs data.apply_chat_template=true"
 
 
 def find_unused_settings(config: Config) -> Iterator[Problem]:
     """Find changed settings without effect, each with the first reason."""
-    rows = [(keys, text) for is_unused, keys, text in _list_unused(config) if is_unused]
+    rows = [(keys, f"needs {switch}") for switch, keys in NEEDS.items() if not is_met(config, switch)]
+    for condition, reasons in _UNUSED.items():
+        if is_met(config, condition):
+            rows += reasons.items()
     unused = [(tuple(fill_placeholders(config, keys).split()), fill_placeholders(config, text)) for keys, text in rows]
     value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
     learning = ("loss_fn", config.algorithm, "reference", "policy", *value_sections)

@@ -32,9 +32,8 @@ CONFLICTS = load_tables("conflicts.yaml")
 def list_conflicts(config: Config, table: str) -> Iterator[Rule]:
     """Yield the broken rules of a table of config/conflicts.yaml."""
     for row, text in CONFLICTS[table].items():
-        conditions = fill_placeholders(config, row)
-        if is_met(config, conditions):
-            key = re.split("[!= ]", conditions, maxsplit=1)[0]
+        if is_met(config, row):
+            key = re.split("[!= ]", row, maxsplit=1)[0]
             filled_text = fill_placeholders(config, text)
             yield True, f"{key}=", re.sub(r"{([\w.]+)}", lambda match: _format_value(config, match[1]), filled_text)
 
