@@ -1,4 +1,4 @@
-"""Checks of the loss, advantages, rewards, environments and tasks."""
+"""Checks of advantages, rewards, environments and tasks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,6 @@ from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 # Keys that environments of every type have; the others are for type reward_functions.
 _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspects")
-
-
-def check_loss(config: Config) -> Iterator[Rule]:
-    """Check keys of the loss against each other."""
-    loss = config.loss_fn
-    surrogates = [f"loss_fn.{name}" for name in ("use_cispo", "use_sapo", "disable_ppo_ratio") if getattr(loss, name)]
-    first, *excluded = surrogates or [""]
-    yield excluded, f"{first}=", f"excludes {' and '.join(excluded)}: each is a surrogate of its own"
-    text = f"bounds the clipped surrogate, which {first} replaces; use null"
-    yield first and loss.ratio_clip_c is not None, "loss_fn.ratio_clip_c=", text
-    reason = "has no ratio" if loss.disable_ppo_ratio else "weighs every token by its own ratio"
-    is_excluded = first and loss.sequence_level_importance_ratios
-    yield is_excluded, "loss_fn.sequence_level_importance_ratios=", f"excludes {first}, which {reason}"
-    yield from list_conflicts(config, "loss")
 
 
 def check_rewards(config: Config) -> Iterator[Rule]:
@@ -158,7 +144,7 @@ def check_system_prompts(config: Config) -> Iterator[Rule]:
         is_chat = data.apply_chat_template if settings.apply_chat_template is None else settings.apply_chat_template
         sections[f"data.tasks.{task}"] = settings, is_chat
     # A prompt takes the system message of its task, else the one of data.
-    sections["data"] = data, data.apply_chat_template or any(is_chat for _, is_chat in sections.values())
+    sections["data"] = data, data.has_chat_prompts
     for section, (prompts, is_chat) in sections.items():
         for name in ("system_prompt", "system_prompt_file"):
             text = f"is a message of a chat template; needs {section}.apply_chat_template=true"
