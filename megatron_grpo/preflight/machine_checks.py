@@ -27,7 +27,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
-from megatron_grpo.preflight.model_checks import find_fp8_machine_problems, find_quantization_machine_problems
+from megatron_grpo.preflight.model_checks import find_fp8_machine_problems
 from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
@@ -112,9 +112,8 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     files, remarks = check_prompt_files(config) if config.needs_generation else check_recording(config)
     problems = [
         *find_cluster_problems(config),
-        *_find_package_problems(config),
+        *find_package_problems(config),
         *find_fp8_machine_problems(config),
-        *find_quantization_machine_problems(config),
         *(find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
         *find_library_problems(select_passed_fields(config)),
@@ -168,30 +167,35 @@ def find_cluster_problems(config: Config) -> Iterator[Rule]:
 
 
 @evaluate_rules
-def _find_package_problems(config: Config) -> Iterator[Rule]:
-    policy, logger, is_local = config.policy, config.logger, config.cluster.ray_address is None
-    packages = {
-        "policy.gradient_accumulation_fusion=": ("fused_weight_gradient_mlp_cuda", policy.gradient_accumulation_fusion),
-        "policy.optimizer.precision_aware=": ("transformer_engine", policy.optimizer.precision_aware),
-        "value.optimizer.precision_aware=": ("transformer_engine", config.value.optimizer.precision_aware),
-    }
-    for key, (package, is_needed) in packages.items():
-        text = f"needs the package {package}, which is not installed here; leave it out"
-        yield is_needed and is_local and not _is_installed(package), key, text
-    for name, is_enabled in (("wandb", logger.wandb.enabled), ("mlflow", logger.mlflow.enabled)):
-        text = f"needs the {name} package: pip install {name}, or set it to false"
-        yield is_enabled and not _is_installed(name), f"logger.{name}.enabled=", text
+def find_package_problems(config: Config) -> Iterator[Rule]:
+    """Check that this machine has the packages, and the driver's GPU, that settings need."""
+    policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
+    is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
+    te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
+    packages: list[tuple[str, object, str, str]] = [
+        ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),
+        ("logger.wandb.enabled", logger.wandb.enabled, "wandb", "pip install wandb, or set it to false"),
+        ("logger.mlflow.enabled", logger.mlflow.enabled, "mlflow", "pip install mlflow, or set it to false"),
+    ]
+    if is_local:
+        fusion = policy.gradient_accumulation_fusion
+        packages += [
+            ("policy.gradient_accumulation_fusion", fusion, "fused_weight_gradient_mlp_cuda", "leave it out"),
+            ("policy.optimizer.precision_aware", policy.optimizer.precision_aware, te, "leave it out"),
+            ("value.optimizer.precision_aware", config.value.optimizer.precision_aware, te, "leave it out"),
+            ("policy.quantization", policy.quantization, "modelopt", "pip install nvidia-modelopt, or use null"),
+            ("policy.logprob_kernel", uses_triton, "triton", "pip install triton, or use chunked or auto"),
+        ]
+    for key, is_needed, package, advice in packages:
+        text = f"needs the package {package}, which is not installed here: {advice}"
+        yield is_needed and not _is_installed(package), f"{key}=", text
+    text = "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1"
+    text += " in the environment to have it interpreted, slowly, as tests do"
+    cannot_compile = uses_triton and not has_gpus and os.environ.get("TRITON_INTERPRET") != "1"
+    yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
     needs_gpu = config.ppo.calculate_advantages_on_gpu and not count_visible_gpus()
     yield needs_gpu, "ppo.calculate_advantages_on_gpu=", text
-    if policy.logprob_kernel == "fused":
-        lacks_triton = is_local and not _is_installed("triton")
-        text = "needs the triton package: pip install triton, or use chunked or auto"
-        yield lacks_triton, "policy.logprob_kernel=", text
-        cannot_compile = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
-        text = "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1"
-        text += " in the environment to have it interpreted, slowly, as tests do"
-        yield cannot_compile and not lacks_triton, "policy.logprob_kernel=", text
 
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.

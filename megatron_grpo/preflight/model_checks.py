@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from collections.abc import Iterator
 
@@ -59,12 +58,10 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
 
 @evaluate_rules
 def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
-    """Check that this machine has Transformer Engine and GPUs for FP8."""
+    """Check that the GPUs of this machine support the recipe of FP8."""
     fp8 = config.policy.fp8
     if not fp8.is_on_device or config.cluster.gpus == 0:
         return
-    text = "needs Transformer Engine, which is not installed: pip install 'transformer-engine[pytorch]', or use off"
-    yield importlib.util.find_spec("transformer_engine") is None, "policy.fp8.format=", text
     capability = read_gpu_capability()
     if capability is not None and capability < fp8.least_capability:
         least, lowest = (".".join(map(str, pair)) for pair in (fp8.least_capability, capability))
@@ -115,14 +112,6 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
     if shape is not None and (shape.experts is not None or shape.latent is not None):
         model = "for a mixture of experts" if shape.experts is not None else "with latent attention"
         yield True, "policy.quantization=", f"is not supported {model}; use null"
-
-
-@evaluate_rules
-def find_quantization_machine_problems(config: Config) -> Iterator[Rule]:
-    """Check that this machine has the package of quantization-aware training."""
-    is_needed = config.policy.quantization is not None and config.cluster.ray_address is None
-    text = "needs a package that is not installed here: pip install nvidia-modelopt, or use null"
-    yield is_needed and importlib.util.find_spec("modelopt") is None, "policy.quantization=", text
 
 
 # Modules that Megatron-Core can recompute only with functions of Transformer Engine.

@@ -11,6 +11,7 @@ from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelC
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import model_checks as checks
+from megatron_grpo.preflight.machine_checks import find_package_problems
 from megatron_grpo.preflight.model_checks import (
     find_fp8_machine_problems,
     find_fp8_problems,
@@ -117,10 +118,9 @@ def test_gpus_that_are_too_old(
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(checks, "read_gpu_capability", lambda: None)
-    (problem,) = find_fp8_machine_problems(config())
+    (problem,) = find_package_problems(config())
     assert "pip install 'transformer-engine[pytorch]'" in problem.text
-    assert list(find_fp8_machine_problems(config(simulate=True))) == []
+    assert list(find_package_problems(config(simulate=True))) == []
 
 
 def test_the_oldest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

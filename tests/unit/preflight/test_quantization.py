@@ -9,8 +9,8 @@ import pytest
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape
+from megatron_grpo.preflight.machine_checks import find_package_problems
 from megatron_grpo.preflight.model_checks import (
-    find_quantization_machine_problems,
     find_quantization_problems,
     find_training_problems,
 )
@@ -54,12 +54,12 @@ def test_experts_are_refused() -> None:
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = find_quantization_machine_problems(config(quantization="fp8"))
+    (problem,) = find_package_problems(config(quantization="fp8"))
     assert problem.subject == "policy.quantization=fp8"
     assert "pip install nvidia-modelopt" in problem.text
-    assert list(find_quantization_machine_problems(config(quantization=None))) == []
+    assert list(find_package_problems(config(quantization=None))) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert list(find_quantization_machine_problems(config())) == []
+    assert list(find_package_problems(config())) == []
 
 
 def test_the_value_model_is_not_quantised() -> None:
