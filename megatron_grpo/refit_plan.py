@@ -10,8 +10,7 @@ from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
-from megatron_grpo.planning.refit_summary import summarize_refit
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.planning.refit_summary import estimate_nccl, summarize_refit
 from megatron_grpo.preflight.load import compose_config
 
 USAGE = """\
@@ -38,13 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     engines, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(shape, policy.parallel, engines, policy.precision, bucket, config.refit.fp8_blocks)
-    receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
-    nccl = {
-        "communicators": 1 if receiving else 0,
-        "ranks": summary.sending.ranks + summary.receiving.ranks if receiving else 0,
-        "sending_bytes": estimate_nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING),
-        "receiving_bytes": receiving,
-    }
+    nccl = estimate_nccl(config, summary)
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))
     else:

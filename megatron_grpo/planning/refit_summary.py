@@ -10,8 +10,10 @@ import numpy as np
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
 
@@ -132,6 +134,17 @@ def summarize_refit(
         links=links,
         planned_s=planned_s,
     )
+
+
+def estimate_nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
+    """Estimate the communicators of a refit, and their bytes on a GPU of either side."""
+    receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
+    return {
+        "communicators": 1 if receiving else 0,
+        "ranks": summary.sending.ranks + summary.receiving.ranks if receiving else 0,
+        "sending_bytes": estimate_nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING),
+        "receiving_bytes": receiving,
+    }
 
 
 def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> RankLoad:
