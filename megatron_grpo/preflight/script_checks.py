@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.keys import load_tables
 from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.run.user_objects import Callback
 
@@ -21,24 +22,7 @@ _ARGUMENTS = ("config", "train_dataset", "val_dataset", "rewards", "environments
 _INTERFACE = "megatron_grpo.environments.interface.Environment"
 
 # Advice for arguments of TRL's GRPOTrainer that are no settings, by name.
-_ADVICE = {
-    "args": "TRL's args is config here",
-    "dataset": "train_dataset or val_dataset here",
-    "environment": "environments here: {'NAME': MyClass}, by task name",
-    "environment_factory": "TRL's environment_factory is environments here: {'NAME': MyClass}, a class of "
-    f"{_INTERFACE}",
-    "eval_dataset": "TRL's eval_dataset is val_dataset here",
-    "optimizers": "AdamW trains, as policy.optimizer in config says; optimizers and schedulers of torch are not taken",
-    "processing_class": "TRL's processing_class is tokenizer here",
-    "ref_model": "the reference policy is the model that the run starts from; its weight in the loss is "
-    "loss_fn.reference_policy_kl_penalty in config",
-    "reward_func": "rewards here",
-    "reward_funcs": "TRL's reward_funcs is rewards here",
-    "reward_processing_classes": "a reward model is read with the tokenizer in its own folder",
-    "rollout_func": f"TRL's rollout_func is env.NAME.agent_func in config, or the step of a class of {_INTERFACE}",
-    "tools": "an environment calls tools: environments={'NAME': 'tools'} has a calculator, Python and a retriever, and "
-    f"a class of {_INTERFACE} any other; data.tools in config describes them to the model",
-}
+_ADVICE = load_tables("script_arguments.yaml")["arguments"]
 
 
 def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
