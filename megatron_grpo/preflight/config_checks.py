@@ -45,7 +45,7 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from sampling.check_filters(config)
     yield from sampling.check_servers(config)
     yield from loop.check_loop(config)
-    yield from loop.check_async(config)
+    yield from loop.check_oversampling(config)
     yield from rewards.check_rewards(config)
     yield from list_conflicts(config, "loss")
     yield from loop.check_ppo(config)

@@ -1,4 +1,4 @@
-"""Checks of the training loop, its asynchronous mode, PPO and the debug modes."""
+"""Checks of the training loop, oversampling, PPO and the debug modes."""
 
 from __future__ import annotations
 
@@ -102,11 +102,9 @@ def _explain_missing_accuracy(config: Config, name: str) -> str:
     return f"{text}, or take {name.replace('accuracy', 'reward')}"
 
 
-def check_async(config: Config) -> Iterator[Rule]:
-    """Check training on samples of earlier weights, and oversampling."""
+def check_oversampling(config: Config) -> Iterator[Rule]:
+    """Check that oversampling adds prompts, and prompts that stay young enough."""
     options, prompts = config.training_loop.async_grpo, config.prompts_per_generation_batch
-    if options.can_sample_ahead:
-        yield from list_conflicts(config, "async")
     factor, age = options.oversampling_factor, options.max_trajectory_age_steps
     if not options.enabled or factor is None:
         return
@@ -136,7 +134,6 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         yield from list_conflicts(config, "without_policy")
     if config.needs_generation or not config.debug.train:
         return
-    yield from list_conflicts(config, "recorded")
     loop, data = config.training_loop, config.data
     causes_of_validation = {
         f"LOOP.val_period={loop.val_period}": loop.val_period > 0,

@@ -33,8 +33,6 @@ def find_cautions(config: Config) -> Iterator[Rule]:
     """Find settings that are allowed and may not be intended."""
     yield from list_conflicts(config, "cautions")
     yield from _check_checkpoints(config)
-    if config.training_loop.async_grpo.can_sample_ahead:
-        yield from list_conflicts(config, "async_cautions")
     yield from _check_warmups(config)
     yield from _check_threshold(config)
     yield from check_filter_cautions(config)
