@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_grpo.config.conversion import convert_values, find_missing_keys
@@ -242,21 +242,16 @@ def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig
 def _remove_unresolved(composed: DictConfig) -> list[Problem]:
     """Replace each ${...} that leads nowhere by null, and report it."""
     problems = []
-    for name, text in _find_interpolations(OmegaConf.to_container(composed, resolve=False), ""):
+    unresolved: Any = OmegaConf.to_container(composed, resolve=False)
+    for name, value in flatten(unresolved):
         try:
-            OmegaConf.select(composed, name)
+            selected = OmegaConf.select(composed, name) if "${" in str(value) else None
+            if isinstance(selected, ListConfig):
+                OmegaConf.resolve(selected)
         except OmegaConfBaseException as error:
-            problems.append(Problem(f"{name}={text}", f"cannot be resolved: {_select_first_line(error)}"))
+            problems.append(Problem(f"{name}={value}", f"cannot be resolved: {_select_first_line(error)}"))
             OmegaConf.update(composed, name, None)
     return problems
-
-
-def _find_interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, str) and "${" in node:
-        yield name, node
-    members = node if isinstance(node, dict) else dict(enumerate(node)) if isinstance(node, list) else {}
-    for part, value in members.items():
-        yield from _find_interpolations(value, f"{name}.{part}" if name else str(part))
 
 
 def _select_first_line(error: BaseException) -> str:
