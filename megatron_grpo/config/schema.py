@@ -218,13 +218,12 @@ class Config(Section):
     @property
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps of the policy on the samples of one step."""
-        return self._count_optimizer_steps(self.policy)
+        return self._count_optimizer_steps(self.policy.train_global_batch_samples)
 
     @property
     def value_optimizer_steps_per_step(self) -> int:
         """Optimizer steps of the value model on one step's samples."""
-        assert self.value_model is not None
-        return self._count_optimizer_steps(self.value_model)
+        return self._count_optimizer_steps(self.value.train_global_batch_samples)
 
     @property
     def steps_without_policy(self) -> int:
@@ -244,6 +243,6 @@ class Config(Section):
         steps = self.training_loop.max_num_steps * self.value_optimizer_steps_per_step
         return self.value.optimizer.decay_steps or steps
 
-    def _count_optimizer_steps(self, model: PolicyConfig) -> int:
+    def _count_optimizer_steps(self, batch_samples: int | None) -> int:
         samples = self.samples_per_step
-        return self.passes_per_step * -(-samples // (model.train_global_batch_samples or samples))
+        return self.passes_per_step * -(-samples // (batch_samples or samples))
