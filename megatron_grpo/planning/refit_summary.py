@@ -137,7 +137,7 @@ def summarize_refit(
 
 
 def estimate_nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
-    """Estimate the communicators of a refit, and their bytes on a GPU of either side."""
+    """Estimate a refit's communicators, and their bytes on a GPU of each side."""
     receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
     return {
         "communicators": 1 if receiving else 0,

@@ -184,7 +184,7 @@ def _list_trained_layouts(config: Config) -> list[tuple[str, ParallelConfig]]:
 def check_devices(
     config: Config, needs: Mapping[str, float], trained: Sequence[tuple[str, ParallelConfig]]
 ) -> Iterator[Rule]:
-    """Check that the nodes have the GPUs of each component, and of each layout that is trained."""
+    """Check that the nodes have the GPUs that components need."""
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return

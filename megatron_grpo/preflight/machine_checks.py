@@ -168,7 +168,7 @@ def find_cluster_problems(config: Config) -> Iterator[Rule]:
 
 @evaluate_rules
 def find_package_problems(config: Config) -> Iterator[Rule]:
-    """Check that this machine has the packages, and the driver's GPU, that settings need."""
+    """Check for the packages, and the driver's GPU, that settings need."""
     policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
     is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
     te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
