@@ -46,10 +46,6 @@ class CheckpointError(RunError):
     """A checkpoint is incomplete or damaged; the message names the file."""
 
 
-class LaterFormatError(RunError):
-    """A later version wrote the checkpoint, which is intact."""
-
-
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
     """Atomically write a JSON object after a line with its digest."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
@@ -151,7 +147,7 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
-        LaterFormatError: a later version wrote the checkpoint.
+        RunError: a later version wrote the checkpoint.
         OSError: a file is there and cannot be read.
     """
     if not (folder / MANIFEST_FILE).exists():
@@ -159,7 +155,7 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     manifest = read_with_checksum(folder / MANIFEST_FILE)
     if manifest["format"] != _FORMAT:
         formats = f"format {manifest['format']}; this version reads {_FORMAT}"
-        raise LaterFormatError(f"{folder} was written by a later version ({formats})")
+        raise RunError(f"{folder} was written by a later version ({formats})")
     expected: dict[Path, FileRecord] = {folder / name: record for name, record in manifest["files"].items()}
     # Sizes first: reading them costs nothing, and finds most interrupted copies.
     for path, record in expected.items():
