@@ -86,10 +86,6 @@ class ModelRank(ABC):
         self.optimizer.finish_gathering()
         return self.chunks
 
-    def gather_parameters(self) -> list[Any]:
-        """Return all parameters of `gather_chunks` (collective); trained ones have a `main_grad`."""
-        return [parameter for chunk in self.gather_chunks() for parameter in chunk.parameters()]
-
     @property
     def is_output_rank(self) -> bool:
         """True for the rank that returns its replica's outputs."""

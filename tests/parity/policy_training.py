@@ -17,7 +17,16 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.ranks import Layout
-from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
+from tests.parity.training import (
+    LENGTHS,
+    fetched,
+    merged,
+    parameters_of,
+    random_mask,
+    rank_share,
+    step_counts,
+    whole_tensors,
+)
 from tests.support.tiny_models import VOCAB, TinyModel
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-2, warmup_steps=2)
@@ -71,11 +80,11 @@ def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], Clippe
 
 def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
     """Gradients under the names and in the shapes of transformers: exported the way weights are."""
-    weights = [parameter.detach().clone() for parameter in engine.gather_parameters()]
-    for parameter in engine.gather_parameters():
+    weights = [parameter.detach().clone() for parameter in parameters_of(engine)]
+    for parameter in parameters_of(engine):
         parameter.data.copy_(parameter.main_grad)
     gradients = whole_tensors(engine)
-    for parameter, weight in zip(engine.gather_parameters(), weights, strict=True):
+    for parameter, weight in zip(parameters_of(engine), weights, strict=True):
         parameter.data.copy_(weight)
     return gradients
 

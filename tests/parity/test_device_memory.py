@@ -15,7 +15,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import whole_tensors
+from tests.parity.training import parameters_of, whole_tensors
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 CASES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
@@ -43,7 +43,7 @@ def make_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> Pol
 
 def of_training(rank: PolicyRank) -> Iterator[Tensor]:
     """Gradients and moments, found by other ways than in the code."""
-    for parameter in rank.gather_parameters():
+    for parameter in parameters_of(rank):
         if parameter.requires_grad:
             yield parameter.main_grad
     for one in rank.optimizer.optimizer.chained_optimizers:

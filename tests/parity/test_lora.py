@@ -28,7 +28,7 @@ from tests.parity.lora import (
 )
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, merged, rank_share, whole_tensors
+from tests.parity.training import fetched, merged, parameters_of, rank_share, whole_tensors
 from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_model
 
 LAYOUTS = [
@@ -54,7 +54,7 @@ def gradients_on_rank(
         rank.compute_gradients(fetched(rank, share, loss_fn), microbatches, loss_fn, counts)
         values, gradients = (own_parts(rank, gradients) for gradients in (False, True))
         found.append((values, gradients, rank.optimizer.compute_grad_norm()))
-        trained = sum(one.requires_grad for one in rank.gather_parameters())
+        trained = sum(one.requires_grad for one in parameters_of(rank))
         assert trained == 2 * len(adapted_layers(rank))
     return found
 

@@ -17,7 +17,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merged, parameters_of, whole_tensors
 from tests.support.tiny_models import TinyModel
 
 ALPHA = 0.6
@@ -106,7 +106,7 @@ def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[st
 
 
 def weights(engine: PolicyRank) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in engine.gather_parameters()]
+    return [parameter.detach().clone() for parameter in parameters_of(engine)]
 
 
 def bad_gradient_on_rank(layout: Layout, model: TinyModel) -> tuple[float, bool, list[float], bool]:

@@ -25,7 +25,16 @@ from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
+from tests.parity.training import (
+    LENGTHS,
+    fetched,
+    merged,
+    parameters_of,
+    random_mask,
+    rank_share,
+    step_counts,
+    whole_tensors,
+)
 from tests.support.rare import rare
 from tests.support.tiny_models import VOCAB, TinyModel
 
@@ -127,7 +136,7 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
         engine = make_engine(layout, path, distributed=False)
         share, microbatches, loss_fn, counts = train_arguments(layout)
         shares = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-        for parameter in engine.gather_parameters():
+        for parameter in parameters_of(engine):
             parameter.data.copy_(parameter.main_grad)
         gradients = whole_tensors(engine)
         reported = sum(float(share["loss"]) for share in shares) if engine.is_output_rank else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -65,6 +67,11 @@ def whole_tensors(engine: PolicyRank | ValueRank) -> dict[str, Tensor]:
     """This rank's part of the weights, under the names and in the shapes of transformers."""
     tensors = iter_hf_tensors(engine.gather_chunks(), engine.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
+
+
+def parameters_of(engine: PolicyRank | ValueRank) -> list[Any]:
+    """This rank's parameters, up to date; trained ones have a `main_grad`."""
+    return [parameter for chunk in engine.gather_chunks() for parameter in chunk.parameters()]
 
 
 def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
