@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.models.source import fetch_model_folder
-from megatron_grpo.observability.summary import read_end_reason
 from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
+from megatron_grpo.verification.doctor.end_reason import read_end_reason
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.doctor.examination import Diagnosis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,18 +25,6 @@ class RunEnd:
 
 
 COMPLETED = RunEnd("completed")
-
-
-def read_end_reason(run_dir: Path) -> str | None:
-    """Read why a run ended early; None: not known, ValueError: damaged."""
-    file = run_dir / SUMMARY_FILE
-    if not file.exists():
-        return None
-    try:
-        reason = json.loads(file.read_text(encoding="utf-8")).get("reason")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
-    return reason if isinstance(reason, str) else None
 
 
 def write_summary(

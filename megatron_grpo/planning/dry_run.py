@@ -31,7 +31,7 @@ from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.microbatch import MicrobatchMaker
+from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.layer_spec import TeParts
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import iter_gradients, iter_optimizer_state, iter_weights
@@ -247,6 +247,14 @@ def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
             layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
+class _DryMaker(MicrobatchMaker):
+    """Makes microbatches of real numbers, since packing reads lengths; the platform's `move` makes fake tensors."""
+
+    def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
+        with _disable_current_modes():
+            return super().make(batch, indices, mask_field)
+
+
 def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> PolicyRank | ValueRank:
     """Build a rank of the policy or the value model without numbers."""
     has_reference = config.uses_reference and shape.value_head is None
@@ -258,9 +266,7 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
     )
-    # Packing reads lengths, so microbatches are made of real numbers, outside of the modes; the platform's `move` makes
-    # fake tensors of them.
-    maker = MicrobatchMaker(settings.config, shape, platform, scope=_disable_current_modes)
+    maker = _DryMaker(settings.config, shape, platform)
     rank: PolicyRank | ValueRank
     if shape.value_head is not None:
         rank = ValueRank(settings, platform, maker)

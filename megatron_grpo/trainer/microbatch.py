@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -58,16 +57,9 @@ class Microbatch:
 class MicrobatchMaker:
     """Makes microbatches from a rank's batches."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        shape: ModelShape,
-        platform: Platform,
-        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+    def __init__(self, config: PolicyConfig, shape: ModelShape, platform: Platform) -> None:
         self._config, self._parallel, self._shape = config, config.parallel, shape
         self._move = platform.move
-        self._scope = scope  # in which `make` runs; a dry run leaves its tensor modes there
         self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
     def lay_out(self, lengths: Sequence[int]) -> PackedLayout:
@@ -85,10 +77,6 @@ class MicrobatchMaker:
 
     def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
         """Make a microbatch of these sequences; of one dummy token if there are none."""
-        with self._scope():
-            return self._make(batch, indices, mask_field)
-
-    def _make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
         # All indices are computed on the host, so that nothing here makes the host wait for the device.
         if indices:
             selected = batch.select(indices)

@@ -1,8 +1,8 @@
 """One rank of a model in training: its shard, forward passes, optimizer steps, the reference policy. Without Ray.
 
-`planning/` builds the same ranks on tensors without numbers, and subclasses nothing here. It passes in
+`planning/` builds the same ranks on tensors without numbers. It passes in
 - a `Platform` whose `move` makes such tensors, and whose `layer_parts` (`TeParts`) replace Transformer Engine's layers;
-- `maker`, the maker of microbatches, whose `scope` leaves the dry run's tensor modes;
+- `maker`, a maker of microbatches that leaves the dry run's tensor modes;
 and sets `PolicyRank.head_kernel`, which turns hidden states into log-probabilities.
 """
 

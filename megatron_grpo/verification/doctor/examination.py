@@ -25,6 +25,7 @@ from megatron_grpo.verification.doctor.diagnosis import (
     find_unsampled_stops,
     measure_rounding,
 )
+from megatron_grpo.verification.doctor.end_reason import read_refused_refit
 from megatron_grpo.verification.doctor.engine_settings import list_differing_modes
 from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence
 from megatron_grpo.verification.doctor.law import OPTIONS, Law, build_engine_law, build_training_law, compute_residual
@@ -36,7 +37,6 @@ from megatron_grpo.verification.doctor.recorded_figures import (
     RecordedFigures,
     find_suspicious_steps,
     is_beyond,
-    read_refused_refit,
     read_run_figures,
     replay_in_layout,
 )

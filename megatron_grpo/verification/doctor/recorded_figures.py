@@ -15,7 +15,6 @@ from megatron_grpo.batch.replay_files import find_library_versions
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
-from megatron_grpo.observability.summary import read_end_reason
 from megatron_grpo.verification.replay.compare import Comparison, choose_tolerances, compare
 from megatron_grpo.verification.replay.record import RecordedStep, open_step
 from megatron_grpo.verification.replay.replayed_step import replay_step
@@ -76,20 +75,6 @@ def _read_figure(row: Mapping[str, Any], name: str) -> float | None:
     if name not in values:
         return None
     return math.nan if values[name] is None else float(values[name])
-
-
-NOT_SERVED = ("is not served:", "must not serve:")
-"""Texts in a run's end reason by which a check of the weights refused a refit."""
-
-
-def read_refused_refit(run_dir: Path) -> str | None:
-    """Read why a refused refit ended the run; None: none did.
-
-    Raises:
-        ValueError: the summary of the run is damaged; the message names the file.
-    """
-    reason = read_end_reason(run_dir) or ""
-    return reason if any(text in reason for text in NOT_SERVED) else None
 
 
 def find_suspicious_steps(
