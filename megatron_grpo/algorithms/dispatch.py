@@ -12,7 +12,7 @@ from megatron_grpo.run.user_objects import UserObjects
 
 # Training function of each algorithm; imported late, because torch and Ray take seconds to import.
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
-SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only:sample_steps"
+SAMPLING_ONLY = "megatron_grpo.algorithms.grpo:sample_steps"
 
 
 def run_algorithm(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.context import make_save_state
-from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.algorithms.grpo import grpo_step, sampling_step
 from megatron_grpo.algorithms.records import RecordedSteps
-from megatron_grpo.algorithms.sampling_only import sampling_step
 from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.rollout_files import TrainedValues, locate_rollouts_file, write_rollouts
 from megatron_grpo.config.errors import SamplingError
