@@ -36,7 +36,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
-from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.messages import RankReport, RankSettings, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transfer_modes import TransferReport
@@ -82,13 +82,14 @@ class IdleModel:
     is_output_rank = True
     settings = SimpleNamespace(token_filter=None)
 
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """The log-probabilities, as `ModelRank.outputs` names them."""
+        return {"prev_logprobs": lambda model, batch, microbatches: torch.zeros(sum(batch.lengths))}
+
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that a last pipeline stage uses, as `ModelRank.list_needed_fields` gives them."""
         return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.field_names)
-
-    def compute_logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
-        """[tokens of the batch], float32: zeros."""
-        return torch.zeros(sum(batch.lengths))
 
     def train(
         self,
@@ -107,7 +108,7 @@ class IdleModel:
         return RankTrainResult(grad_norm=1.0, learning_rate=1e-6, metrics=[dict(of_one) for _ in microbatches])
 
 
-class IdleRank(PolicyActor):
+class IdleRank(RankActor):
     """A rank without Megatron-Core: it fetches and returns what a real one does."""
 
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:

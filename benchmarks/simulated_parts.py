@@ -99,7 +99,7 @@ class Member:
 
 
 class SimulatedRank:
-    """Stands in for `PolicyActor`; what it answers has the form and size of a real rank's answers."""
+    """Stands in for `RankActor`; what it answers has the form and size of a real rank's answers."""
 
     def __init__(self, times: Times, name: str, rank: int, threads: int) -> None:
         self._times, self._rank, self._speed = times, rank, 1.0
@@ -142,7 +142,7 @@ class SimulatedRank:
             metrics = [dict(self._metrics) for _ in microbatches]
         return RankTrainResult(grad_norm=1.0, learning_rate=1e-6, metrics=metrics)
 
-    async def compute_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
+    async def compute(self, work: ReplicaWork, field: str) -> ForwardResult | None:
         """Pass the time of a forward pass; the output rank stores zeros for the tokens of each shard."""
         batch, microbatches = work
         await self._times.pass_by(self._seconds(batch.lengths, microbatches) / 3)
@@ -151,10 +151,6 @@ class SimulatedRank:
         tokens = [int(batch.lengths[shard].sum()) for shard in batch.partitions]
         shards = [ray.put(np.zeros(count, dtype=np.float32)) for count in tokens]
         return shards, np.ones(len(batch), dtype=np.bool_)
-
-    async def compute_reference_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        """As long as `compute_logprobs`."""
-        return await self.compute_logprobs(work)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run the simulated form of a function on a rank's model."""

@@ -61,7 +61,7 @@ from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.launch import start_rollouts
 from megatron_grpo.trainer import model_ranks
-from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
@@ -140,7 +140,7 @@ def measure(cases: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
 def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
     config = compose_config(case.overrides(folder))
     kinds: dict[type, Any] = {
-        PolicyActor: partial(SimulatedRank, case.times),
+        RankActor: partial(SimulatedRank, case.times),
         VllmEngine: partial(SimulatedEngine, case.times),
         RolloutWorker: RolloutWorker,
         EnvironmentWorker: EnvironmentWorker,

@@ -38,7 +38,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     batch, check = prepare_batch(run, samples, timer)
     logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("values"):
-        is_finite = run.value.add_values(batch)
+        is_finite = run.value.add_field(batch, "values")
     check.require_finite("values", is_finite | ~batch.in_loss, batch)
     with timer.phase("advantages"):
         is_finite = add_advantages(config, samples.scores, batch, rollouts)

@@ -74,15 +74,15 @@ def add_logprobs(
         with timer.phase("logprobs"):
             if is_recorded:
                 policy.watch_states(batch)
-            is_finite = policy.add_logprobs(batch)
+            is_finite = policy.add_field(batch, "prev_logprobs")
         check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
     if needs_all and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
-            is_finite = policy.add_unfiltered_logprobs(batch)
+            is_finite = policy.add_field(batch, "unfiltered_logprobs")
         check.require_finite("unfiltered_logprobs", is_finite, batch)
     if config.uses_reference:
         with timer.phase("logprobs"):
-            is_finite = policy.add_reference_logprobs(batch)
+            is_finite = policy.add_field(batch, "reference_logprobs")
         check.require_finite("reference_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
     threshold, metrics = config.training_loop.seq_logprob_error_threshold, {}
     if threshold is not None:

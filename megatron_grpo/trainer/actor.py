@@ -21,13 +21,12 @@ from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettin
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from megatron_grpo.batch.replay_files import TensorFigure
     from megatron_grpo.batch.step_batch import StepBatch
     from megatron_grpo.batch.token_batch import TokenBatch
     from megatron_grpo.losses.loss import GlobalCounts, LossFunction
-    from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
+    from megatron_grpo.trainer.rank import ModelRank
     from megatron_grpo.trainer.step_record import StateSketches
 
 # Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): expandable segments, because microbatches of many sizes
@@ -165,25 +164,25 @@ class RankActor:
     def end_states(self) -> list[StateSketches]:
         return self.model.recorder.end_states()
 
-    def _forward(
-        self, work: ReplicaWork, compute: Callable[[TokenBatch, Microbatches], Tensor | None], *, filtered: bool = False
-    ) -> ForwardResult | None:
-        # Puts the model's outputs for the replica's tokens into the object store; None except on the output rank.
+    def compute(self, work: ReplicaWork, field: str) -> ForwardResult | None:
+        """Put a field of `ModelRank.outputs` into the object store; None except on the output rank."""
         import numpy as np
 
         from megatron_grpo.batch.token_batch import require_field
 
-        batch, microbatches = work
-        tokens = self._fetch(batch, None)
-        values = compute(tokens, microbatches)
-        if values is None:
-            return None
-        is_usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
-        if filtered:  # the filter of sampling removes these tokens, and the loss leaves them out
-            is_usable |= values.isneginf()
-        ends = np.cumsum([int(batch.lengths[partition].sum()) for partition in batch.partitions])
-        references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
-        return references, np.array([bool(flags.all()) for flags in is_usable.split(tokens.lengths)])
+        with phase(field.removeprefix("prev_")):
+            batch, microbatches = work
+            tokens = self._fetch(batch, None)
+            values = self.model.outputs[field](self.model, tokens, microbatches)
+            if values is None:
+                return None
+            is_usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
+            if field == "prev_logprobs" and self.model.settings.token_filter is not None:
+                # The filter of sampling removes these tokens, and the loss leaves them out.
+                is_usable |= values.isneginf()
+            ends = np.cumsum([int(batch.lengths[partition].sum()) for partition in batch.partitions])
+            references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
+            return references, np.array([bool(flags.all()) for flags in is_usable.split(tokens.lengths)])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
         from megatron_grpo.batch.token_batch import TokenBatch
@@ -219,36 +218,3 @@ class RankActor:
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(f"{file}.memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-class PolicyActor(RankActor):
-    """Ray actor around one rank of the policy."""
-
-    model: PolicyRank
-
-    @phase("logprobs")
-    def compute_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        filtered = self.model.settings.token_filter is not None
-        return self._forward(work, self.model.compute_logprobs, filtered=filtered)
-
-    @phase("unfiltered_logprobs")
-    def compute_unfiltered_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        return self._forward(work, self.model.compute_unfiltered_logprobs)
-
-    @phase("reference_logprobs")
-    def compute_reference_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
-        return self._forward(work, self.model.compute_reference_logprobs)
-
-    @phase("sync_reference")
-    def sync_reference(self, alpha: float) -> None:
-        self.model.sync_reference(alpha)
-
-
-class ValueActor(RankActor):
-    """Ray actor around one rank of the value model."""
-
-    model: ValueRank
-
-    @phase("values")
-    def compute_values(self, work: ReplicaWork) -> ForwardResult | None:
-        return self._forward(work, self.model.compute_values)

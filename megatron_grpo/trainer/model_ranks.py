@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 import numpy as np
 import ray
@@ -22,8 +21,8 @@ from megatron_grpo.cluster.actor_calls import Method, call_actor
 from megatron_grpo.cluster.futures import find_lost_calls, gather, join_names
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
-from megatron_grpo.trainer.actor import PolicyActor, RankActor, ValueActor
-from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
+from megatron_grpo.trainer.actor import RankActor
+from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult
 from megatron_grpo.trainer.microbatch_schedule import (
     StepMicrobatches,
     assign_microbatches,
@@ -31,10 +30,21 @@ from megatron_grpo.trainer.microbatch_schedule import (
     split_among_replicas,
 )
 
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
+
 P = ParamSpec("P")
 
 # Seconds to wait, once a rank has failed, for the ends of other ranks to become known.
 SETTLE_S = 3.0
+
+# Outputs of models for each token, by their field in a batch, with their names in messages.
+OUTPUTS = {
+    "prev_logprobs": "log-probabilities",
+    "unfiltered_logprobs": "log-probabilities",  # over the vocabulary without the filter of sampling
+    "reference_logprobs": "reference log-probabilities",  # under the frozen reference policy
+    "values": "values",  # the expected return before every token
+}
 
 
 @dataclass(slots=True)
@@ -72,11 +82,12 @@ class RefusedStepError(RunError):
         self.metrics = metrics
 
 
-class ModelRanks(ABC):
+class ModelRanks:
     """A model in training, on one Ray actor per rank; `actor_options(rank)`: Ray's options."""
 
     label: ClassVar[str]
-    actor_class: ClassVar[type[RankActor]]
+    output_field: ClassVar[str]
+    actor_class: ClassVar[type[RankActor]] = RankActor
     checks_prob_error: ClassVar[bool] = False
 
     def __init__(
@@ -247,29 +258,27 @@ class ModelRanks(ABC):
                     suspects.update(indices.tolist())
         if not suspects:
             suspects.update(index for schedule in schedules for indices in schedule for index in indices.tolist())
-        finite = self._find_finite(batch)
+        _, finite = self._forward(batch, self.output_field, "outputs of a failed training step")
         return [index for index in sorted(suspects) if not finite[index]] or sorted(suspects)
 
-    @abstractmethod
-    def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Compute outputs again; True for sequences with finite outputs."""
+    def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
+        """Add an output of the model for every token (`OUTPUTS`) to the batch.
 
-    def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], phase_name: str) -> ForwardResult:
+        Returns [sequences]: True where the values of sampled tokens are finite.
+        """
+        batch.fields[field], is_finite = self._forward(batch, field, OUTPUTS[field])
+        return is_finite
+
+    def _forward(self, batch: StepBatch, field: str, phase_name: str) -> ForwardResult:
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         schedules = self._assign(batch, np.arange(len(batch)), tokens)
-        refs = [call_actor(actor, method, work) for actor, work in self._store_work(batch, schedules)]
+        refs = [call_actor(actor, RankActor.compute, work, field) for actor, work in self._store_work(batch, schedules)]
         answers = zip(self._reports, self._gather(refs, phase_name), strict=True)
         by_replica = {report.data_rank: result for report, result in answers if result is not None}
         results = [by_replica[replica] for replica in range(self._config.parallel.data)]
         finite = np.zeros(len(batch), dtype=np.bool_)
         finite[np.concatenate(batch.partitions)] = np.concatenate([flags for _, flags in results])
         return [reference for references, _ in results for reference in references], finite
-
-    def _add_field(
-        self, batch: StepBatch, name: str, method: Method[[ReplicaWork]], phase_name: str
-    ) -> NDArray[np.bool_]:
-        batch.fields[name], finite = self._forward(batch, method, phase_name)
-        return finite
 
     def _assign(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
         return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
@@ -288,45 +297,22 @@ class ModelRanks(ABC):
         ]
 
 
+def _sync_reference(model: PolicyRank, alpha: float) -> None:
+    model.sync_reference(alpha)
+
+
 class MegatronPolicy(ModelRanks):
     """The policy; its checkpoints hold the reference once that has moved."""
 
-    label = "policy"
-    actor_class = PolicyActor
+    label, output_field = "policy", "prev_logprobs"
     checks_prob_error = True
-
-    def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
-        return self._forward(batch, PolicyActor.compute_logprobs, "outputs of a failed training step")[1]
-
-    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add prev_logprobs; returns [sequences]: True where those of sampled tokens are finite."""
-        return self._add_field(batch, "prev_logprobs", PolicyActor.compute_logprobs, "log-probabilities")
-
-    def add_unfiltered_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add unfiltered_logprobs: as prev_logprobs, over the vocabulary without the filter."""
-        return self._add_field(
-            batch, "unfiltered_logprobs", PolicyActor.compute_unfiltered_logprobs, "log-probabilities"
-        )
-
-    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add reference_logprobs: log-probabilities under the frozen reference policy."""
-        method = PolicyActor.compute_reference_logprobs
-        return self._add_field(batch, "reference_logprobs", method, "reference log-probabilities")
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference: alpha * policy + (1 - alpha) * reference (TR-DPO)."""
-        self._gather(self._call(PolicyActor.sync_reference, alpha), "moving the reference policy")
+        self._gather(self.submit(_sync_reference, alpha), "moving the reference policy")
 
 
 class MegatronValue(ModelRanks):
     """The value model of PPO."""
 
-    label = "value model"
-    actor_class = ValueActor
-
-    def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
-        return self._forward(batch, ValueActor.compute_values, "outputs of a failed training step")[1]
-
-    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add values: the expected return before every token, as `MegatronPolicy.add_logprobs`."""
-        return self._add_field(batch, "values", ValueActor.compute_values, "values")
+    label, output_field = "value model", "values"

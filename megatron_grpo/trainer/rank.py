@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ class ModelRank(ABC):
     The model has one output per token, and more than one chunk with a virtual pipeline. Process groups are already set
     up for the layout of `settings`.
     """
+
+    outputs: ClassVar[Mapping[str, Callable[..., Tensor | None]]]
+    """Methods that compute outputs for every token, by the field that a batch has them in."""
 
     def __init__(
         self, settings: RankSettings, platform: Platform | None = None, maker: MicrobatchMaker | None = None
@@ -302,6 +305,12 @@ class PolicyRank(ModelRank):
             with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
                 return self._forward_tokens(self.reference, batch, microbatches)
 
+    outputs: ClassVar = {
+        "prev_logprobs": compute_logprobs,
+        "unfiltered_logprobs": compute_unfiltered_logprobs,
+        "reference_logprobs": compute_reference_logprobs,
+    }
+
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """Move the reference by `alpha` to the policy (TR-DPO, Gorbatovski et al. 2024)."""
@@ -338,6 +347,8 @@ class ValueRank(ModelRank):
     def compute_values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute the value before every token under the current weights."""
         return self._forward_tokens(self.gather_chunks(), batch, microbatches)
+
+    outputs: ClassVar = {"values": compute_values}
 
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         return model.output_layer(hidden), tokens

@@ -197,7 +197,7 @@ def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
     run = TrainingRun(tmp_path / "run", *SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
     driver = run.start()
     if when == "starting":
-        run.wait_for(lambda: any("PolicyActor" in " ".join(process.cmdline()) for process in run.processes()))
+        run.wait_for(lambda: any("RankActor" in " ".join(process.cmdline()) for process in run.processes()))
     else:
         run.wait_for(lambda: (run.run_dir / "metrics.jsonl").exists() and len(run.metrics()) >= 1)
     driver.send_signal(signal.SIGINT)

@@ -103,17 +103,14 @@ class FakePolicy(FakeModel):
     def output(self, tokens: TokenFields) -> Tensor:
         return require_field(tokens.generation_logprobs)
 
-    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        self.log.append("policy says")
-        return self._add(batch, "prev_logprobs", self._numbers(batch, 0.0))
-
-    def add_unfiltered_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        self.log.append("policy says without filter")
-        return self._add(batch, "unfiltered_logprobs", self._numbers(batch, -0.25))
-
-    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        self.log.append("reference says")
-        return self._add(batch, "reference_logprobs", self._numbers(batch, self.reference_offset))
+    def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
+        line, offset = {
+            "prev_logprobs": ("policy says", 0.0),
+            "unfiltered_logprobs": ("policy says without filter", -0.25),
+            "reference_logprobs": ("reference says", self.reference_offset),
+        }[field]
+        self.log.append(line)
+        return self._add(batch, field, self._numbers(batch, offset))
 
     def begin_record(self) -> None:
         self.log.append("record begins")
@@ -150,9 +147,9 @@ class FakeValue(FakeModel):
     def output(self, tokens: TokenFields) -> Tensor:
         return torch.full_like(require_field(tokens.loss_mask), self.number)
 
-    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+    def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
         self.log.append("value says")
-        return self._add(batch, "values", [[self.number] * int(length) for length in batch.lengths])
+        return self._add(batch, field, [[self.number] * int(length) for length in batch.lengths])
 
 
 def fetched(batch: StepBatch, sequences: NDArray[np.int64], names: tuple[str, ...]) -> TokenBatch:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.trainer.actor import PolicyActor
 from megatron_grpo.trainer.messages import RankReport, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 
@@ -41,8 +40,8 @@ def test_a_bad_gradient_is_traced_to_its_sequences(
     policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
     policy._reports = PLACES
 
-    def forward(of: StepBatch, method: Any, _: str) -> tuple[list[Any], Any]:
-        assert (of, method) == (batch, PolicyActor.compute_logprobs)
+    def forward(of: StepBatch, field: str, _: str) -> tuple[list[Any], Any]:
+        assert (of, field) == (batch, "prev_logprobs")
         return [], finite
 
     monkeypatch.setattr(policy, "_forward", forward)

@@ -91,16 +91,15 @@ def test_where_they_have_to_be_finite(
 ) -> None:
     """In the loss; a penalty in the reward looks at every response, also at the third, which is not in the loss."""
     stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
-    add = {"prev_logprobs": "add_logprobs", "reference_logprobs": "add_reference_logprobs"}[entry]
-    compute = getattr(stage.policy, add)
+    compute = stage.policy.add_field
 
-    def with_a_hole(batch: StepBatch) -> Any:
-        stage.policy.logprobs = {number: math.nan}
-        finite = compute(batch)
+    def with_a_hole(batch: StepBatch, field: str) -> Any:
+        stage.policy.logprobs = {number: math.nan} if field == entry else {}
+        finite = compute(batch, field)
         stage.policy.logprobs = {}
         return finite
 
-    setattr(stage.policy, add, with_a_hole)
+    stage.policy.add_field = with_a_hole  # type: ignore[method-assign]
     if number == 2 and not in_reward:
         stage.run()
         assert list(tmp_path.iterdir()) == []
@@ -132,10 +131,10 @@ def test_inconsistent_responses_against_a_loop(
     stage = Stage(tmp_path, replicas=replicas, seq_logprob_error_threshold=threshold)
     stage.trajectories = [response(errors, scored, came_about) for errors, scored, came_about in rows]
     errors_of = [errors if came_about else [] for errors, _, came_about in rows]
-    compute = stage.policy.add_logprobs
+    compute = stage.policy.add_field
 
-    def with_errors(batch: StepBatch) -> Any:
-        finite = compute(batch)
+    def with_errors(batch: StepBatch, field: str) -> Any:
+        finite = compute(batch, field)
         pieces = by_sequence(batch, "prev_logprobs")
         shifted = [piece.copy() for piece in pieces]
         for piece, errors in zip(shifted, errors_of, strict=True):
@@ -143,7 +142,7 @@ def test_inconsistent_responses_against_a_loop(
         add_entry(batch, "prev_logprobs", np.concatenate(shifted))
         return finite
 
-    stage.policy.add_logprobs = with_errors  # type: ignore[method-assign]
+    stage.policy.add_field = with_errors  # type: ignore[method-assign]
     batch, metrics = stage.run()
     stays, means = [], []
     for (_, scored, came_about), errors in zip(rows, errors_of, strict=True):

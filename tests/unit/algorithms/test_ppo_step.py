@@ -113,12 +113,12 @@ def test_values_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
 def test_values_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> None:
     """The advantages of the others are normalised without them."""
     run, _ = make_run(tmp_path, "ppo.overlong_filtering=true")
-    add_values = run.value.add_values
+    add_field = run.value.add_field
 
-    def one_is_not(batch: Any) -> Any:
-        return add_values(batch) & [True, False, True]
+    def one_is_not(batch: Any, field: str) -> Any:
+        return add_field(batch, field) & [True, False, True]
 
-    run.value.add_values = one_is_not
+    run.value.add_field = one_is_not
     assert math.isfinite(step(run).metrics["value_loss"])
 
 

@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import Config, GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.models.source import require_folder
-from megatron_grpo.trainer.actor import PolicyActor, RankSettings
+from megatron_grpo.trainer.actor import RankActor, RankSettings
 
 
 def test_a_folder_with_a_model_is_enough(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_ranks_and_engines_of_a_machine_without_the_folder_name_both(
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # a rank changes it
     monkeypatch.setattr("ray.get_gpu_ids", list)
-    monkeypatch.setattr(PolicyActor, "import_packages", lambda _: None)
+    monkeypatch.setattr(RankActor, "import_packages", lambda _: None)
     shape: Any = None
     rank = RankSettings(config=Config().policy, shape=shape, folder=str(tmp_path), decay_steps=1)
     engine = VllmSettings(
@@ -40,6 +40,6 @@ def test_ranks_and_engines_of_a_machine_without_the_folder_name_both(
     )
     expected = rf"^{socket.gethostname()} has no model in {tmp_path}: .*HF_HOME"
     with pytest.raises(RunError, match=expected):
-        PolicyActor("policy rank 0", 0, 1).start(rank, ("here", 1))
+        RankActor("policy rank 0", 0, 1).start(rank, ("here", 1))
     with pytest.raises(RunError, match=expected):
         asyncio.run(VllmEngine(engine).start())

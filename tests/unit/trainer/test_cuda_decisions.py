@@ -20,7 +20,7 @@ from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel
-from megatron_grpo.trainer.actor import ALLOCATOR, PolicyActor
+from megatron_grpo.trainer.actor import ALLOCATOR, RankActor
 from megatron_grpo.trainer.model import build, layer_spec, megatron_config
 from megatron_grpo.trainer.model.attention import RotaryTable, TorchCoreAttention
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
@@ -209,11 +209,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_rank_sets_what_cuda_reads_before_torch_is_imported(environment: dict[str, str]) -> None:
-    PolicyActor("policy rank 0", 0, 1)
+    RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environment["PYTORCH_ALLOC_CONF"] == ALLOCATOR
     environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    PolicyActor("policy rank 0", 0, 1)
+    RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
 
@@ -232,14 +232,14 @@ def test_a_deterministic_rank_asks_torch_cublas_and_nccl(
     monkeypatch.setattr("megatron_grpo.platform.device.detect_platform", lambda: CUDA)
     monkeypatch.setattr("megatron_grpo.platform.device.connect_store", lambda *_: None)
     monkeypatch.setattr(parallel, "initialize_parallel", initialize)
-    monkeypatch.setattr(PolicyActor, "import_packages", lambda _: None)
+    monkeypatch.setattr(RankActor, "import_packages", lambda _: None)
     (tmp_path / "config.json").write_text("{}")
     policy = Config().policy
     policy.deterministic = deterministic
     settings = actor.RankSettings(config=policy, shape=SHAPE, folder=str(tmp_path), decay_steps=1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            PolicyActor("policy rank 0", 0, 1).start(settings, ("here", 1))
+            RankActor("policy rank 0", 0, 1).start(settings, ("here", 1))
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [deterministic]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.actor import RankActor
 
 
 def test_the_trace_has_the_operators_of_the_step(tmp_path: Path) -> None:
     torch.ones(4).cumsum(0)
-    rank = PolicyActor.__new__(PolicyActor)  # without the log of a process
+    rank = RankActor.__new__(RankActor)  # without the log of a process
     for name in ("policy rank 1", "policy rank 2"):
         rank.name = name
         rank.begin_profile()

@@ -8,7 +8,7 @@ from unittest.mock import Mock, call, create_autospec
 
 import pytest
 
-from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.messages import RankReport
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
@@ -20,7 +20,7 @@ class LocalActor:
     """A handle whose calls run at once in this process, and return results in place of references."""
 
     def __init__(self, model: Any) -> None:
-        self._actor = PolicyActor.__new__(PolicyActor)
+        self._actor = RankActor.__new__(RankActor)
         self._actor.model = model
 
     def __getattr__(self, name: str) -> Any:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 CODE = """
 import os
-from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.actor import RankActor
 
-PolicyActor.list_gpus = lambda rank: []  # Ray, which is not started here, is asked for them
-PolicyActor("policy rank 0", 0, 1).import_packages()
+RankActor.list_gpus = lambda rank: []  # Ray, which is not started here, is asked for them
+RankActor("policy rank 0", 0, 1).import_packages()
 os._exit(0)
 """
 
