@@ -205,7 +205,7 @@ def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
         decay_steps=config.decay_steps,
         seed=config.training_loop.seed,
     )
-    with patch.object(MegatronPolicy, "actor_class", IdleRank):
+    with patch("megatron_grpo.trainer.model_ranks.RankActor", IdleRank):
         policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)
     stack.callback(policy.shutdown)
     policy.start()

@@ -123,7 +123,7 @@ def sample_steps(run: SamplingRun) -> None:
 
 
 def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do the first half of a step, of any algorithm: sample, score, write; None: no prompts are left."""
+    """Do the first half of any algorithm's step; None: no prompts are left."""
     config, timer = run.config, StepTimer()
     samples = sample(run, batches, timer)
     if samples is None:

@@ -10,7 +10,6 @@ from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.saves import (
     complete_files,
     end_after_step,
-    end_unpublished,
     require_ranking_metric,
     save_before_failure,
     save_checkpoint,
@@ -19,7 +18,7 @@ from megatron_grpo.algorithms.saves import (
 )
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop, validate
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.data.loader import iterate_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
@@ -56,7 +55,10 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
             except UnpublishedStepError as error:
                 # The models have learnt from the step: it counts although the run ends.
                 _count_step(run, error.report.metrics)
-                end_unpublished(run, error)
+                # Noted first, because saving waits for ranks that may be busy.
+                result = "is lost" if isinstance(error.failure, ModelLostError) else "is saved before the run ends"
+                run.logger.note(f"the weights of step {state['total_steps']} were not published; the step {result}")
+                end_after_step(run, error.report, error.failure)
             if report is None:
                 run.logger.end_early("data_used_up", run.end_of_data)
                 run.logger.note(run.end_of_data)

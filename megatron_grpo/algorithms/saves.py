@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun
-from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
+from megatron_grpo.algorithms.step_report import StepReport, log_step
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
@@ -123,14 +123,6 @@ def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Itera
             step, seconds = before.state["total_steps"] + 1, time.monotonic() - began
             run.logger.log_step(step, error.metrics, {"total": seconds}, {})
         raise
-
-
-def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
-    """Save a learnt step, and raise the failure of its refit."""
-    # Noted first, because saving waits for ranks that may be busy.
-    result = "is lost" if isinstance(error.failure, ModelLostError) else "is saved before the run ends"
-    run.logger.note(f"the weights of step {run.state['total_steps']} were not published; the step {result}")
-    end_after_step(run, error.report, error.failure)
 
 
 def end_after_step(run: SamplingRun, report: StepReport, failure: RunError) -> NoReturn:

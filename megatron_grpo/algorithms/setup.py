@@ -26,6 +26,7 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
+from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
@@ -33,7 +34,7 @@ from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
+from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
 from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
@@ -62,7 +63,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         # Only now the folder records the run as started: every step that can fail on a mistake is done.
         record_start(startup.run_dir, config, startup.user_objects.tokenizer)
         if startup.engine_settings:
-            record_engines(startup.run_dir, startup.engine_settings)
+            write_json(startup.run_dir / ENGINES_FILE, startup.engine_settings)
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)

@@ -123,11 +123,6 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     temporary.rename(link)
 
 
-def record_engines(folder: Path, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Write the settings that each engine reported into a run's folder."""
-    write_json(folder / ENGINES_FILE, list(settings))
-
-
 def read_config_file(file: Path) -> dict[str, Any]:
     """Read the configuration that `record_start` wrote.
 

@@ -165,7 +165,7 @@ class RankActor:
         return self.model.recorder.end_states()
 
     def compute(self, work: ReplicaWork, field: str) -> ForwardResult | None:
-        """Put a field of `ModelRank.outputs` into the object store; None except on the output rank."""
+        """Store a field of `ModelRank.outputs`; None except on the output rank."""
         import numpy as np
 
         from megatron_grpo.batch.token_batch import require_field

@@ -87,7 +87,6 @@ class ModelRanks:
 
     label: ClassVar[str]
     output_field: ClassVar[str]
-    actor_class: ClassVar[type[RankActor]] = RankActor
     checks_prob_error: ClassVar[bool] = False
 
     def __init__(
@@ -99,7 +98,7 @@ class ModelRanks:
         world = settings.config.parallel.world_size
         cores = (os.cpu_count() or 1) // (2 if settings.shares_cores else 1)
         threads = settings.config.threads or max(1, cores // world)
-        actor_class = ray.remote(self.actor_class)
+        actor_class = ray.remote(RankActor)
         self.actors = [
             actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)
             for rank in range(world)
@@ -135,7 +134,7 @@ class ModelRanks:
         """
         # Counted over the whole step: every rank divides by the same denominators, however sequences are split.
         counts = GlobalCounts.count(batch, sequences)
-        schedules = self._assign(batch, sequences, self._config.microbatch_tokens)
+        schedules = assign_microbatches(self._config, self.cost, batch, sequences, self._config.microbatch_tokens)
         # With prev_logprobs the driver has checked the whole step: ranks would refuse a minibatch after earlier ones
         # changed the weights.
         is_checked = self.checks_prob_error and "prev_logprobs" not in batch.fields
@@ -271,7 +270,7 @@ class ModelRanks:
 
     def _forward(self, batch: StepBatch, field: str, phase_name: str) -> ForwardResult:
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
-        schedules = self._assign(batch, np.arange(len(batch)), tokens)
+        schedules = assign_microbatches(self._config, self.cost, batch, np.arange(len(batch)), tokens)
         refs = [call_actor(actor, RankActor.compute, work, field) for actor, work in self._store_work(batch, schedules)]
         answers = zip(self._reports, self._gather(refs, phase_name), strict=True)
         by_replica = {report.data_rank: result for report, result in answers if result is not None}
@@ -279,9 +278,6 @@ class ModelRanks:
         finite = np.zeros(len(batch), dtype=np.bool_)
         finite[np.concatenate(batch.partitions)] = np.concatenate([flags for _, flags in results])
         return [reference for references, _ in results for reference in references], finite
-
-    def _assign(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
-        return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
 
     def _store_work(self, batch: StepBatch, schedules: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
         # Each replica's work is stored once, and every actor of the replica comes with the reference to it.
