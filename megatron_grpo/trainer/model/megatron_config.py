@@ -8,6 +8,7 @@ import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -80,7 +81,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "qk_layernorm": shape.qk_norm,
         "gated_linear_unit": True,
-        "activation_func": {"silu": F.silu, "gelu_tanh": compute_gelu_tanh}[shape.activation],
+        "activation_func": {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[shape.activation],
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "softmax_scale": shape.softmax_scale,
@@ -215,11 +216,6 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
 
 def _leave_as_is(weight: Tensor) -> None:
     pass
-
-
-def compute_gelu_tanh(gate: Tensor) -> Tensor:
-    """Approximate x Phi(x) by tanh (Hendrycks and Gimpel 2016)."""
-    return F.gelu(gate, approximate="tanh")
 
 
 def _list_platform_settings(
