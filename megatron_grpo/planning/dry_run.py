@@ -248,10 +248,10 @@ def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
 
 
 class _DryMaker(MicrobatchMaker):
-    """Makes microbatches of real numbers, since packing reads lengths; the platform's `move` makes fake tensors."""
+    """Makes microbatches outside of the dry run's modes, because packing reads lengths."""
 
     def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
-        with _disable_current_modes():
+        with _disable_current_modes():  # the platform's `move` makes fake tensors of real numbers
             return super().make(batch, indices, mask_field)
 
 
