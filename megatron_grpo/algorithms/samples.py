@@ -98,11 +98,11 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
             return None
         scored = [(group, score(config, group.outcomes)) for group in groups]
         signal = torch.cat([scores.has_signal for _, scores in scored])
+        without_signal += int((~signal).sum())
+        surplus += max(0, len(waiting) + int(signal.sum()) - loop.num_prompts_per_step)  # cut off: the step is full
         batch = dynamic_sampling(scored, signal, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=waiting)
         waiting = batch.batch_cache
         run.batch_cache[:] = [group for group, _ in waiting]
-        without_signal += batch.without_signal
-        surplus += batch.surplus
         sampled += [outcome for group in groups for outcome in group.outcomes]
         dropped += [outcome for group, _ in batch.dropped for outcome in group.outcomes]
         if batch.is_batch_complete:
@@ -185,11 +185,7 @@ class DynamicBatch(Generic[Group]):
     batch_cache: list[Group]
     """Groups with a signal that wait for the rest of their step; empty when the batch is complete."""
     dropped: list[Group]
-    """Groups of this generation batch that are not used, in their order."""
-    without_signal: int
-    """Dropped groups whose rewards are all equal."""
-    surplus: int
-    """Groups with a signal that were cut off because the step was full without them."""
+    """Groups of this generation batch that are not used, in their order: without a signal, or after the last needed."""
 
 
 def dynamic_sampling(
@@ -211,6 +207,4 @@ def dynamic_sampling(
         is_batch_complete=is_complete,
         batch_cache=[] if is_complete else useful,
         dropped=[group for group, used in zip(groups, is_used, strict=True) if not used],
-        without_signal=int((~signal).sum()),
-        surplus=max(0, len(batch_cache) + int(signal.sum()) - num_prompts_per_step),
     )

@@ -28,12 +28,12 @@ def test_equal_rewards_have_no_signal_whatever_their_mean_rounds_to() -> None:
 def test_a_partial_batch_waits_and_the_next_one_completes_it() -> None:
     first = dynamic_sampling(list("abcd"), torch.tensor([True, False, True, False]), num_prompts_per_step=3)
     assert (first.groups, first.is_batch_complete, first.batch_cache) == ([], False, ["a", "c"])
-    assert (first.without_signal, first.surplus) == (2, 0)
+    assert first.dropped == ["b", "d"]
     second = dynamic_sampling(
         list("efgh"), torch.tensor([False, True, True, True]), num_prompts_per_step=3, batch_cache=first.batch_cache
     )
     assert (second.groups, second.is_batch_complete, second.batch_cache) == (["a", "c", "f"], True, [])
-    assert (second.without_signal, second.surplus) == (1, 2)
+    assert second.dropped == ["e", "g", "h"]
 
 
 @settings(deadline=None)
