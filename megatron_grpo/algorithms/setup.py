@@ -32,7 +32,8 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
-from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
+from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
+from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts

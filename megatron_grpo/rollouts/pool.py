@@ -3,107 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import count, pairwise
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from numpy.typing import NDArray
+from ray.exceptions import RayError, RayTaskError
 
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
-from megatron_grpo.batch.trajectory import SampledGroup
-from megatron_grpo.cluster.actor_calls import call_actor, stream_actor
-from megatron_grpo.cluster.futures import build_overdue_error
+from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, locate_rollouts_file
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
+from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor, call_actor_for_many, stream_actor
+from megatron_grpo.cluster.futures import build_overdue_error, explain_error, gather
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_names import ENGINE_NAME, WORKER_NAME
-from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.environments.environment_processes import EnvironmentPool
+from megatron_grpo.environments.interface import STARTUP_S
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.engine_replacer import EngineReplacer, RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.failures import require_few_failures
+from megatron_grpo.rollouts.partitions import (
+    TokenFunction,
+    choose_evenly,
+    list_rollout_fields,
+    locate_sequences,
+    pack_groups,
+    store_groups,
+)
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
-from megatron_grpo.rollouts.workers import RolloutWorkers
 
+ENGINES_PER_WORKER = 8
 COUNTS_S = 20.0  # deadline for fetching the counts of all engines
 GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose messages are more specific
-
-
-RestoreEngines = Callable[[Mapping[int, str]], None]
-"""Replaces lost engines, whose reasons it gets by engine number; SamplingError: it cannot."""
-
-
-def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
-    """Raise SamplingError with the reasons, as a `RestoreEngines` that cannot."""
-    raise SamplingError("; ".join(dict.fromkeys(lost_engines.values())))
-
-
-class EngineReplacer:
-    """Replaces the engines that rollout workers report as lost.
-
-    `restore` puts the new actors into the list `engines`, in place of the lost ones.
-    """
-
-    def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
-        self._engines, self._restore = engines, restore
-        self._announced = list(engines)  # the actors that workers use
-        self._restarts = [0] * len(engines)
-        self._workers: list[tuple[Any, Sequence[int]]] = []  # each with the numbers of its engines
-        self._reports: dict[Any, Any] = {}  # open calls of `wait_for_losses`, each with its worker
-
-    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
-        """Listen to the reports of a worker that uses these engines."""
-        self._workers.append((worker, numbers))
-        self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
-
-    def announce_replacements(self) -> None:
-        """Tell workers about replaced engines, such as those of a refit."""
-        for number, actor in enumerate(self._engines):
-            if actor is not self._announced[number]:
-                self._announced[number] = actor
-                self._restarts[number] += 1
-                for worker in self._list_workers(number):
-                    call_actor(worker, RolloutWorker.replace_engine, number, actor)
-
-    def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
-        """Return the next ended call, None after lost engines; raises TimeoutError."""
-        # Reports are open calls like any other, so one wait notices both.
-        self.announce_replacements()
-        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
-        if not ready:
-            raise TimeoutError
-        if ready[0] not in self._reports:
-            return ready[0]
-        worker, lost_engines = self._reports.pop(ready[0]), {}
-        with suppress(RayError):  # if the worker died, its other calls raise the error
-            losses = ray.get(ready[0])
-            self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
-            # Another worker may have reported the loss, and the engine may be replaced already.
-            lost_engines = {
-                number: loss.reason for number, loss in losses.items() if loss.restarts == self._restarts[number]
-            }
-        try:
-            if lost_engines:
-                self._restore(lost_engines)
-        except SamplingError as error:
-            for number in lost_engines:
-                for user in self._list_workers(number):
-                    call_actor(user, RolloutWorker.give_up_engine, number, str(error))
-        self.announce_replacements()
-        return None
-
-    def _list_workers(self, engine: int) -> list[Any]:
-        return [worker for worker, numbers in self._workers if engine in numbers]
 
 
 class CompletePrompt(NamedTuple):
@@ -136,7 +82,7 @@ class PendingBatch:
         return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
 
 
-class RolloutPool(RolloutWorkers):
+class RolloutPool:
     """The driver's handle of the rollout workers."""
 
     def __init__(
@@ -160,8 +106,13 @@ class RolloutPool(RolloutWorkers):
             routed: form of the experts that engines return; None: engines return none.
             restore: replaces lost engines in `engines` in place, or raises SamplingError.
         """
-        super().__init__(config.num_workers, engines, environments, generation_timeout_s, routed, endpoint)
-        self._config = config
+        self._config, self.engines, self._environments = config, engines, environments
+        self._timeout_s, self._routed, self._endpoint = generation_timeout_s, routed, endpoint
+        self.actors: list[Any] = []
+        self._shares: list[float] = []  # of the prompts, by worker
+        self._calls = count()  # of calls that any worker can answer
+        self._starting: dict[int, Any] = {}
+        self._started_at = 0.0
         self._replacer = EngineReplacer(engines, restore)
         self._max_total_sequence_length = max_total_sequence_length
         self._max_turns = max_turns
@@ -171,9 +122,44 @@ class RolloutPool(RolloutWorkers):
         self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
 
     def start(self) -> None:
-        super().start()
-        for worker, numbers in zip(self.actors, self._engine_numbers, strict=True):
+        self._started_at = time.monotonic()
+        engines = len(self.engines)
+        workers = self._config.num_workers or max(1, round(engines / ENGINES_PER_WORKER))
+        handles = {name: environment.start(workers) for name, environment in self._environments.items()}
+        # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
+        starts = [engines * worker // workers for worker in range(workers + 1)]
+        engine_numbers = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
+        # A worker's share of the prompts is that of its engines; an engine of several workers counts in parts.
+        users = Counter(chain.from_iterable(engine_numbers))
+        shares = [sum(1 / users[engine] for engine in numbers) for numbers in engine_numbers]
+        self._shares = [share / max(engines, 1) for share in shares]
+        actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
+        for index, numbers in enumerate(engine_numbers):
+            endpoint = self._endpoint
+            if endpoint is not None and endpoint.port:  # workers listen on consecutive ports
+                endpoint = replace(endpoint, port=endpoint.port + index)
+            worker = actor.remote(
+                index,
+                engines={number: self.engines[number] for number in numbers},
+                environments={name: by_worker[index] for name, by_worker in handles.items()},
+                generation_timeout_s=self._timeout_s,
+                endpoint=endpoint,
+            )
+            self.actors.append(worker)
+        self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
+        for worker, numbers in zip(self.actors, engine_numbers, strict=True):
             self._replacer.watch(worker, numbers)
+
+    def wait_ready(self) -> None:
+        """Wait until workers and environments are up; RunError after STARTUP_S."""
+        remaining_s = STARTUP_S - (time.monotonic() - self._started_at)
+        self._gather(self._starting, max(remaining_s, 0.0), "start of rollouts")
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        for worker in self.actors:
+            ray.kill(worker)
+        self.actors = []
 
     def make_settings(
         self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, generation_batch: int
@@ -303,3 +289,105 @@ class RolloutPool(RolloutWorkers):
             except RayError:
                 counts.append(EngineCounts())
         return counts
+
+    def build_partitions(
+        self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
+    ) -> dict[str, list[Any]]:
+        """Make the workers store a step's tokens as arrays, by partition.
+
+        Returns `StepBatch.fields` with the arrays of `concatenate_trajectories`, without waiting for them: fetching an
+        array waits until it is stored, and raises if its worker failed.
+        """
+        fields = list_rollout_fields(self._routed)
+        located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
+        workers = min(len(self.actors), len(partitions))
+        stored: dict[str, list[Any]] = {name: [None] * len(partitions) for name in fields}
+        for number, worker in enumerate(self.actors[:workers]):
+            assigned = range(number, len(partitions), workers)
+            # A worker gets only the groups of its own partitions, numbered anew.
+            needed = sorted({group for partition in assigned for group, _ in located[partition]})
+            new_index = {group: index for index, group in enumerate(needed)}
+            # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
+            pairs = ([(new_index[group], sample) for group, sample in located[partition]] for partition in assigned)
+            renumbered = [np.array(sequences, dtype=np.int32).reshape(-1, 2) for sequences in pairs]
+            packed = pack_groups([groups[group] for group in needed])
+            results = len(fields) * len(assigned)
+            references = iter(
+                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, renumbered, self._routed)
+            )
+            for partition in assigned:
+                for name in fields:
+                    stored[name][partition] = next(references)
+        return stored
+
+    def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
+        """Add new fields, computed in a worker, to the batch; returns the summary.
+
+        `fn` is called with the lengths, the arrays of `fields` and `args`, and must be importable in the worker. Raises
+        RunError if it raised, or the worker failed.
+        """
+        call = self._call_next(RolloutWorker.compute, fn, batch, list(fields), args)
+        ((new_fields, summary),) = self._gather(call, self._timeout_s, "computation over a step's tokens")
+        batch.fields |= new_fields
+        return summary
+
+    def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
+        """Fetch the trajectories of a few groups; RunError if one was lost."""
+        try:
+            return pack_groups(groups).fetch(self._timeout_s)
+        except RayError as error:
+            raise RunError(
+                f"the trajectories of {len(groups)} groups cannot be fetched: {explain_error(error)}"
+            ) from error
+
+    def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
+        return store_groups(groups).unpack()
+
+    def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
+        """Read a step's rollouts from an earlier run's file; raises RunError."""
+        call = self._call_next(RolloutWorker.load, file)
+        ((facts, packed),) = self._gather(call, self._timeout_s, "reading of rollouts")
+        return facts, packed.unpack()
+
+    def dump(
+        self,
+        step: int,
+        groups: Sequence[SampledGroup],
+        batch: StepBatch | None,
+        run_dir: Path,
+        record: StepRecord,
+        *,
+        max_rollouts: int | None = None,
+    ) -> Any:
+        """Begin to write a step's rollouts into rollouts/step_N.parquet; returns the argument of `wait_dump`.
+
+        The column `group` of the file is the index in `groups`. Advantages and log-probabilities are written as far as
+        `batch` has them (None: the run does not train). `max_rollouts` are spread evenly over the step; None: all are
+        written.
+        """
+        chosen = choose_evenly([len(group.outcomes) for group in groups], max_rollouts)
+        file = locate_rollouts_file(run_dir, step)
+        return self._call_next(RolloutWorker.dump, pack_groups(groups), chosen, batch, file, record)
+
+    def wait_dump(self, dump: Any) -> None:
+        """Wait until a `dump` is written; RunError if that fails."""
+        self._gather(dump, self._timeout_s, "writing of rollouts")
+
+    def _call_next(
+        self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> dict[int, Any]:
+        worker = next(self._calls) % len(self.actors)
+        return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
+
+    @staticmethod
+    def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:
+        """Wait for answers; SamplingError, or the RunError that a worker raised."""
+        names = [WORKER_NAME(worker) for worker in calls]
+        try:
+            return gather(list(calls.values()), deadline_s=deadline_s, phase_name=phase_name, name=names.__getitem__)
+        except RunError as error:
+            cause = error.__cause__
+            # The worker's own RunError says more than that its call failed.
+            if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
+                raise type(cause.cause)(str(cause.cause)) from None
+            raise SamplingError(str(error)) from error

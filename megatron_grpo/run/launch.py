@@ -20,7 +20,8 @@ from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.rollouts.endpoint import make_endpoint_settings
-from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
+from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
+from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.trainer.messages import RankSettings, make_training_filter
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
 

@@ -10,9 +10,10 @@ import pytest
 import ray
 
 from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.rollouts.workers import RolloutWorkers
+from megatron_grpo.rollouts.pool import RolloutPool
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def remote(**options: Any) -> Callable[[type], Any]:
         call = SimpleNamespace(remote=lambda *_, **__: None)
-        made = SimpleNamespace(ready=call, start=call)
+        made = SimpleNamespace(ready=call, start=call, wait_for_losses=call)
         asked.append(options)
         return lambda _: SimpleNamespace(remote=lambda *_, **__: made)
 
@@ -32,5 +33,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
     EnvironmentHandle("math", EnvironmentConfig(), EnvironmentSettings(), None).spawn()
-    RolloutWorkers(2, [], {}, timeout_s=1.0).start()
+    config = RolloutsConfig(num_workers=2)
+    RolloutPool(config, [], {}, generation_timeout_s=1.0, max_total_sequence_length=8).start()
     assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2
