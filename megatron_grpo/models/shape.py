@@ -83,17 +83,6 @@ class ModelShape:
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 
-    @staticmethod
-    def from_json(sizes: dict[str, Any]) -> ModelShape:
-        """The shape from `asdict` in types of JSON."""
-        experts, latent = sizes["experts"], sizes["latent"]
-        parts = {
-            "windowed": tuple(sizes["windowed"]),
-            "experts": experts and ExpertShape(**{**experts, "layers": tuple(experts["layers"])}),
-            "latent": latent and LatentShape(**latent),
-        }
-        return ModelShape(**{**sizes, **parts})
-
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""

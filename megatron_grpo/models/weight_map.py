@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from megatron_grpo.models.shape import ModelShape
 
 Dim = str
@@ -201,13 +203,9 @@ class ModelMap:
     entries: tuple[WeightEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"shape": asdict(self.shape), "entries": [asdict(entry) for entry in self.entries]}
+        return asdict(self)
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> ModelMap:
         """Invert `to_json`, after JSON has turned tuples to lists."""
-        entries = []
-        for row in content["entries"]:
-            tensors = tuple(HFTensor(tensor["name"], tuple(tensor["dims"])) for tensor in row["hf"])
-            entries.append(WeightEntry(**{**row, "megatron": tuple(row["megatron"]), "hf": tensors}))
-        return ModelMap(ModelShape.from_json(content["shape"]), tuple(entries))
+        return TypeAdapter(ModelMap).validate_python(content)
