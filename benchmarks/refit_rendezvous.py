@@ -23,7 +23,7 @@ from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.refit_group import FAILURE, FAILURE_CHECK_S, Rendezvous
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, write_plan
 
 HOST = "127.0.0.1"
 CLIENTS, LOOKS = 100, 50
@@ -46,9 +46,7 @@ def main() -> None:
     shape, bucket = parse_model_shape(raw), int(RefitConfig().bucket_mib * 2**20)
     shards, engine = split_policy(training, shape), split_engine(generation, shape)
     dtypes, workers = choose_wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
-    planned, planning_s = _timed(
-        lambda: schedule_messages(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
-    )
+    planned, planning_s = _timed(lambda: plan_messages(shape, shards, engine, generation.data, dtypes, bucket))
     store = open_store(HOST, 600.0)
     counting: Any = CountingStore(store)
     _, writing_s = _timed(lambda: write_plan(counting, planned, len(shards), workers, dtypes, False))

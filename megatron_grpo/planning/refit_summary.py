@@ -15,7 +15,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.weight_sync.pieces import Pieces
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
 MOST_LINKS = 32  # more links are not listed one by one
 MESSAGE_S = 50e-6
@@ -112,9 +112,7 @@ def summarize_refit(
     began = time.perf_counter()
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
-    scheduled = schedule_messages(
-        plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes
-    )
+    scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes)
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data
     # Pairs of ranks as one number, and messages, which are pieces of one source and turn, too: sorting is fast then.

@@ -28,7 +28,7 @@ from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, write_plan
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_text_digest
 
 # When the files have more than this many times the bytes of a version, the next version is written completely.
@@ -108,11 +108,10 @@ class LinkMode(TransferMode):
         else:
             engine_shards = split_engine(generation.parallel, shape)
         dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
-        engine_count, piece_bytes = receivers // len(engine_shards), self.bucket_bytes // 2
-        pieces = plan_pieces(
-            shape, policy_shards, engine_shards, engine_count, dtypes, piece_bytes, same_devices=same_gpus
+        engine_count = receivers // len(engine_shards)
+        scheduled = plan_messages(
+            shape, policy_shards, engine_shards, engine_count, dtypes, self.bucket_bytes, same_devices=same_gpus
         )
-        scheduled = schedule_messages(pieces, self.bucket_bytes)
         write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
         receives = self.connect_engines(engines, {"rendezvous": asdict(rendezvous)})

@@ -36,32 +36,32 @@ def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> l
     return dtypes
 
 
-def plan_pieces(
+def plan_messages(
     shape: ModelShape,
     policy_shards: Sequence[RankShard],
     engine_shards: Sequence[RankShard],
     engine_count: int,
     dtypes: Sequence[str],
-    piece_bytes: int,
+    bucket_bytes: int,
     *,
     same_devices: bool = False,
 ) -> Pieces:
-    """Plan the pieces that make up each engine rank's shard.
+    """Plan the pieces that make up each engine rank's shard, and their messages.
 
     Args:
         policy_shards: shards of the policy's ranks, in their order.
         engine_shards: shards of the ranks of one engine, in their order.
         engine_count: number of engines, which all have this layout.
         dtypes: dtype in which tensors are sent, by row of the weight map.
-        piece_bytes: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
+        bucket_bytes: most bytes of a message, unless a single row (in FP8, the rows of a block) is longer than half.
         same_devices: whether policy rank n and engine rank n share a device; a box that both hold is then sent by that
             policy rank and no other.
 
     Returns:
-        Pieces in the order of the weight map, layer by layer.
+        Pieces by turn of their message (`schedule_messages`).
     """
     holders = _HolderSets(policy_shards)
-    planned = list(_plan_engine(shape, engine_shards, dtypes, piece_bytes, holders))
+    planned = list(_plan_engine(shape, engine_shards, dtypes, bucket_bytes // 2, holders))
     engine_pieces = np.concatenate([pieces for pieces, _ in planned])
     holder_sets = np.concatenate([numbers for _, numbers in planned])
     pieces = np.tile(engine_pieces, engine_count)
@@ -70,7 +70,7 @@ def plan_pieces(
     if same_devices:
         is_local = holders.contain(np.tile(holder_sets, engine_count), pieces["target"])
         pieces["source"][is_local] = pieces["target"][is_local]
-    return pieces
+    return schedule_messages(pieces, bucket_bytes)
 
 
 def _plan_engine(

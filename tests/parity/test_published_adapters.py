@@ -28,7 +28,7 @@ from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.pieces import format_tensor_name, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
@@ -54,7 +54,7 @@ class RecordedLinks:
         shape, config = self.rank.shape, self.rank.config
         dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
         sources, engine = split_policy(config.parallel, shape), split_engine(GenerationParallelConfig(), shape)
-        pieces = schedule_messages(plan_pieces(shape, sources, engine, 1, dtypes, BUCKET_BYTES // 2), BUCKET_BYTES)
+        pieces = plan_messages(shape, sources, engine, 1, dtypes, BUCKET_BYTES)
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
         laid = [lay_out_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
         self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]

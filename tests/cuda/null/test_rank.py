@@ -30,7 +30,7 @@ from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.pieces import lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from tests.cuda.null.kernels import SELECTIONS, host_waits
 from tests.cuda.null.trial import LENGTHS, Trial, make_trial
 
@@ -150,7 +150,7 @@ def send_weights(trial: Trial, number: int) -> None:
     config, shape = rank.config, rank.shape
     shards, engine = split_policy(config.parallel, shape), split_engine(GenerationParallelConfig(), shape)
     dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
-    pieces = schedule_messages(plan_pieces(shape, shards, engine, 1, dtypes, 1 << 19, same_devices=False), 1 << 20)
+    pieces = plan_messages(shape, shards, engine, 1, dtypes, 1 << 20)
     messages = split_messages(pieces[pieces["source"] == number])
     packed = [lay_out_pieces(message, [getattr(torch, dtype) for dtype in dtypes]) for message in messages]
     sizes = [size for _, size in packed]

@@ -21,10 +21,9 @@ from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_
 from megatron_grpo.models.families import FAMILIES, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
-from megatron_grpo.weight_sync.message_schedule import schedule_messages
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
 LONGEST = 1024
 
@@ -86,7 +85,7 @@ def test_a_refit_fills_every_parameter(
     model, shape = loaded_model(config), read_model_shape(folder)
     dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks)
     (shard,), policy = split_engine(GenerationConfig().parallel, shape), split_policy(ParallelConfig(), shape)
-    messages = split_messages(schedule_messages(plan_pieces(shape, policy, [shard], 1, dtypes, 1 << 19), 1 << 20))
+    messages = split_messages(plan_messages(shape, policy, [shard], 1, dtypes, 1 << 20))
     before = addresses(model)
     with set_current_vllm_config(config), torch.no_grad():
         scaled = {number for number, dtype in enumerate(dtypes) if dtype == FP8}

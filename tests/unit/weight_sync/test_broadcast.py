@@ -26,7 +26,7 @@ from megatron_grpo.weight_sync.pieces import format_tensor_name
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TensorReceiver
 from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces, schedule_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import plan_messages, write_plan
 from tests.support.refit_models import DENSE, full_tensor, made_up_worker
 
 MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2
@@ -68,8 +68,8 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
     shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), split_policy(ParallelConfig(), SHAPE)
-    pieces = plan_pieces(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES // 2)
-    write_plan(store, schedule_messages(pieces, BUCKET_BYTES), SOURCES, RECEIVERS, dtypes, shared_memory=False)
+    scheduled = plan_messages(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES)
+    write_plan(store, scheduled, SOURCES, RECEIVERS, dtypes, shared_memory=False)
 
     def make(*models: MadeUpModel) -> tuple[list[SourceLinks], list[Any]]:
         workers = [made_up_worker(model) for model in models]

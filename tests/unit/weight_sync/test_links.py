@@ -22,7 +22,7 @@ from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from megatron_grpo.weight_sync.shared_memory import HostMemory
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces, schedule_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import plan_messages, write_plan
 from tests.support import nccl_like
 from tests.support.refit_models import DENSE
 
@@ -51,7 +51,7 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Any]]:
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
     dtypes = ["float32"] * len(build_weight_map(SHAPE))
     places = split_policy(training, SHAPE), split_engine(generation, SHAPE)
-    scheduled = schedule_messages(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
+    scheduled = plan_messages(SHAPE, *places, 1, dtypes, 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
     members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]

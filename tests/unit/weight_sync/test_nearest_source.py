@@ -10,7 +10,7 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.weight_sync.pieces import find_box
-from megatron_grpo.weight_sync.transfer_plan import plan_pieces
+from megatron_grpo.weight_sync.transfer_plan import plan_messages
 from tests.support.refit_models import DENSE
 
 
@@ -26,7 +26,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     engine = split_engine(GenerationParallelConfig(**generation), shape)
     dtypes = ["float32"] * len(build_weight_map(shape))
     engines = generation["data"]
-    plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, same_devices=same) for same in (True, False)]
+    plans = [plan_messages(shape, sources, engine, engines, dtypes, 2**21, same_devices=same) for same in (True, False)]
     near, far = (plan["source"] == plan["target"] for plan in plans)
     assert far.mean() < near.mean() or "tensor" in training, "else the shares have it so already"
     if "tensor" not in training:

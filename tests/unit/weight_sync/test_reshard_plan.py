@@ -28,7 +28,7 @@ from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import Pieces, align, find_box, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import pack_piece
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_pieces, schedule_messages
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, schedule_messages
 from tests.support.moe_config import QWEN3_MOE
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 
@@ -57,7 +57,7 @@ def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
     dtypes = ["float32"] * len(build_weight_map(shape))
     engine = split_engine(generation, shape)
-    return plan_pieces(shape, split_policy(training, shape), engine, generation.data, dtypes, bucket // 2)
+    return plan_messages(shape, split_policy(training, shape), engine, generation.data, dtypes, bucket)
 
 
 @st.composite
@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
-    scheduled = schedule_messages(plan(shape, training, generation, bucket), bucket)
+    scheduled = plan(shape, training, generation, bucket)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
         expected = vllm_parameters(shape, place)
@@ -310,7 +310,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
     assert list(find_cut_blocks(shape, sources, engine)) == []
     dtypes = choose_wire_dtypes(shape, "float32", fp8_blocks=True)
-    scheduled = schedule_messages(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
+    scheduled = plan_messages(shape, sources, engine, 1, dtypes, 2**16)
     kinds = [getattr(torch, dtype) for dtype in dtypes]
     for target, place in enumerate(engine):
         expected = vllm_parameters(shape, place)
