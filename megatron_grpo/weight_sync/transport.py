@@ -25,12 +25,11 @@ logger = logging.getLogger(__name__)
 class RefitState(Enum):
     """Progress of the engines' current version."""
 
-    UNLINKED = auto()
     LINKED = auto()
     RECEIVED = auto()  # every worker has verified the version; engines do not serve
     COMMITTED = auto()  # engines hold it as their version, and wait for the canary before they serve
     SERVING = auto()
-    BROKEN = auto()  # an attempt failed: engines may hold half a version, links half a message
+    BROKEN = auto()  # no link was made, or an attempt failed: engines may hold half a version, links half a message
 
 
 class WeightTransport:
@@ -42,7 +41,7 @@ class WeightTransport:
         self._calls, self._mode, self._config = calls, mode, config
         self._engines = tuple(range(calls.generation.config.parallel.data))
         self._checks = RefitChecks(calls, canary)
-        self._state = RefitState.UNLINKED
+        self._state = RefitState.BROKEN
         self._linked: tuple[int, ...] = ()  # engines in the current links
         self._version = 0  # the version that was published last
         self._replaced: list[str] = []  # a text on each engine that was replaced since the last report
@@ -51,7 +50,7 @@ class WeightTransport:
 
     def connect(self) -> None:
         """Connect policy and engines, before the first publish; RefitError: a process failed."""
-        self._state = RefitState.UNLINKED
+        self._state = RefitState.BROKEN
         try:
             self._connect(self._engines)
         except AttemptError as error:
@@ -134,7 +133,7 @@ class WeightTransport:
         # old one.
         while True:
             try:
-                if self._state in (RefitState.UNLINKED, RefitState.BROKEN) or self._linked != engines:
+                if self._state is RefitState.BROKEN or self._linked != engines:
                     self._checks.must_compare = True
                     self._connect(engines)
                 deadline = time.monotonic() + self._config.timeout_s
@@ -193,7 +192,7 @@ class WeightTransport:
         self._replaced += [f"{ENGINE_NAME(number)} was replaced: {reason}" for number, reason in lost_engines.items()]
 
     def _connect(self, engines: tuple[int, ...]) -> None:
-        self._mode.connect(engines, anew=self._state in (RefitState.UNLINKED, RefitState.BROKEN))
+        self._mode.connect(engines, anew=self._state is RefitState.BROKEN)
         self._state, self._linked = RefitState.LINKED, engines
 
 
