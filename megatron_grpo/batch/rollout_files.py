@@ -25,19 +25,10 @@ _ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")  # a value fo
 ROW_GROUP_TOKENS = 4 * 2**20  # tokens that are gathered in memory before they are written as a row group
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedValues:
-    """Values of a rollout's sampled tokens from training.
-
-    Example: a response of two tokens
-        TrainedValues(advantages=np.array([1.0, 1.0]), prev_logprobs=np.array([-0.71, -0.1]))
-    """
-
-    advantages: NDArray[np.float32] | None = None
-    """Advantage of each token: [sampled tokens], float32. None: no step trains on it, or it failed before."""
-    prev_logprobs: NDArray[np.float32] | None = None
-    """Log-probability in training, under the policy at the start of the step: [sampled tokens], float32. None: the step
-    did not need them, or failed before."""
+TrainedValues = Mapping[str, NDArray[np.float32]]
+"""Values of a rollout's sampled tokens from training, [sampled tokens]: `advantages`, and `prev_logprobs` under the
+policy at the start of the step. A value is missing if no step trains on the rollout or needs it, or it failed before.
+"""
 
 
 def locate_rollouts_file(run_dir: Path, step: int) -> Path:
@@ -57,9 +48,9 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
     """Read a run's rollouts, of one step or of all in order.
 
-    Yields a dict with the step and the fields of `Trajectory` and `TrainedValues` for each. Token ids and values of
-    tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Raises FileNotFoundError if there
-    is no such run, or no file of this step.
+    Yields a dict with the step, the fields of `Trajectory` and `TrainedValues` (None: missing) for each. Token ids and
+    values of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Raises FileNotFoundError
+    if there is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
     files = {number: file for number, file in find_recorded_steps(folder).items() if step is None or number == step}
@@ -144,8 +135,8 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues]]) -> pa.Tab
         "group": numbers,
         "token_ids": make_lists([trajectory.token_ids for trajectory in trajectories]),
         "logprobs": make_lists([trajectory.logprobs for trajectory in trajectories]),
-        "prev_logprobs": make_lists([values.prev_logprobs for values in trained]),
-        "advantages": make_lists([values.advantages for values in trained]),
+        "prev_logprobs": make_lists([values.get("prev_logprobs") for values in trained]),
+        "advantages": make_lists([values.get("advantages") for values in trained]),
         "spans": [[list(span) for span in trajectory.spans] for trajectory in trajectories],
         "reward_parts": [list(trajectory.reward_parts.items()) for trajectory in trajectories],
         "reward_metrics": [list(trajectory.reward_metrics.items()) for trajectory in trajectories],

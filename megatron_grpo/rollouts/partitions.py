@@ -240,5 +240,4 @@ def select_trained_values(
     """Select the values of sequence `index` at its sampled tokens."""
     spans = [np.arange(span.start, span.end) for span in trajectory.spans]
     positions = np.concatenate([np.empty(0, dtype=np.int64), *spans])
-    selected = {name: by_sequence[index][positions] for name, by_sequence in values.items()}
-    return TrainedValues(selected.get("advantages"), selected.get("prev_logprobs"))
+    return {name: by_sequence[index][positions] for name, by_sequence in values.items()}

@@ -18,7 +18,7 @@ from megatron_grpo.batch.replay_files import (
     sum_states,
     write_figures,
 )
-from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, TrainedValues, locate_rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.conversion import convert_values
@@ -131,5 +131,5 @@ def _groups(vocab: int, prev: bool) -> Any:
                 reward=None if (group, sample) == (1, 3) else float(sample),
             )
             advantages = np.full(count, float(draw.normal()), dtype=np.float32)
-            rollouts.append((one, TrainedValues(advantages, one.logprobs if prev else None)))
+            rollouts.append((one, {"advantages": advantages} | ({"prev_logprobs": one.logprobs} if prev else {})))
         yield group, rollouts

@@ -120,7 +120,7 @@ class RecordedRun:
         """Write the record of a step."""
         self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)
-        pairs = list(zip(rollouts, learnt or [TrainedValues()] * len(rollouts), strict=True))
+        pairs = list(zip(rollouts, learnt or [{}] * len(rollouts), strict=True))
         groups = [(row, [pair for pair in pairs if pair[0].group == row]) for row in range(PROMPTS)]
         record = make_record(
             prompts_per_step=PROMPTS,

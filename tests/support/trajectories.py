@@ -47,7 +47,8 @@ def with_learnt(*trajectories: Trajectory, prev: bool = False) -> list[tuple[Tra
     rows = []
     for one in trajectories:
         advantages = (len(one.logprobs) + np.arange(len(one.logprobs)) / 8).astype(np.float32)
-        rows.append((one, TrainedValues(advantages, one.logprobs - np.float32(0.25) if prev else None)))
+        known = {"prev_logprobs": one.logprobs - np.float32(0.25)} if prev else {}
+        rows.append((one, {"advantages": advantages} | known))
     return rows
 
 

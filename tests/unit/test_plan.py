@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo import plan
-from megatron_grpo.batch.rollout_files import TrainedValues, locate_rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.config.command_line import FAILED, MISTAKE
 from megatron_grpo.planning.calibrate import write_profile
 from megatron_grpo.planning.check import check_fit
@@ -164,7 +164,7 @@ def run_dir(overrides: list[str], tmp_path: Path) -> Path:
     folder.mkdir()
     record_start(folder, compose_config([*overrides, "cluster.gpu=h100"]))
     rollouts = [make_trajectory(length, prompt_tokens=16) for length in (8, 16, 24, 32)]
-    write_rollouts(locate_rollouts_file(folder, 3), [(0, [(trajectory, TrainedValues()) for trajectory in rollouts])])
+    write_rollouts(locate_rollouts_file(folder, 3), [(0, [(trajectory, {}) for trajectory in rollouts])])
     return folder
 
 

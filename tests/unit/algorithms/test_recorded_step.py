@@ -12,7 +12,7 @@ from megatron_grpo.algorithms.context import make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step, sampling_step
 from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.batch.rollout_files import TrainedValues, locate_rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.config.errors import SamplingError
 from tests.support.grpo_run import EVERYTHING, Run
 from tests.support.recording import make_record
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fake_ray")
 def record(run: Run, folder: Path, step: int = 1) -> None:
     """Write what the run's step has begun to."""
     groups = [group.objects_ref.get() for group in run.run.dumps.groups[step]]
-    rows = [(number, [(trajectory, TrainedValues()) for trajectory in group]) for number, group in enumerate(groups)]
+    rows = [(number, [(trajectory, {}) for trajectory in group]) for number, group in enumerate(groups)]
     write_rollouts(locate_rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).to_metadata())
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_grpo.batch.rollout_files import (
     StepRecord,
-    TrainedValues,
     examine_file,
     find_recorded_folder,
     find_recorded_steps,
@@ -53,7 +52,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
 def test_rollouts_that_nothing_was_learnt_from_are_read_too(tmp_path: Path) -> None:
     file = locate_rollouts_file(tmp_path, 1)
     write_rollouts(
-        file, [(0, [(trajectory, TrainedValues()) for trajectory in GROUPS[0]])], make_record().to_metadata()
+        file, [(0, [(trajectory, {}) for trajectory in GROUPS[0]])], make_record().to_metadata()
     )
     assert plain_groups(read_recorded_rollouts(file)[1]) == plain_groups(GROUPS[:1])
 

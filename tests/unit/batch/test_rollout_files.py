@@ -14,7 +14,6 @@ import pytest
 from megatron_grpo import observability
 from megatron_grpo.batch import rollout_files
 from megatron_grpo.batch.rollout_files import (
-    TrainedValues,
     drop_rollouts_after,
     locate_rollouts_file,
     read_rollouts,
@@ -42,8 +41,8 @@ def expected(step: int, group: int, one: Trajectory, prev: bool) -> dict[str, An
     row = one.to_row()
     ((_, learnt),) = with_learnt(one, prev=prev)
     arrays: dict[str, Any] = {"token_ids": ("int32", row["token_ids"]), "logprobs": ("float32", row["logprobs"])}
-    arrays["advantages"] = ("float32", learnt.advantages.tolist())
-    arrays["prev_logprobs"] = ("float32", learnt.prev_logprobs.tolist()) if learnt.prev_logprobs is not None else None
+    arrays["advantages"] = ("float32", learnt["advantages"].tolist())
+    arrays["prev_logprobs"] = ("float32", learnt["prev_logprobs"].tolist()) if "prev_logprobs" in learnt else None
     return json.loads(json.dumps({"step": step, **row, **arrays, "group": group}, sort_keys=True))
 
 
@@ -60,7 +59,7 @@ def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypat
 
 
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
-    write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(one, TrainedValues(None)) for one in ROWS])])
+    write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(one, {}) for one in ROWS])])
     rows = list(read_rollouts(tmp_path, 3))
     assert [row["advantages"] for row in rows] == [None] * len(ROWS)
     assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]

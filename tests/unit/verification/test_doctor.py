@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_grpo import doctor
-from megatron_grpo.batch.rollout_files import TrainedValues
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.doctor import layer_outputs as hidden_states
@@ -127,9 +126,7 @@ def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side
     run = replace(dense, config=config)
     right = sampled(run.versions[0], run.prompts(), temperature=0.7)
     wrong = sampled(run.versions[0], run.prompts(), temperature=0.7, reported=1.0)
-    trained = [
-        TrainedValues(advantages=None, prev_logprobs=one.logprobs) for one in (right if side == "engine" else wrong)
-    ]
+    trained = [{"prev_logprobs": one.logprobs} for one in (right if side == "engine" else wrong)]
     run.write(1, wrong if side == "engine" else right, trained)
     found = examined(run, tmp_path / "scratch", step=1)
     assert only(found) == ("sampling", "temperature")
@@ -281,7 +278,7 @@ def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp
     """Nor are tokens that it removes in training."""
     run = replace(dense, config=replace(dense.config, generation=replace(dense.config.generation, top_k=4)))
     rollouts = sampled(run.versions[0], run.prompts(), choose=top_4)
-    trained = [TrainedValues(advantages=None, prev_logprobs=one.logprobs.copy()) for one in rollouts]
+    trained = [{"prev_logprobs": one.logprobs.copy()} for one in rollouts]
     trained[0].prev_logprobs[1] = -np.inf
     run.write(1, rollouts, trained if recorded else ())
     found = examined(run, tmp_path / "scratch", step=1)
