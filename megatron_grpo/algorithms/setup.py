@@ -146,7 +146,7 @@ def _wait_ready(
     with startup.part("waiting"):
         for handle in (*handles.values(), rollouts):
             handle.wait_ready()
-    startup.engine_settings = [] if generation is None else generation.settings_in_use
+    startup.engine_settings = [] if generation is None else [start.settings for start in generation.starts]
     for kind, handle in handles.items():  # the seconds of the slowest process of each kind
         for name in dict.fromkeys(name for report in handle.startup_s for name in report):
             startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in handle.startup_s)

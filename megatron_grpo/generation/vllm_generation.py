@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +42,8 @@ class VllmGeneration:
         self._started_at = 0.0
         self.engines: list[Any] = []  # Ray actors (`Engine`), in the order of their index
         self._starting: list[ray.ObjectRef] = []
-        self._starts: list[EngineStart] = []  # of the engines in use
+        self.starts: list[EngineStart] = []  # of the engines in use
         self.startup_s: list[dict[str, float]] = []  # of the first engines, by part
-        self.settings_in_use: list[dict[str, Any]] = []  # as each engine reported them at its start
         self.restarts = [0] * self.config.parallel.data
 
     def start(self) -> None:
@@ -56,9 +55,8 @@ class VllmGeneration:
     def wait_ready(self) -> None:
         """Wait until every engine can generate; RunError otherwise."""
         deadline_s = max(self._startup_timeout_s - (time.monotonic() - self._started_at), 0.0)
-        self._starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
-        self.startup_s = [start.seconds for start in self._starts]
-        self.settings_in_use = [start.settings for start in self._starts]
+        self.starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
+        self.startup_s = [start.seconds for start in self.starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
         """Replace engines, with reasons by number; a refit must follow.
@@ -79,25 +77,23 @@ class VllmGeneration:
             self._end_processes(index)
             self.restarts[index] += 1
             self.engines[index] = self._make_actor(self._settings[index])
-        numbers = list(lost_engines)
+        calls = self.submit_to(lost_engines, Engine.start)
+        names, timeout_s = [*map(ENGINE_NAME, calls)], self._startup_timeout_s
         starts = gather(
-            self.submit_to(numbers, Engine.start),
-            deadline_s=self._startup_timeout_s,
-            phase_name="generation restart",
-            name=lambda position: ENGINE_NAME(numbers[position]),
+            [*calls.values()], deadline_s=timeout_s, phase_name="generation restart", name=names.__getitem__
         )
-        for index, start in zip(numbers, starts, strict=True):
-            self._starts[index] = start
+        for index, start in zip(calls, starts, strict=True):
+            self.starts[index] = start
 
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        return self.submit_to(range(len(self.engines)), method, *args, **kwargs)
+        return list(self.submit_to(range(len(self.engines)), method, *args, **kwargs).values())
 
     def submit_to(
-        self, numbers: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> list[ray.ObjectRef]:
-        return [call_actor(self.engines[number], method, *args, **kwargs) for number in numbers]
+        self, numbers: Iterable[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> dict[int, ray.ObjectRef]:
+        return {number: call_actor(self.engines[number], method, *args, **kwargs) for number in numbers}
 
     def sleep(self) -> None:
         """Put all engines to sleep; RunError if one does not."""
@@ -128,7 +124,7 @@ class VllmGeneration:
         return ray.remote(engine_class).options(**self._actor_options(settings.index)).remote(settings)
 
     def _end_processes(self, index: int) -> None:
-        processes = self._starts[index].processes
+        processes = self.starts[index].processes
         ray.kill(self.engines[index])
         on_its_machine = NodeAffinitySchedulingStrategy(processes.node, soft=False)
         task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=on_its_machine)

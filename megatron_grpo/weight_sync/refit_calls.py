@@ -10,7 +10,6 @@ import ray
 from ray.exceptions import RayError
 from torch.distributed import TCPStore
 
-from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import explain_error, find_lost_calls, gather, is_canary_failure, is_lost, join_names
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
@@ -50,12 +49,6 @@ class RefitCalls:
         self.policy, self.generation = policy, generation
         # Store of the current links: their plan, and the first failure, which ends the waits of all processes.
         self.store: TCPStore | None = None
-
-    def call_engines(
-        self, engines: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> dict[int, ray.ObjectRef]:
-        """Call a method of some engines; return references by number."""
-        return dict(zip(engines, self.generation.submit_to(engines, method, *args, **kwargs), strict=True))
 
     def wait(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str

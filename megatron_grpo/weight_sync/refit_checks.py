@@ -215,7 +215,7 @@ class RefitChecks:
         expected = next(answer for answer in answers if answer is not None)
         base = next((answer for answer in answers[len(scores) :] if answer is not None), None)
         prompt = CanaryPrompt(version, canary.sequences, expected, limit, canary.adapter_rounding, base)
-        calls = self._calls.call_engines(engines, Engine.check_canary, prompt)
+        calls = self._calls.generation.submit_to(engines, Engine.check_canary, prompt)
         errors = self._calls.wait([], calls, deadline, f"canary of version {version}")
         self._scores = None
         seconds, error = time.monotonic() - began, max(errors)
@@ -229,7 +229,7 @@ class RefitChecks:
         shape = self._calls.policy.settings.shape
         shards = split_engine(self._calls.generation.config.parallel, shape)
         stages = self._calls.policy.submit(fingerprint_policy, shards)
-        calls = self._calls.call_engines(engines, Engine.fingerprint_weights)
+        calls = self._calls.generation.submit_to(engines, Engine.fingerprint_weights)
         answers = self._calls.wait(stages, calls, deadline, "comparing weights")
         expected = [ChainMap(*parts) for parts in zip(*answers[: len(stages)], strict=True)]
         rounding = self.canary.rounding if self.canary is not None else 0.0

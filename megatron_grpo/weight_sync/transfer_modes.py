@@ -81,11 +81,12 @@ class TransferMode(ABC):
 
     def connect_engines(self, engines: tuple[int, ...], source: dict[str, Any]) -> dict[int, ray.ObjectRef]:
         """Begin to connect engines to a source, an address in types of JSON."""
-        ranks = self.calls.generation.config.parallel.ranks_per_engine
+        mode, generation = self.config.mode, self.calls.generation
+        ranks = generation.config.parallel.ranks_per_engine
         source = {**source, "model_map": build_model_map(self.calls.policy.settings.shape).to_json()}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
-            calls |= self.calls.call_engines([engine], Engine.connect_weights, self.config.mode, source, index * ranks)
+            calls |= generation.submit_to([engine], Engine.connect_weights, mode, source, index * ranks)
         return calls
 
 
@@ -120,7 +121,7 @@ class LinkMode(TransferMode):
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
     ) -> TransferReport:
-        receives = self.calls.call_engines(engines, Engine.receive_weights, version)
+        receives = self.calls.generation.submit_to(engines, Engine.receive_weights, version)
         sends = self.calls.policy.submit(send_shards, version)
         on_sent()
         counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
@@ -170,7 +171,7 @@ class FilesMode(TransferMode):
         with _disk_errors_as_attempts(self.folder):
             write_manifest(self.folder, manifest)
         on_sent()
-        receives = self.calls.call_engines(engines, Engine.receive_weights, version)
+        receives = self.calls.generation.submit_to(engines, Engine.receive_weights, version)
         self.calls.wait([], receives, deadline, f"refit of version {version}")
         with _disk_errors_as_attempts(self.folder):
             remove_unread(self.folder, manifest)

@@ -148,7 +148,7 @@ class WeightTransport:
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         awaits_canary = self._checks.awaits_canary
-        commits = self._calls.call_engines(engines, Engine.commit_weights, version, awaits_canary)
+        commits = self._calls.generation.submit_to(engines, Engine.commit_weights, version, awaits_canary)
         self._calls.wait([], commits, deadline, f"commit of version {version}")
         self._state = RefitState.COMMITTED if awaits_canary else RefitState.SERVING
 

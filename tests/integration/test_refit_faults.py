@@ -198,7 +198,7 @@ def test_an_engine_that_dies_between_refits_gets_the_weights_that_were_published
     transport.connect()
     version = scene.learn()
     transport.publish(version)
-    before = scene.generation._starts[1].processes.started
+    before = scene.generation.starts[1].processes.started
     _kill(worker_pids(scene.generation, 1)[0])
     transport.restore({1: "generation engine 1 is lost"})
     scene.assert_serves(version)
@@ -214,7 +214,7 @@ def assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment: 
     transport.connect()
     transport.publish(scene.learn())
     version, restarts = scene.learn(), list(scene.generation.restarts)
-    before = scene.generation._starts[0].processes.started
+    before = scene.generation.starts[0].processes.started
     target = worker_pids(scene.generation)[0], SIGNALS[fault]
     if moment == LAST:
         transport.before_commit = lambda: os.kill(*target)

@@ -234,9 +234,9 @@ class Generation:
     def _start(self, engine: int) -> Actor:
         return Actor(Worker, self._group, engine, self._ranks + engine)
 
-    def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
+    def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *arguments: Any) -> dict[int, Future[Any]]:
         """Call a method of these engines."""
-        return [self.actors[engine].call(method.__name__, *arguments) for engine in engines]
+        return {engine: self.actors[engine].call(method.__name__, *arguments) for engine in engines}
 
     def replace(self, lost: Mapping[int, str]) -> None:
         """Start new engines in place of lost ones."""

@@ -64,8 +64,8 @@ class OneEngine:
         self.error = 0.001
         """Difference that the canary finds."""
 
-    def submit_to(self, _engines: Any, method: Any, *args: Any) -> list[Any]:
-        return self.submit(method, *args)
+    def submit_to(self, engines: Any, method: Any, *args: Any) -> dict[int, Any]:
+        return dict(zip(engines, self.submit(method, *args), strict=True))
 
     def submit(self, method: Any, *args: Any) -> list[Any]:
         name = method.__name__

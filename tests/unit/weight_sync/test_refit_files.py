@@ -89,17 +89,17 @@ class Generation:
         self.between: Callable[[], None] = lambda: None
         """Called before a version is received."""
 
-    def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *args: Any) -> list[Any]:
+    def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *args: Any) -> dict[int, Any]:
         if method == Engine.receive_weights:
             self.between()
-            return [self._receive(number, *args) for number in engines]
+            return {number: self._receive(number, *args) for number in engines}
         for number in engines:
             if method == Engine.connect_weights:
                 self.connected.append(number)
                 self.receivers[number] = _receiver(self.models[number], args[1])
             else:
                 self.served[number] = args[0]
-        return [None] * len(engines)
+        return dict.fromkeys(engines)
 
     def replace(self, lost: Mapping[int, str]) -> None:
         for number in lost:

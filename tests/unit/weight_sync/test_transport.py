@@ -29,8 +29,8 @@ class FakeGeneration:
         self.left = left
         self.replaced: list[list[int]] = []
 
-    def submit_to(self, engines: Sequence[int], _method: Any, *_args: Any) -> list[Any]:
-        return [None for _ in engines]
+    def submit_to(self, engines: Sequence[int], _method: Any, *_args: Any) -> dict[int, Any]:
+        return dict.fromkeys(engines)
 
     def replace(self, lost: Mapping[int, str]) -> None:
         if not self.left:
