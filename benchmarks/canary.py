@@ -46,7 +46,7 @@ def measure(pairs: int, paced: int, overrides: Sequence[str]) -> dict[str, Any]:
         ]
         config = load_config([*options, *overrides])
         with setup(config) as run:
-            canary = run.transport._checks._canary
+            canary = run.transport._checks.canary
 
             def step(with_canary: bool | None) -> StepReport:
                 """One step; None: the canary is paced."""

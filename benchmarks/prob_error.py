@@ -64,7 +64,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
         config = load_config([*options, "refit.canary_share=1", *overrides])
         limit = config.refit.prob_error_limit
         with grpo.setup(config) as run:
-            canary = run.transport._checks._canary
+            canary = run.transport._checks.canary
             pack = canary.sequences
 
             def step(*, watched: bool, packed: bool = True) -> Any:
