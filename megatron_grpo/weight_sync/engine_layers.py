@@ -96,12 +96,16 @@ def require_plain(model: nn.Module) -> None:
 
 
 class RebuiltLayer:
-    """A layer whose weights vLLM converts after loading."""
+    """A layer whose weights vLLM converts after loading.
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    `fp8_parameters` are filled with FP8 blocks and scales.
+    """
+
+    def __init__(self, layer: torch.nn.Module, fp8_parameters: Iterable[str] = ()) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
         self._layer: Any = layer
+        self._fp8_parameters = sorted(fp8_parameters)
         self._reload: Any = layerwise
         self._info = layerwise.get_layerwise_info(layer)
 
@@ -111,7 +115,14 @@ class RebuiltLayer:
         if info.kernel_tensors is None:
             info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            self.strip()
+            self._reload.restore_layer_on_meta(layer, info)
+            for name in self._fp8_parameters:  # vLLM may load wider weights and round them
+                shape = getattr(layer, name).shape
+                values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+                blocks = (*shape[:-2], *map(count_blocks, shape[-2:]))
+                scales = torch.empty(blocks, dtype=torch.float32, device="meta")
+                for parameter, meta in ((name, values), (name_scales(name), scales)):
+                    layer.register_parameter(parameter, nn.Parameter(meta, requires_grad=False))
             self._reload.materialize_layer(layer, info)
         return layer
 
@@ -121,7 +132,10 @@ class RebuiltLayer:
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
         delete_kernel(layer)
-        self.convert()
+        if self._fp8_parameters:
+            self._convert_blocks()
+        else:
+            layer.quant_method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
@@ -132,32 +146,7 @@ class RebuiltLayer:
             self._reload._place_kernel_tensors(self._layer, self._info)
             self._info.reset()
 
-    def strip(self) -> None:
-        """Give the layer plain weights on the meta device."""
-        self._reload.restore_layer_on_meta(self._layer, self._info)
-
-    def convert(self) -> None:
-        self._layer.quant_method.process_weights_after_loading(self._layer)
-
-
-class BlockedLayer(RebuiltLayer):
-    """A layer whose `parameters` are filled with FP8 blocks and scales."""
-
-    def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
-        super().__init__(layer)
-        self._parameters = sorted(parameters)
-
-    def strip(self) -> None:
-        super().strip()  # vLLM may load wider weights and round them
-        for name in self._parameters:
-            shape = getattr(self._layer, name).shape
-            values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
-            blocks = (*shape[:-2], *map(count_blocks, shape[-2:]))
-            scales = torch.empty(blocks, dtype=torch.float32, device="meta")
-            for parameter, meta in ((name, values), (name_scales(name), scales)):
-                self._layer.register_parameter(parameter, nn.Parameter(meta, requires_grad=False))
-
-    def convert(self) -> None:
+    def _convert_blocks(self) -> None:
         # vLLM's methods for online quantisation round first; only their steps after the rounding run here.
         from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
         from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
@@ -172,7 +161,7 @@ class BlockedLayer(RebuiltLayer):
             parameters = [getattr(layer, name) for name in (*names, *map(name_scales, names))]
             untyped._setup_kernel(layer, *parameters, None, None)
         else:
-            super().convert()
+            method.process_weights_after_loading(layer)
         layer._already_called_process_weights_after_loading = True
 
 

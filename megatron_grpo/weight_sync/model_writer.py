@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
 from megatron_grpo.models.weight_map import ModelMap, is_per_layer
 from megatron_grpo.weight_sync.engine_layers import (
-    BlockedLayer,
     RebuiltLayer,
     finish_model,
     is_derived,
@@ -90,7 +89,7 @@ class ModelWriter:
             text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
             raise ValueError(text + ", ".join(unsuitable))
         self._rebuilt = {
-            name: BlockedLayer(layer, fp8_parameters[name]) if name in fp8_parameters else RebuiltLayer(layer)
+            name: RebuiltLayer(layer, fp8_parameters.get(name, ()))
             for name, layer in self._layers.items()
             if name in fp8_parameters or is_derived(layer)
         }

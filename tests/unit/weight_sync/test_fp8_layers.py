@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.weight_sync.engine_layers import BlockedLayer, RebuiltLayer, name_scales, uses_fp8_blocks
+from megatron_grpo.weight_sync.engine_layers import RebuiltLayer, name_scales, uses_fp8_blocks
 from megatron_grpo_kernels.fp8_blocks import quantise
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +66,7 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
 def test_a_layer_that_was_begun_is_put_back(layer: Any) -> None:
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before = layer(inputs)[0]
-    blocked = BlockedLayer(layer, ["weight"])
+    blocked = RebuiltLayer(layer, ["weight"])
     blocked.open().weight.data.zero_()
     blocked.abandon()
     assert torch.equal(layer(inputs)[0], before)
@@ -95,7 +95,7 @@ def _load(layer: Any, weights: list[Tensor]) -> None:
 
 def _write(layer: Any, weights: list[Tensor]) -> None:
     """As a refit brings them: rounded a matrix at a time, numbers and scales."""
-    blocked, row = BlockedLayer(layer, ["weight"]), 0
+    blocked, row = RebuiltLayer(layer, ["weight"]), 0
     for matrix in weights:
         numbers, scales = quantise(matrix)
         opened = blocked.open()
