@@ -67,12 +67,6 @@ class AdaptedLayer(Protocol):
     def merge_weight(self) -> Tensor:
         """Compute this rank's weight plus the adapter's product: [rows, columns]."""
 
-    def compute_columns(self, columns: Tensor) -> Tensor:
-        """Compute float32 columns of the forward pass's matrix.
-
-        `columns`: [n], int64, numbers among this rank's columns. Collective over tensor-parallel ranks.
-        """
-
 
 @dataclass(frozen=True, slots=True)
 class BoundEntry:
