@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
@@ -85,23 +85,23 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
     return [tuple(numbers) for numbers in layers]
 
 
-class WorkerLayout(NamedTuple):
-    """An engine's layout, for workers, which import no `GenerationParallelConfig`."""
-
-    tensor: int
-    pipeline: int
-    expert: int
-
-
-def split_engine(parallel: GenerationParallelConfig | WorkerLayout, shape: ModelShape) -> list[RankShard]:
+def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
     """Split the model over an engine's ranks, in vLLM's order."""
-    stages, tensor = parallel.pipeline, parallel.tensor
+    return _split_engine(shape, parallel.tensor, parallel.pipeline, parallel.expert > 1)
+
+
+def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
+    """Find a vLLM worker's shard; `parallel`: vLLM's `ParallelConfig`."""
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return _split_engine(shape, tensor, stages, parallel.enable_expert_parallel)[parallel.rank]
+
+
+def _split_engine(shape: ModelShape, tensor: int, stages: int, has_expert_parallelism: bool) -> list[RankShard]:
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
     sizes = [shape.layers // stages] * stages
     for stage in range(shape.layers % stages):
         sizes[-2 - stage] += 1
     count = shape.experts.count if shape.experts is not None else 1
-    has_expert_parallelism = parallel.expert > 1
     # Each rank has consecutive experts; if there is a remainder, the first ranks have one more each.
     quotient, remainder = divmod(count, tensor)
     bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
@@ -121,13 +121,6 @@ def split_engine(parallel: GenerationParallelConfig | WorkerLayout, shape: Model
             for rank in range(tensor)
         ]
     return shards
-
-
-def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
-    """Find a vLLM worker's shard; `parallel`: vLLM's `ParallelConfig`."""
-    tensor = parallel.tensor_parallel_size
-    layout = WorkerLayout(tensor, parallel.pipeline_parallel_size, tensor if parallel.enable_expert_parallel else 1)
-    return split_engine(layout, shape)[parallel.rank]
 
 
 # vLLM pads vocabularies to a multiple of this.
