@@ -79,15 +79,15 @@ class TransferMode(ABC):
     def close(self) -> None:  # noqa: B027 - most modes keep nothing
         """Delete files that the mode has written; idempotent."""
 
-    def connect_engines(self, engines: tuple[int, ...], source: dict[str, Any]) -> dict[int, ray.ObjectRef]:
-        """Begin to connect engines to a source, an address in types of JSON."""
+    def connect_engines(self, sends: list[ray.ObjectRef], engines: tuple[int, ...], source: dict[str, Any]) -> None:
+        """Connect engines to a source, in types of JSON; wait for both sides."""
         mode, generation = self.config.mode, self.calls.generation
         ranks = generation.config.parallel.ranks_per_engine
         source = {**source, "model_map": build_model_map(self.calls.policy.settings.shape).to_json()}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
             calls |= generation.submit_to([engine], Engine.connect_weights, mode, source, index * ranks)
-        return calls
+        self.calls.wait(sends, calls, time.monotonic() + self.config.timeout_s, "connecting the refit")
 
 
 class LinkMode(TransferMode):
@@ -115,8 +115,7 @@ class LinkMode(TransferMode):
         )
         write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
-        receives = self.connect_engines(engines, {"rendezvous": asdict(rendezvous)})
-        self.calls.wait(sends, receives, time.monotonic() + config.timeout_s, "connecting the refit")
+        self.connect_engines(sends, engines, {"rendezvous": asdict(rendezvous)})
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
@@ -156,8 +155,7 @@ class FilesMode(TransferMode):
                 write_manifest(self.folder, Manifest(self.session, -1, {}))
             self._rewrites = True
             writers = self.calls.policy.submit(connect_folder, self.folder, self.bucket_bytes)
-        receives = self.connect_engines(engines, {"folder": str(self.folder), "session": self.session})
-        self.calls.wait(writers, receives, time.monotonic() + self.config.timeout_s, "connecting the refit")
+        self.connect_engines(writers, engines, {"folder": str(self.folder), "session": self.session})
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
