@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from typing import Literal
 
 from megatron_grpo.models.shape import ModelShape
 
@@ -197,15 +195,7 @@ def iter_entries(
 
 @dataclass(frozen=True, slots=True)
 class ModelMap:
-    """Sizes and weight map of a model, as engines' workers get them."""
+    """Sizes and weight map of a model, which engines' workers get in types of JSON."""
 
     shape: ModelShape
     entries: tuple[WeightEntry, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> ModelMap:
-        """Invert `to_json`, after JSON has turned tuples to lists."""
-        return TypeAdapter(ModelMap).validate_python(content)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from pydantic import TypeAdapter
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
@@ -78,7 +79,7 @@ class RefitWorker(Worker):
         """
         self.receiver = None
         try:
-            self.model_map = ModelMap.from_json(source["model_map"])
+            self.model_map = TypeAdapter(ModelMap).validate_python(source["model_map"])
             number = first_receiver + self.parallel_config.rank
             self.receiver = make_receiver(self, mode, self.model_map, source, number)
         except Exception as error:  # noqa: BLE001 - see the class

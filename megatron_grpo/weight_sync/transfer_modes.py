@@ -83,7 +83,7 @@ class TransferMode(ABC):
         """Connect engines to a source, in types of JSON; wait for both sides."""
         mode, generation = self.config.mode, self.calls.generation
         ranks = generation.config.parallel.ranks_per_engine
-        source = {**source, "model_map": build_model_map(self.calls.policy.settings.shape).to_json()}
+        source = {**source, "model_map": asdict(build_model_map(self.calls.policy.settings.shape))}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
             calls |= generation.submit_to([engine], Engine.connect_weights, mode, source, index * ranks)

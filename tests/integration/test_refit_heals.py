@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_p
     calls = RefitCalls(policy, generation)
     mode = FilesMode(calls, config, tmp_path / "run")
     WeightTransport(calls, mode, config).connect()
-    model_map = build_model_map(policy.shape).to_json()
+    model_map = asdict(build_model_map(policy.shape))
     other = {"folder": str(mode.folder), "session": "x", "model_map": model_map}
     with pytest.raises(RayTaskError, match=r"another run writes to .*/shared/run-"):
         ray.get(generation.submit(Engine.connect_weights, "files", other, 0))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_grpo.config.policy_schema import ParallelConfig
@@ -76,7 +77,7 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
         with ThreadPoolExecutor(SOURCES + RECEIVERS) as pool:
             device = torch.device("cpu")
             sources = [pool.submit(SourceLinks, rendezvous, rank, device, ENTRIES) for rank in range(SOURCES)]
-            model_map = ModelMap.from_json(json.loads(json.dumps(build_model_map(SHAPE).to_json())))
+            model_map = TypeAdapter(ModelMap).validate_python(json.loads(json.dumps(asdict(build_model_map(SHAPE)))))
             source = {"rendezvous": asdict(rendezvous)}
             targets = [pool.submit(TensorReceiver, one, model_map, source, rank) for rank, one in enumerate(workers)]
         return [one.result() for one in sources], [one.result() for one in targets]
