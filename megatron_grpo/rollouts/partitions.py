@@ -40,9 +40,6 @@ class PackedGroups:
     outcomes: list[list[Outcome]] = field(default_factory=list)
     """Outcomes of each group, for the driver; empty where only tokens are needed."""
 
-    def select(self, groups: Sequence[int]) -> PackedGroups:
-        return PackedGroups(self.references, self.indices[groups])
-
     def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
         """Fetch the trajectories of each group; RayError if lost."""
         # Each object is fetched once, however many of its groups are needed.
@@ -209,7 +206,8 @@ def dump_rollouts(
         # A few groups at a time: a step's trajectories need not fit into the memory of one worker.
         for begin in range(0, len(written), WRITTEN_GROUPS):
             numbers = written[begin : begin + WRITTEN_GROUPS]
-            for number, group in zip(numbers, groups.select(numbers).fetch(), strict=True):
+            fetched = PackedGroups(groups.references, groups.indices[numbers]).fetch()
+            for number, group in zip(numbers, fetched, strict=True):
                 first = number * record.run.samples_per_prompt
                 indices = chosen[number]
                 yield number, [(group[i], select_trained_values(values, first + i, group[i])) for i in indices]
