@@ -51,9 +51,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
 
 def test_rollouts_that_nothing_was_learnt_from_are_read_too(tmp_path: Path) -> None:
     file = locate_rollouts_file(tmp_path, 1)
-    write_rollouts(
-        file, [(0, [(trajectory, {}) for trajectory in GROUPS[0]])], make_record().to_metadata()
-    )
+    write_rollouts(file, [(0, [(trajectory, {}) for trajectory in GROUPS[0]])], make_record().to_metadata())
     assert plain_groups(read_recorded_rollouts(file)[1]) == plain_groups(GROUPS[:1])
 
 
