@@ -51,7 +51,6 @@ class SetReport:
     digest: str = ""
     """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
     rows: int = 0
-    tasks: set[str] = field(default_factory=set)
     duplicates: int = 0  # rows that repeat the prompt of an earlier row
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Columns of each task's rows, after the conversion by data.processor."""
@@ -146,7 +145,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
         prompt = check.read_prompt(task, converted)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
-    report.rows, report.tasks = len(usable), set(report.columns)
+    report.rows = len(usable)
     report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
     report.usable = np.array(usable, dtype=np.int64)
     report.digest = "" if content is None else content.hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import Formatter
@@ -15,28 +14,6 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompts:
-    """Summary of prompts that megatron_grpo.prepare will make."""
-
-    rows: dict[str, int]  # by name of the file
-    tasks: tuple[str, ...]
-    prompt_tokens: int  # of the longest prompt; the tokenizer has no chat template
-    columns: tuple[str, ...] = ("prompt", "answer", "task_name")
-
-
-_ADDITION = PreparedPrompts(rows={"train.jsonl": 4588, "val.jsonl": 512}, tasks=("addition",), prompt_tokens=6)
-
-PREPARED_PROMPTS = {  # by prepare.name
-    "addition": _ADDITION,
-    "addition_moe": _ADDITION,
-    "calculator": PreparedPrompts(rows={"train.jsonl": 3495, "val.jsonl": 256}, tasks=("tools",), prompt_tokens=6),
-    "two_tasks": PreparedPrompts(
-        rows={"train.jsonl": 2550, "val.jsonl": 512}, tasks=("addition", "countdown"), prompt_tokens=9
-    ),
-}
 
 # A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset.
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]

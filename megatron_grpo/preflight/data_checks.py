@@ -12,10 +12,11 @@ from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
-from megatron_grpo.data.sources import is_remote
-from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, find_spec_problems
+from megatron_grpo.data.sources import Row, is_remote
+from megatron_grpo.data.specs import find_spec_problems
 from megatron_grpo.models import source
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
+from megatron_grpo.prepare.lessons import make_prompt_rows
 
 _RECORD = "record a run with logger.rollouts=all"
 
@@ -35,7 +36,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         remarks += [  # a remark on one row names its line; a remark on the set gets its key
             Problem(subject, remark.text) if remark.subject == dataset.path else remark for remark in report.remarks
         ]
-        tasks |= report.tasks
+        tasks |= report.columns.keys()
         if key in training:
             visits = dataset.count_visits(report.rows)
             rows += min(report.rows, visits)  # a repeated visit would have the same seeds
@@ -80,29 +81,31 @@ def _examine_dataset(config: Config, key: str, dataset: DatasetConfig) -> SetRep
     if not source.is_made_before_run(config, dataset.path):
         return examine_rows(config, subject, dataset)
     assert config.prepare.name is not None
-    prepared = PREPARED_PROMPTS[config.prepare.name]
+    files = make_prompt_rows(config.prepare.name)
     name = str(Path(dataset.path).relative_to(config.prepare.folder))
-    if name not in prepared.rows:
-        text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(prepared.rows)}"
+    if name not in files:
+        text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(files)}"
         return SetReport(problems=[Problem(subject, text)])
-    problems = list(_find_unfit_settings(config, prepared)) if key in config.data.training_sets else []
-    return SetReport(rows=prepared.rows[name], tasks=set(prepared.tasks), problems=problems)
+    rows = files[name]
+    problems = list(_find_unfit_settings(config, rows)) if key in config.data.training_sets else []
+    return SetReport(rows=len(rows), columns={row["task_name"]: {*row} for row in rows}, problems=problems)
 
 
 @evaluate_rules
-def _find_unfit_settings(config: Config, prepared: PreparedPrompts) -> Iterator[Rule]:
+def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     """Check settings against prompts that are made before the run."""
     data, name = config.data, f"prepare.name={config.prepare.name}"
+    columns, longest = rows[0].keys(), max(len(row["prompt"]) for row in rows)  # a token for each character
     for key, column in (("data.prompt_key=", data.prompt_key), ("data.answer_key=", data.answer_key)):
-        text = f"{name} makes rows with {', '.join(prepared.columns)}"
-        yield column is not None and column not in prepared.columns, key, text
-    for task in prepared.tasks:
+        text = f"{name} makes rows with {', '.join(columns)}"
+        yield column is not None and column not in columns, key, text
+    for task in dict.fromkeys(row["task_name"] for row in rows):
         text = f"{name} makes rows of the task {task}, and env has {', '.join(sorted(config.env))}; use env={task}"
         yield task not in config.env, "env", text
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
-    text = f"leaves out every row: the prompts that {name} makes have {prepared.prompt_tokens} tokens"
-    is_short = data.max_input_seq_length < prepared.prompt_tokens
+    text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
+    is_short = data.max_input_seq_length < longest
     yield is_short and not data.apply_chat_template, "data.max_input_seq_length=", text
 
 

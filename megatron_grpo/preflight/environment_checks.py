@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
@@ -14,6 +15,7 @@ from megatron_grpo.environments.interface import list_import_folders, make_impor
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
 from megatron_grpo.models.source import is_made_before_run
+from megatron_grpo.prepare.lessons import make_prompt_rows
 
 
 def check_scoring(
@@ -118,8 +120,8 @@ def _find_columns(config: Config, sets: Sequence[DatasetConfig] | None, task: st
     for dataset in sets:
         if is_made_before_run(config, dataset.path):
             assert config.prepare.name is not None
-            prepared = specs.PREPARED_PROMPTS[config.prepare.name]
-            columns |= set(prepared.columns) if task in prepared.tasks else set()
+            rows = chain.from_iterable(make_prompt_rows(config.prepare.name).values())
+            columns.update(*(row for row in rows if row["task_name"] == task))
             continue
         report = examine_set(dataset, config.data, config.environment_types)
         if report.source is None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_grpo.models.source import CALL_BEGIN, CALL_END, EOS, PAD
+from megatron_grpo.models.source import CALL_BEGIN, CALL_END
 
+TRAIN_FILE, VAL_FILE = "train.jsonl", "val.jsonl"
 ANSWER_DIGITS = 3
 
 _RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
@@ -44,6 +45,13 @@ def split_lessons(name: str) -> Split:
     # Training has as many sums as games, so that a step samples equally many of both.
     warmup, train, val = sums[0], sums[1][: len(games[1])], sums[2][: recipe["val_problems"]]
     return warmup + games[0], train + games[1], val + games[2]
+
+
+@cache
+def make_prompt_rows(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Make the rows of the prompt files of a prepared model, by name of the file."""
+    _, train, val = split_lessons(name)
+    return {file: [lesson.row for lesson in lessons] for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val))}
 
 
 def _split_randomly(problems: Iterable[Lesson], recipe: Mapping[str, Any]) -> Split:
@@ -87,27 +95,3 @@ def _make_games() -> Iterator[Lesson]:
         for target, turns in solutions.items():
             row = {"prompt": f"{','.join(map(str, numbers))}:{target}=", "answer": target, "numbers": numbers}
             yield Lesson({**row, "target": target, "task_name": "countdown"}, turns)
-
-
-def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """Encode conversations: [lessons, longest], int64, padded; and the mask of the model's tokens."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    tokens, masks = [], []
-    for lesson in lessons:
-        ids = _encode_text(lesson.row["prompt"], vocabulary)
-        mask = [False] * len(ids)
-        for text, is_of_model in lesson.turns:
-            turn = _encode_text(text, vocabulary) + [vocabulary[EOS]] * is_of_model
-            ids += turn
-            mask += [is_of_model] * len(turn)
-        tokens.append(torch.tensor(ids))
-        masks.append(torch.tensor(mask))
-    padded = pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD])
-    return padded, pad_sequence(masks, batch_first=True)
-
-
-def _encode_text(text: str, vocabulary: Mapping[str, int]) -> list[int]:
-    # Each begin or end mark of a call is one token, and so is every other character.
-    return [vocabulary[piece] for piece in re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)]

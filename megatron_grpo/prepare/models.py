@@ -19,12 +19,13 @@ from megatron_grpo.models.source import (
     CONVERSATION_VOCABULARY,
     EOS,
     PAD,
+    PREPARED_FOLDER,
     PREPARED_MODELS,
     VOCABULARY,
 )
-from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode_lessons, split_lessons
+from megatron_grpo.prepare.lessons import RECIPES, Lesson, make_prompt_rows, split_lessons
 
-MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
+RECIPE_FILE = "recipe.json"
 
 
 def prepare(name: str, folder: str | Path) -> None:
@@ -42,10 +43,9 @@ def prepare(name: str, folder: str | Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
         new = Path(temporary) / target.name
         new.mkdir()
-        warmup, train, val = split_lessons(name)
-        for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val)):
-            (new / file).write_text("".join(json.dumps(lesson.row) + "\n" for lesson in lessons))
-        accuracy = _make_model(name, new / MODEL_FOLDER, warmup, train, val)
+        for file, rows in make_prompt_rows(name).items():
+            (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        accuracy = _make_model(name, new / PREPARED_FOLDER, *split_lessons(name))
         (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):
             os.replace(target, new.with_name("old"))
@@ -179,3 +179,27 @@ def _score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str,
     target_logprobs = logprobs.gather(-1, targets[..., None])[..., 0]
     is_likeliest = logprobs.argmax(dim=-1) == targets
     return torch.where(mask, target_logprobs, 0.0).sum(dim=1), (is_likeliest | ~mask).all(dim=1)
+
+
+def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
+    """Encode conversations: [lessons, longest], int64, padded; and the mask of the model's tokens."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    tokens, masks = [], []
+    for lesson in lessons:
+        ids = _encode_text(lesson.row["prompt"], vocabulary)
+        mask = [False] * len(ids)
+        for text, is_of_model in lesson.turns:
+            turn = _encode_text(text, vocabulary) + [vocabulary[EOS]] * is_of_model
+            ids += turn
+            mask += [is_of_model] * len(turn)
+        tokens.append(torch.tensor(ids))
+        masks.append(torch.tensor(mask))
+    padded = pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD])
+    return padded, pad_sequence(masks, batch_first=True)
+
+
+def _encode_text(text: str, vocabulary: Mapping[str, int]) -> list[int]:
+    # Each begin or end mark of a call is one token, and so is every other character.
+    return [vocabulary[piece] for piece in re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)]

@@ -1,27 +1,24 @@
-"""What recipes make before the run is checked as if it were there; held against what is really made."""
+"""What recipes make before the run is checked as if it were there."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.data.specs import PREPARED_PROMPTS
-from megatron_grpo.models.source import PREPARED_FOLDER
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.machine_checks import examine_machine
-from megatron_grpo.prepare.lessons import split_lessons
-from megatron_grpo.prepare.models import MODEL_FOLDER, TRAIN_FILE, VAL_FILE
+from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, make_prompt_rows
+
+ROWS = {"addition": (4588, 512), "addition_moe": (4588, 512), "calculator": (3495, 256), "two_tasks": (2550, 512)}
 
 
-@pytest.mark.parametrize("name", PREPARED_PROMPTS)
-def test_it_is_what_is_made(name: str) -> None:
-    expected = PREPARED_PROMPTS[name]
-    _, train, val = split_lessons(name)
-    assert expected.rows == {TRAIN_FILE: len(train), VAL_FILE: len(val)}
-    rows = [lesson.row for lesson in (*train, *val)]
-    assert all(row.keys() >= set(expected.columns) for row in rows)
-    assert {row["task_name"] for row in rows} == set(expected.tasks)
-    assert max(len(row["prompt"]) for row in rows) == expected.prompt_tokens
-    assert PREPARED_FOLDER == MODEL_FOLDER
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_row_has_a_prompt_an_answer_and_a_task(name: str) -> None:
+    files = make_prompt_rows(name)
+    assert {file: len(rows) for file, rows in files.items()} == dict(
+        zip((TRAIN_FILE, VAL_FILE), ROWS[name], strict=True)
+    )
+    for rows in files.values():
+        assert all(row.keys() >= {"prompt", "answer", "task_name"} for row in rows)
 
 
 @pytest.mark.parametrize(

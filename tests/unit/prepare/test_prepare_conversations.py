@@ -12,14 +12,13 @@ from transformers import AutoTokenizer
 
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.data.specs import PREPARED_PROMPTS
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.models.source import CONVERSATION_VOCABULARY, EOS, PAD
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode_lessons, split_lessons
-from megatron_grpo.prepare.models import prepare
+from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, Lesson, split_lessons
+from megatron_grpo.prepare.models import encode_lessons, prepare
 
 NAMES = ["calculator", "two_tasks"]
 
@@ -35,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_held_out_problems_are_nowhere_else(folder: Path) -> None:
-    files = [(folder / name).read_text().splitlines() for name in PREPARED_PROMPTS[folder.name].rows]
+    files = [(folder / name).read_text().splitlines() for name in (TRAIN_FILE, VAL_FILE)]
     rows = [json.loads(line) for lines in files for line in lines]
     prompts = [row["prompt"] for row in (*(lesson.row for lesson in split_lessons(folder.name)[0]), *rows)]
     assert len(set(prompts)) == len(prompts)
