@@ -86,38 +86,19 @@ class PromptData:
     """Tokenizer of the prompts, from transformers; None: a recording replaces the prompts."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutPrompts:
-    """The usable prompts of one set, and remarks about it for the user."""
-
-    prompts: list[DatumSpec]
-    stops: StopConditions
-    notes: list[str]
-
-
-def load_held_out_prompts(config: Config, model: Path, key: str, dataset: DatasetConfig) -> HeldOutPrompts:
-    """Read, render and tokenize a set as for validation.
-
-    `key` is that of the set's path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are
-    too long.
-    """
-    reader = _PromptReader(config, model)
-    return HeldOutPrompts(reader.read_held_out(key, dataset), reader.stops, reader.notes)
-
-
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
     """Read, render and tokenize the training and validation sets.
 
     `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens. ConfigError: a file or a
     row in it cannot be used, or too few rows are short enough.
     """
-    reader = _PromptReader(config, model, tokenizer)
+    reader = PromptReader(config, model, tokenizer)
     loader = reader.make_stream() if config.data.streaming else reader.make_loader()
     val_prompts = list(chain.from_iterable(reader.read_validation()))
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
-class _PromptReader:
+class PromptReader:
     """Reads the sets of a run, and collects notes for the user."""
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
@@ -198,6 +179,11 @@ class _PromptReader:
             yield [{**prompt, "dataset": key.split(".")[2]} for prompt in prompts] if is_named else prompts
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
+        """Read, render and tokenize a set as for validation.
+
+        `key` is that of the set's path, for messages. ConfigError: the set or a row in it cannot be used, or all rows
+        are too long.
+        """
         dataset, usable = self._read(key, config)
         subject = f"{key}={config.path}"
         if not usable:

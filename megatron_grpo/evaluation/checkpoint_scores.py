@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_grpo.algorithms.validation import sample_responses
-from megatron_grpo.batch.generation_requests import make_sampling_settings
+from megatron_grpo.batch.generation_requests import SamplingSettings, make_sampling_settings
 from megatron_grpo.cluster.cleanup import cleanup_after_kill, interrupt_on_sigterm
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config, MoeConfig
-from megatron_grpo.data.load_prompts import HeldOutPrompts, load_held_out_prompts
+from megatron_grpo.data.load_prompts import PromptReader
+from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.evaluation.request import EvaluationRequest
 from megatron_grpo.evaluation.results import (
     SAMPLES_FILE,
@@ -56,18 +57,20 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     rows: list[Row] = []
     with _open_model(request) as model:
         with timer.phase("prompts"):
+            reader = PromptReader(config, model)
             prompts = {
-                name: load_held_out_prompts(config, model, evaluated.key, evaluated.rows)
-                for name, evaluated in request.sets.items()
+                name: reader.read_held_out(evaluated.key, evaluated.rows) for name, evaluated in request.sets.items()
             }
-        for note in (note for held_out in prompts.values() for note in held_out.notes):
+        for note in reader.notes:
             print(note, flush=True)
         with (
             rollout_pool(config, model, request.output) as rollouts,
             (request.output / SAMPLES_FILE).open("w", encoding="utf-8") as file,
         ):
+            sampling = make_sampling_settings(config.generation, reader.stops)
+            sampling = replace(sampling, temperature=request.temperature)
             for name, held_out in prompts.items():
-                answered = _sample_set(request, name, held_out, rollouts, timer, file)
+                answered = _sample_set(request, name, held_out, sampling, rollouts, timer, file)
                 sets[name] = compute_set_results(answered, request.k)
                 rows += [row for group in answered.rows for row in group]
     results: dict[str, Any] = {
@@ -88,17 +91,17 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
 def _sample_set(
     request: EvaluationRequest,
     name: str,
-    held_out: HeldOutPrompts,
+    held_out: list[DatumSpec],
+    sampling: SamplingSettings,
     rollouts: RolloutPool,
     timer: StepTimer,
     file: TextIO,
 ) -> AnsweredSet:
-    config, answered = request.config, AnsweredSet(held_out.prompts, [], [])
-    settings = replace(make_sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
+    config, answered = request.config, AnsweredSet(held_out, [], [])
     size = max(1, config.training_loop.val_batch_size // request.samples)
-    prompts = iter(held_out.prompts)
+    prompts = iter(held_out)
     for groups in sample_responses(
-        rollouts, held_out.prompts, request.samples, settings, seed=config.training_loop.seed, size=size, timer=timer
+        rollouts, held_out, request.samples, sampling, seed=config.training_loop.seed, size=size, timer=timer
     ):
         for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)

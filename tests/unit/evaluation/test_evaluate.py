@@ -14,7 +14,6 @@ from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.data.load_prompts import HeldOutPrompts
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.evaluation import checkpoint_scores as module
 from megatron_grpo.evaluation.checkpoint_scores import evaluate
@@ -53,11 +52,15 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
         assert model.is_dir()
         yield fake
 
-    def held_out_prompts(config: object, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
-        return HeldOutPrompts([datum(idx, one.path) for idx in range(PROMPTS[one.path])], StopConditions((2,)), [])
+    class Reader:
+        def __init__(self, config: object, model: Path) -> None:
+            self.stops, self.notes = StopConditions((2,)), list[str]()
+
+        def read_held_out(self, key: str, one: DatasetConfig) -> list[DatumSpec]:
+            return [datum(idx, one.path) for idx in range(PROMPTS[one.path])]
 
     monkeypatch.setattr(module, "rollout_pool", rollout_pool)
-    monkeypatch.setattr(module, "load_held_out_prompts", held_out_prompts)
+    monkeypatch.setattr(module, "PromptReader", Reader)
     return fake
 
 
