@@ -6,13 +6,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
 from megatron_grpo.data.rows import is_conversation
-from megatron_grpo.data.sources import Source
 from megatron_grpo.data.specs import find_rendering
 
 _REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")  # keys that a processor must return
@@ -112,28 +109,12 @@ def _choose_prompt(returned: Any, column: Any, messages: list[Message]) -> str |
     return "".join(message["content"] for message in messages)
 
 
-@dataclass(frozen=True, slots=True)
-class UsableRows:
-    """The usable rows of a source, numbered consecutively."""
-
-    _source: Source
-    _usable: NDArray[np.int64]  # their indices in the source: [usable rows]
-
-    def __len__(self) -> int:
-        return len(self._usable)
-
-    def __getitem__(self, idx: int, /) -> dict[str, Any]:
-        return self._source[int(self._usable[idx])]
-
-    def locate(self, idx: int) -> str:
-        return self._source.locate(int(self._usable[idx]))
-
-
 @dataclass(eq=False)
 class AllTaskProcessedDataset(Dataset[DatumSpec]):
     """Rows of any mix of tasks as prompts."""
 
-    dataset: UsableRows | Sequence[dict[str, Any]]
+    dataset: Subset[dict[str, Any]] | Sequence[dict[str, Any]]
+    """Rows; a Subset has the usable rows of a `Source`, which names their places in messages."""
     tokenizer: Any
     default_task_data_spec: TaskDataSpec
     """Specification whose task_name is used for rows without one."""
@@ -162,8 +143,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         try:
             return self.make_prompt(self.dataset[idx], idx)
         except ValueError as error:
-            location = f"{self.dataset.locate(idx)}: " if isinstance(self.dataset, UsableRows) else ""
-            reason = f"{location}{error}"
+            reason = str(error)
+            if isinstance(self.dataset, Subset):
+                source: Any = self.dataset.dataset
+                reason = f"{source.locate(self.dataset.indices[idx])}: {reason}"
             if not self.skip_refused:
                 raise ValueError(reason) from error
             self.refused[idx] = reason

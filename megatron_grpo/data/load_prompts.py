@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Subset
 
 from megatron_grpo.batch.special_tokens import (
     StopConditions,
@@ -21,7 +21,7 @@ from megatron_grpo.batch.special_tokens import (
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -203,9 +203,8 @@ class PromptReader:
         self.notes += [f"{remark.subject} {remark.text}" for remark in report.remarks]
         if not report.rows:
             raise ConfigError([Problem(subject, "has no rows")])
-        assert report.source is not None, "a source without problems was read"
-        rows = UsableRows(report.source, report.usable)
-        dataset = self._make_prompts(config, rows)
+        source: Any = report.source  # not None, since it has no problems
+        dataset = self._make_prompts(config, Subset(source, report.usable))
         try:
             rendered = min(len(dataset), data.rows_rendered_at_start)
             left_out = count_left_out(dataset, rendered)
@@ -223,7 +222,7 @@ class PromptReader:
         return dataset, len(dataset) - left_out - len(refused)
 
     def _make_prompts(
-        self, config: DatasetConfig, rows: UsableRows | Sequence[dict[str, Any]]
+        self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]]
     ) -> AllTaskProcessedDataset:
         data = self.config.data
         return AllTaskProcessedDataset(

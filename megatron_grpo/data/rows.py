@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
@@ -46,8 +45,7 @@ class SetReport:
     """A set of rows with its summary; the counts are of usable rows."""
 
     source: Source | None = None  # None: it cannot be read
-    usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Indices of the usable rows in the source: [usable rows], int64."""
+    usable: array[int] = field(default_factory=lambda: array("q"))  # indices of the usable rows in the source
     digest: str = ""
     """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
     rows: int = 0
@@ -116,7 +114,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
 
 def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> list[str]:
     """Fill a report; returns remarks about usable rows that look odd."""
-    usable, digests = array("q"), array("Q")
+    digests = array("Q")
     oddities, details = Counter[str](), dict[str, str]()
     # A file is identified by its bytes, which is faster; a folder or a hub set by its rows, because the cutting of rows
     # into files may differ.
@@ -131,7 +129,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
             if report.bad_count <= _MAX_REPORTED:
                 messages.append(Problem(source.locate(number), converted))
             continue
-        usable.append(number)
+        report.usable.append(number)
         task = find_task(converted, check.default_task)
         columns = report.columns.setdefault(task, set())
         if not columns >= converted.keys():
@@ -145,9 +143,8 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
         prompt = check.read_prompt(task, converted)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
-    report.rows = len(usable)
+    report.rows = len(report.usable)
     report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
-    report.usable = np.array(usable, dtype=np.int64)
     report.digest = "" if content is None else content.hexdigest()
     if report.duplicates:
         oddities[_REPEATED] = report.duplicates
