@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import format_count
@@ -39,16 +38,13 @@ class DataIdentity:
 
     training: Mapping[str, SetIdentity]
     validation: Mapping[str, SetIdentity]
-    shuffle: bool = True
-    streaming: bool = False
+    shuffle: bool
+    streaming: bool
 
     @property
     def is_comparable(self) -> bool:
         """False if only the paths can be compared."""
         return self.streaming or any(identity.digest is not None for identity in self.training.values())
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def identify(config: Config) -> DataIdentity:
@@ -119,19 +115,14 @@ def _is_same_path(old: str, new: str) -> bool:
 
 
 def read_identity(file: Path) -> DataIdentity | None:
-    """Read a file of `DataIdentity.as_json`; None: no file; ValueError: unreadable."""
+    """Read a file of a DataIdentity as JSON; None: no file; ValueError: unreadable."""
     try:
-        values = json.loads(file.read_bytes())
-        training, validation = (
-            {key: SetIdentity(**identity) for key, identity in values[part].items()}
-            for part in ("training", "validation")
-        )
-        return DataIdentity(training, validation, bool(values["shuffle"]), bool(values["streaming"]))
+        return TypeAdapter(DataIdentity).validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: does not hold the identity of data: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the file"
+        raise ValueError(f"{file} is damaged: {place}: {problem['msg']}") from None

@@ -105,7 +105,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     identity = identify(config)
     compare_data(folder, config)  # once more: the data may have changed since the check
     if identity.is_comparable:
-        write_json(folder / DATA_FILE, identity.as_json())
+        write_json(folder / DATA_FILE, dataclasses.asdict(identity))
     if not (folder / MODEL_FILE).exists() and (digest := _compute_digest(config)) is not None:
         write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
     (folder / TEMPLATE_FILE).unlink(missing_ok=True)
