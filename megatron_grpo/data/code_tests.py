@@ -63,7 +63,6 @@ class PreparedTests:
     """Names of modules that the tests use without importing them, each with its module[:attribute]."""
     needs_one_fork: bool
     """True: all tests run in one fork of the program, because a test reads a variable of an earlier test."""
-    uses_unittest: bool
     doubts: tuple[str, ...]
     """Reasons why a program could pass the tests undeservedly, or cannot pass them at all."""
 
@@ -115,7 +114,6 @@ def prepare_tests(texts: tuple[str, ...]) -> PreparedTests:
         names=tuple(sorted(names)),
         modules=modules,
         needs_one_fork=_has_shared_variables(trees),
-        uses_unittest=any("unittest" in text for text in texts),
         doubts=doubts,
     )
 

@@ -219,7 +219,7 @@ def _run_all(spec: dict[str, Any], peer: TestPeer, report: int) -> None:
     vars(module).update(peer.names)
     peer.names = vars(module)
     sys.modules["__main__"] = module
-    if prepared["uses_unittest"]:
+    if any("unittest" in test["text"] for test in prepared["tests"]):  # its import takes a while
         _prepare_unittest(peer)
     for name, origin in prepared["modules"].items():
         owner, _, attribute = origin.partition(":")
