@@ -56,7 +56,7 @@ from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.rollouts import workers
+from megatron_grpo.rollouts import engine_replacer, pool
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.launch import start_rollouts
@@ -147,7 +147,7 @@ def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
     }
     cluster: Any = LogicalRay(hosts, kinds, callers=[RolloutWorker])
     with ExitStack() as stack:
-        modules = (model_ranks, vllm_generation, workers, environment_pool)
+        modules = (model_ranks, vllm_generation, pool, engine_replacer, environment_pool)
         stack.enter_context(cluster.in_place_of_ray(modules))
         began = time.perf_counter(), time.process_time()
         run = _bring_up(config, case, stack)

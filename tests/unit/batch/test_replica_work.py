@@ -21,6 +21,7 @@ from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenBatch, TokenFiel
 from megatron_grpo.config.schema import ParallelConfig, PolicyConfig
 from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.messages import RankReport
+from megatron_grpo.trainer.microbatch_schedule import assign_microbatches
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from tests.support.token_fields import as_lists
 
@@ -191,7 +192,7 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
     monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
     batch = make_step()
-    plans = policy._assign(batch, np.array([1, 2, 3, 4, 5, 7]), microbatch_tokens=32)
+    plans = assign_microbatches(policy._config, policy.cost, batch, np.array([1, 2, 3, 4, 5, 7]), 32)
     assert [sorted(np.concatenate(plan).tolist()) for plan in plans] == [[1, 3, 4], [2, 5, 7]]
     works = policy._store_work(batch, plans)
     assert [actor for actor, _ in works] == policy.actors

@@ -279,7 +279,7 @@ def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp
     run = replace(dense, config=replace(dense.config, generation=replace(dense.config.generation, top_k=4)))
     rollouts = sampled(run.versions[0], run.prompts(), choose=top_4)
     trained = [{"prev_logprobs": one.logprobs.copy()} for one in rollouts]
-    trained[0].prev_logprobs[1] = -np.inf
+    trained[0]["prev_logprobs"][1] = -np.inf
     run.write(1, rollouts, trained if recorded else ())
     found = examined(run, tmp_path / "scratch", step=1)
     assert found.findings == []
