@@ -124,6 +124,6 @@ def test_a_small_run_in_which_an_engine_is_lost() -> None:
         assert 0 < result["driver_cpu_s"] < 10
         assert 0 < result["driver_peak_gib"] < 2
     # Ranks: log-probabilities, two optimizer steps, weights. Engines: weights, commit, counts. Workers: two calls of
-    # sampling and one that hands groups over, shards, the file of rollouts.
-    assert whole["calls"] == 4 * RANKS + 3 * ENGINES + 3 * WORKERS + WORKERS + 1
+    # sampling and one that hands groups over, shards, advantages, the file of rollouts.
+    assert whole["calls"] == 4 * RANKS + 3 * ENGINES + 3 * WORKERS + 2 * WORKERS + 1
     assert (whole["metrics"]["engine_restarts"], broken["metrics"]["engine_restarts"]) == (0.0, 1.0)
