@@ -124,5 +124,5 @@ def read_identity(file: Path) -> DataIdentity | None:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        place = ".".join(map(str, problem["loc"])) or "the file"
-        raise ValueError(f"{file} is damaged: {place}: {problem['msg']}") from None
+        key = ".".join(map(str, problem["loc"])) or "the file"
+        raise ValueError(f"{file} is damaged: {key}: {problem['msg']}") from None

@@ -195,7 +195,7 @@ def iter_entries(
 
 @dataclass(frozen=True, slots=True)
 class ModelMap:
-    """Sizes and weight map of a model, which engines' workers get in types of JSON."""
+    """Sizes and weight map of a model; engines get it as JSON."""
 
     shape: ModelShape
     entries: tuple[WeightEntry, ...]

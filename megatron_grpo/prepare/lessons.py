@@ -49,7 +49,7 @@ def split_lessons(name: str) -> Split:
 
 @cache
 def make_prompt_rows(name: str) -> dict[str, list[dict[str, Any]]]:
-    """Make the rows of the prompt files of a prepared model, by name of the file."""
+    """Make the prompt files of a prepared model: rows by file name."""
     _, train, val = split_lessons(name)
     return {file: [lesson.row for lesson in lessons] for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val))}
 
