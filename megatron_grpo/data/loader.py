@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol
 
@@ -125,8 +126,8 @@ class PromptLoader(BatchLoader):
         rows = iter(self._loader)
         if self._batches == 0:
             self.left_out = 0
-        batch, self._waiting = self.load_prompts(self._waiting), []
-        try:
+        with _report_refused_rows():
+            batch, self._waiting = self.load_prompts(self._waiting), []
             for datum in rows:
                 if datum["loss_multiplier"] == 0:
                     self.left_out += 1
@@ -136,8 +137,6 @@ class PromptLoader(BatchLoader):
                     self._batches += 1
                     yield batch
                     batch = []
-        except ValueError as error:  # no prompt can be made of a row, which shows only when its processor runs
-            raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
         if self._batches == 0:
             raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
@@ -147,9 +146,13 @@ class PromptLoader(BatchLoader):
         self._batches = 0
 
     def load_waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        while len(self._waiting) >= self.prompts_per_batch:
-            rows, self._waiting = self._waiting[: self.prompts_per_batch], self._waiting[self.prompts_per_batch :]
-            yield self.load_prompts(rows)
+        """Yield batches of waiting rows; RunError: a row makes no prompt."""
+        with _report_refused_rows():
+            # A processor that was changed before the resume may refuse rows, which data.bad_rows=skip leaves out.
+            self._waiting = [row for row in self._waiting if self._dataset[row]["loss_multiplier"]]
+            while len(self._waiting) >= self.prompts_per_batch:
+                rows, self._waiting = self._waiting[: self.prompts_per_batch], self._waiting[self.prompts_per_batch :]
+                yield self.load_prompts(rows)
 
     def load_prompts(self, rows: Sequence[int]) -> list[DatumSpec]:
         """Load rows without moving the position; ValueError: one makes no prompt."""
@@ -175,6 +178,15 @@ class PromptLoader(BatchLoader):
         self._waiting = list(state["waiting"])
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
+
+
+@contextmanager
+def _report_refused_rows() -> Iterator[None]:
+    """Turn the error of a row without a prompt into a RunError."""
+    try:
+        yield
+    except ValueError as error:  # it shows only when the row's processor runs
+        raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
 
 
 def add_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:

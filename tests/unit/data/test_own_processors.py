@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.loader import StreamLoader
+from megatron_grpo.data.loader import PromptLoader, PromptSampler, StreamLoader, add_waiting, iterate_batches
 from megatron_grpo.data.processors import REFERENCE, TaskDataSpec
 from megatron_grpo.data.specs import find_processor_problems
 
@@ -44,6 +45,10 @@ def changed(**changes: Any) -> Callable[..., Any]:
         return {key: value for key, value in given.items() if not isinstance(value, str) or value != "ABSENT"}
 
     return process
+
+
+def picky(row: dict[str, Any], *others: Any) -> Any:
+    return None if row["prompt"] == "no" else nemo_rl(row, *others)
 
 
 def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
@@ -107,9 +112,6 @@ def test_a_mistake_is_one_message_with_row_and_processor(reason: str) -> None:
 
 @pytest.mark.parametrize("bad_rows", ["fail", "skip"])
 def test_a_stream_treats_processors_as_files_do(bad_rows: Any) -> None:
-    def picky(row: dict[str, Any], *others: Any) -> Any:
-        return None if row["prompt"] == "no" else nemo_rl(row, *others)
-
     data = DataConfig(train_path="some/name", streaming=True, bad_rows=bad_rows, shuffle=False, processor="my.picky")
     (config,) = data.training_sets.values()
     loader = StreamLoader(
@@ -127,6 +129,27 @@ def test_a_stream_treats_processors_as_files_do(bad_rows: Any) -> None:
     else:
         assert [[datum["idx"] for datum in batch] for batch in loader] == [[0, 2]]
         assert loader.left_out == 1
+
+
+@pytest.mark.parametrize("waiting", [[0, 1], [1], [0, 2, 1]])
+@pytest.mark.parametrize("bad_rows", ["fail", "skip"])
+def test_a_processor_that_refuses_a_row_only_at_a_resume(waiting: list[int], bad_rows: str) -> None:
+    """Rows that wait to be loaded again are treated as rows that are loaded for the first time."""
+    rows = [ROW, {"prompt": "no"}, *[ROW] * 4]
+    prompts = AllTaskProcessedDataset(rows, None, SPEC, {"math": (SPEC, picky)}, 10, skip_refused=bad_rows == "skip")
+    first, resumed = (
+        PromptLoader(data, prompts_per_batch=2, order=PromptSampler([6], [1.0], shuffle=False, seed=1))
+        for data in (replace(prompts, task_data_processors={"math": (SPEC, nemo_rl)}), prompts)
+    )
+    assert [len(batch) for batch in islice(first, 2)] == [2, 2]
+    resumed.load_state_dict(add_waiting(first.state_dict(), waiting))
+    if bad_rows == "fail":
+        with pytest.raises(RunError, match=r"^row 1: its processor .*picky returned NoneType.*; data\.bad_rows=skip"):
+            list(iterate_batches(resumed, max_num_epochs=1))
+    else:
+        drawn = [datum["idx"] for batch in iterate_batches(resumed, max_num_epochs=1) for datum in batch]
+        expected = [*(row for row in waiting if row != 1), 4, 5]
+        assert drawn == expected[: len(expected) // 2 * 2]
 
 
 def test_a_task_name_of_null_is_none() -> None:
