@@ -153,9 +153,8 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
     age = compute_oldest_age(run, outcomes)
     bounds = NoiseBounds.from_config(config, run.policy.shape)
     comparison = compare_with_noise(state, bounds, metrics, age, config.find_prob_error_limit(age))
-    if not config.needs_generation:  # recorded tokens may come from other weights on purpose
-        return Assessment(comparison.metrics)
-    if not comparison.begins_episode:
+    # Recorded tokens may come from other weights on purpose.
+    if not config.needs_generation or not comparison.begins_episode:
         return Assessment(comparison.metrics, remarks)
     if run.transport is not None:
         run.transport.require_checks()

@@ -215,8 +215,11 @@ def test_a_resume_goes_on_with_the_noise_and_the_episode(tmp_path: Path) -> None
     assert found[-1].metrics["token_mult_prob_error_off"] == 1, "three times the noise of the first steps"
 
 
-def test_noise_that_is_measured_anew_is_told(tmp_path: Path) -> None:
-    run = Judged(tmp_path, TWO_PASSES)
+@pytest.mark.parametrize(
+    "recorded", [[], ["debug.rollouts_from=recording", "data.val_path=null", "checkpointing=none"]]
+)
+def test_noise_that_is_measured_anew_is_told(recorded: list[str], tmp_path: Path) -> None:
+    run = Judged(tmp_path, TWO_PASSES, *recorded)
     run.run.state["total_steps"] = 4  # of a checkpoint that lacks it
     (report,) = run.steps(0)
     (text,) = report.remarks
