@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import RefitConfig
@@ -100,9 +101,7 @@ class LinkMode(TransferMode):
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
         settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
         shape, receivers = settings.shape, generation.parallel.ranks_per_engine * len(engines)
-        store = self.calls.store = open_store(find_node_address(), config.timeout_s)
         same_gpus = generation.is_colocated
-        rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, same_gpus)
         policy_shards = split_policy(settings.config.parallel, shape)
         if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
             engine_shards = split_policy(ParallelConfig(), shape)
@@ -113,7 +112,13 @@ class LinkMode(TransferMode):
         scheduled = plan_messages(
             shape, policy_shards, engine_shards, engine_count, dtypes, self.bucket_bytes, same_devices=same_gpus
         )
-        write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
+        try:
+            store = self.calls.store = open_store(find_node_address(), config.timeout_s)
+            write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
+        except (OSError, RuntimeError, RayError) as error:  # torch's errors of a store are RuntimeErrors
+            reason = str(error).partition("\n")[0]  # torch adds a stack of calls in C++
+            raise AttemptError(f"the store of the refit failed: {type(error).__name__}: {reason}", {}) from error
+        rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, same_gpus)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
         self.connect_engines(sends, engines, {"rendezvous": asdict(rendezvous)})
 

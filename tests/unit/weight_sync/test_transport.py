@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from ray.exceptions import GetTimeoutError
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
-from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
+from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.weight_sync import transfer_modes
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
-from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
+from megatron_grpo.weight_sync.transfer_modes import LinkMode, TransferMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
 
 BAD = AttemptError("a bit was flipped", {})
@@ -142,3 +147,61 @@ def test_what_cannot_be_restored_is_no_failure_of_what_is_trained(left: int, out
     transport.publish(7)
     with pytest.raises(SamplingError):
         transport.restore({1: "it died over a response"})
+
+
+class FailingStore:
+    """A store that is opened, and then does not answer."""
+
+    host, port = "127.0.0.1", 1
+
+    def set(self, key: str, value: str) -> None:
+        raise torch.distributed.DistStoreError(f"wait timeout after 1ms, key: {key}\nException raised from doWait")
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize(
+    ("address", "store", "text"),
+    [
+        # An address of no machine (RFC 5737), as of a node whose network has changed.
+        ("203.0.113.1", None, r"OSError: .*assign requested address"),
+        (GetTimeoutError("no answer"), None, "GetTimeoutError: no answer"),
+        (
+            "127.0.0.1",
+            torch.distributed.DistNetworkError("The client socket timed out"),
+            "DistNetworkError: The client",
+        ),
+        ("127.0.0.1", FailingStore(), "DistStoreError: wait timeout after 1ms, key: plan$"),
+    ],
+    ids=["address", "ray", "open", "write"],
+)
+def test_links_without_a_store_are_tried_again_and_end_as_a_refit_does(
+    address: Any, store: Any, text: str, retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def find_address() -> str:
+        attempts.append(address)
+        if isinstance(address, Exception):
+            raise address
+        return str(address)
+
+    def open_fake_store(host: str, timeout_s: float) -> Any:
+        if isinstance(store, Exception):
+            raise store
+        return store
+
+    monkeypatch.setattr(transfer_modes, "find_node_address", find_address)
+    if store is not None:
+        monkeypatch.setattr(transfer_modes, "open_store", open_fake_store)
+    shape = read_model_shape("tests/data/hf_configs/qwen3_8b")
+    policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape))
+    generation: Any = FakeGeneration()
+    calls, config = Answered(policy, generation), RefitConfig(retries=retries)
+    transport = WeightTransport(calls, LinkMode(calls, config), config)
+    with pytest.raises(RefitError, match=rf"^the store of the refit failed: {text}"):
+        transport.connect()
+    attempts.clear()
+    with pytest.raises(RefitError, match=text):
+        transport.publish(4)
+    assert len(attempts) == retries + 1
+    assert not generation.replaced
