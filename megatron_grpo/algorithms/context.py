@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepCheck
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
-from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.loader import BatchLoader
@@ -97,6 +97,14 @@ class SamplingRun:
     buffer: SampleBuffer | None = None
     """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    counts_before_validation: list[EngineCounts] = field(default_factory=list)
+    """Counts of the engines between the last step and a validation, for the next step; empty without one."""
+
+    def take_engine_counts(self) -> list[EngineCounts]:
+        """Return the engines' counts since the last step, without validation."""
+        counts = self.rollouts.take_engine_counts()
+        earlier, self.counts_before_validation = self.counts_before_validation, []
+        return [before + after for before, after in zip(earlier, counts, strict=True)] if earlier else counts
 
     def make_check(self, groups: Sequence[SampledGroup], step: int, dataset: str = "training") -> StepCheck:
         """Make the check of a step's values; `dataset` is for messages."""

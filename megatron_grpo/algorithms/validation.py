@@ -28,13 +28,14 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
         return {}
     timer = StepTimer() if timer is None else timer
     run.placement.wake_engines(timer)
+    # An asynchronous run has begun responses of the next step, whose figures must not count validation.
+    run.counts_before_validation = run.take_engine_counts()
     loop = run.config.training_loop
     settings = replace(run.settings, temperature=loop.val_temperature)
     batches = sample_responses(
         run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer
     )
     groups = [group for batch in batches for group in batch]
-    # The counters of the engines must not count validation in the next step's figures.
     run.rollouts.take_engine_counts()
     run.make_check(groups, run.state["total_steps"], "validation").require_finite_samples()
     printed_groups = groups[: run.config.logger.num_val_samples_to_print]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
@@ -97,6 +97,13 @@ class EngineCounts:
     accepted: int = 0  # proposed tokens that the model accepted
     tokens: int = 0  # tokens of complete responses
     busy_s: float = 0.0  # seconds in which some request was in flight
+
+    def __add__(self, later: EngineCounts) -> EngineCounts:
+        """Join the counts of two periods of one engine."""
+        names = ("running", "waiting", "kv_cache_usage")
+        largest = {name: max(getattr(self, name), getattr(later, name)) for name in names}
+        sums = {name: count + getattr(later, name) for name, count in asdict(self).items()}
+        return EngineCounts(**{**sums, **largest})
 
 
 def compute_engine_metrics(counts: Sequence[EngineCounts]) -> dict[str, float]:

@@ -17,6 +17,8 @@ from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer
 from megatron_grpo.algorithms.samples import StepSamples, sample
 from megatron_grpo.algorithms.step_advantages import score
+from megatron_grpo.algorithms.validation import validate
+from megatron_grpo.batch.generation_requests import EngineCounts
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
@@ -215,6 +217,41 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     expected, taken = drawn(plain, in_turn), drawn(run, prompts)
     assert taken.outcomes == expected.outcomes
     assert taken.metrics["trajectory_age_max"] == 1
+
+
+def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(tmp_path: Path) -> None:
+    """Responses of an asynchronous run are under way before the validation, and complete after it."""
+    run, rollouts = make(tmp_path)
+    run.val_prompts = [{"idx": 1, "task_name": "task"}]  # type: ignore[typeddict-item]
+    run.logger = SimpleNamespace(show_samples=lambda *_: None)  # type: ignore[assignment]
+    counts = EngineCounts()
+
+    def take() -> list[EngineCounts]:
+        nonlocal counts
+        taken, counts = counts, EngineCounts()
+        return [taken]
+
+    def count_validation(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
+        nonlocal counts
+        counts += EngineCounts(running=256, waiting=9, prefix_tokens=999, tokens=5000, busy_s=10.0)
+        return answers(prompts, samples)
+
+    rollouts.take_engine_counts = take  # type: ignore[method-assign]
+    drawn(run, batches([1, 2, 3]))
+    for validations in (1, 2, 0):
+        counts += EngineCounts(running=8, kv_cache_usage=0.5, prefix_tokens=60, prefix_hits=30, tokens=100, busy_s=2.0)
+        rollouts.answers = count_validation
+        for _ in range(validations):
+            assert validate(run)
+        rollouts.answers = answers
+        counts += EngineCounts(running=6, kv_cache_usage=0.25, prefix_tokens=20, tokens=500, busy_s=1.0)
+        assert drawn(run, batches([4, 5, 6])).engines == {
+            "engine_running": 8.0,
+            "engine_waiting": 0.0,
+            "engine_kv_cache_usage": 0.5,
+            "engine_tokens_per_s": 200.0,
+            "engine_prefix_hit_rate": 0.375,
+        }
 
 
 def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:

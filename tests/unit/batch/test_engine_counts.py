@@ -23,6 +23,15 @@ def test_figures_of_two_engines() -> None:
     }
 
 
+def test_two_periods_of_an_engine() -> None:
+    assert (
+        EngineCounts(
+            running=8, waiting=3, kv_cache_usage=0.5, prefix_tokens=400, prefix_hits=100, tokens=400, busy_s=3.0
+        )
+        == FIRST + SECOND
+    )
+
+
 def test_an_engine_that_did_nothing_has_no_speed_and_nothing_without_a_lookup_a_rate() -> None:
     assert compute_engine_metrics([FIRST, EngineCounts()])["engine_tokens_per_s"] == 150.0
     assert compute_engine_metrics([EngineCounts()]) == {
