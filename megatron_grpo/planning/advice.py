@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 
@@ -84,12 +85,14 @@ class _Trials:
             if name in self.tried_keys or self.is_late:
                 continue
             self.tried_keys.add(name)
-            if not find_problems(config, self.plan.shape) and not self._is_refused_by_arithmetic(config):
+            if find_problems(config, self.plan.shape) or self._is_refused_by_arithmetic(config):
+                continue
+            with suppress(ConfigError):  # these changes cannot be planned
                 pending.append((changes, submit_plan(config, self.plan.shape, self.pool, brief=self._is_brief)))
         for changes, pending_plan in pending:
             try:
                 trial = pending_plan.wait(self.deadline)
-            except (LateError, ConfigError):
+            except LateError:
                 return
             except RunError:  # this layout does not build
                 continue
@@ -117,7 +120,7 @@ class _Trials:
             return trial
         try:
             full_plan = submit_plan(trial.config, self.plan.shape, self.pool).wait(self.deadline)
-        except (LateError, RunError):
+        except (RunError, ConfigError):
             return None
         self.count += 1
         return None if full_plan.shortages else full_plan

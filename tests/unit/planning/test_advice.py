@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
@@ -132,6 +133,30 @@ def test_advice_fits_and_no_single_key_does_where_it_has_several(
         ]
         others = find_engine_changes(plan) or {}
         assert all(planned(apply_changes(config, one | others), DENSE, gpu).shortages for one in singles)
+
+
+@pytest.mark.parametrize("refused", ["at once", "in full"])
+def test_changes_that_cannot_be_planned_are_left_out(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run()
+    long_batches(config)
+    plan = planned(config, DENSE)
+    assert plan.shortages
+    first = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert first is not None
+    assert first.overrides == ("policy.microbatch_tokens=2048",)
+
+    def submit(config: Config, shape: ModelShape, pool: Any, *, brief: bool = False) -> Pending:
+        is_first = config.policy.microbatch_tokens == 2048
+        if is_first and not (brief and refused == "in full"):
+            raise ConfigError([Problem("value.model.path=critic", "is not on this machine")])
+        return Pending(planned(config, shape))
+
+    monkeypatch.setattr(advice_module, "submit_plan", submit)
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert found.overrides
+    assert found.overrides != first.overrides
+    assert not applied(config, found, H100).shortages
 
 
 def applied(config: Config, found: Advice, gpu: Hardware, shape: ModelShape = DENSE) -> Plan:
