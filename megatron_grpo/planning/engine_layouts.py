@@ -48,7 +48,8 @@ def find_best_engines(
         The recipe with these engines; None: none fit on this many GPUs.
     """
     best: tuple[float, Config] | None = None
-    policy = replace(config.policy, parallel=ParallelConfig(data=policy_gpus))
+    # Context-parallel ranks need not divide batches, and a layout that passes is checked together with the engines.
+    policy = replace(config.policy, parallel=ParallelConfig(context=policy_gpus))
     for parallel in iterate_engine_layouts(config, shape, gpus):
         tried = replace(config, generation=replace(config.generation, parallel=parallel))
         # The search looks for the policy's layout afterwards; here only its GPUs count.
@@ -68,8 +69,8 @@ def find_best_engines(
 
 
 def is_of_engines(problem: Problem) -> bool:
-    """True if a problem is of the engines' layout."""
-    return problem.key.startswith("generation.parallel.")
+    """True if a problem may come from the engines' layout."""
+    return problem.key.startswith(("generation.", "refit."))  # also batches and blocks that the layout divides
 
 
 def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:

@@ -10,7 +10,9 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.engine_layouts import find_best_engines, find_room_problems, iterate_engine_layouts
 from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.planning.policy_layouts import iterate_legal_layouts, split_gpus
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.search import Share, _build_share, _iterate_shares, compose_for_search
 from megatron_grpo.preflight.config_checks import find_problems
@@ -92,3 +94,38 @@ def test_a_placement_that_more_nodes_exclude_is_the_reason() -> None:
     given = ["cluster.nodes=3", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
     with pytest.raises(ValueError, match="weights reach engines in the memory of one node"):
         compose_for_search(["+exp=qwen3_8b_8gpu_colocated", *given])
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        ["generation.generation_batch_size=4"],  # at least one response for each engine
+        ["generation.generation_batch_size=16000", "generation.engine.max_num_batched_tokens=8192"],
+    ],
+)
+def test_engines_that_are_refused_beside_some_policy_do_not_hide_others(batches: list[str]) -> None:
+    """There is a share for all GPUs of which some engines and some layout of the policy pass the checks together."""
+    shape, config = MODELS["qwen3_8b_8gpu"], composed("qwen3_8b_8gpu", 1, *batches)
+    expected = set()
+    for policy_gpus, engine_gpus in split_gpus(config):
+        for parallel in iterate_engine_layouts(config, shape, engine_gpus):
+            engines = replace(config, generation=replace(config.generation, parallel=parallel))
+            layouts = iterate_legal_layouts(engines, shape, policy_gpus)
+            if not find_room_problems(engines, shape, H100) and next(layouts, None) is not None:
+                expected.add((policy_gpus, engine_gpus))
+                break
+    assert {share.gpus for share, _ in _iterate_shares(config, shape, H100)} == expected
+
+
+@pytest.mark.parametrize("policy_gpus", [3, 4])
+def test_engines_do_not_cut_blocks_of_fp8(policy_gpus: int) -> None:
+    """The fastest of 12 GPUs would: 4 ranks share an expert's width of 768."""
+    shape = MODELS["qwen3_30b_a3b_4nodes"]
+    config = composed("qwen3_30b_a3b_4nodes", 2, "+precision=fp8_engines")
+    engines = find_best_engines(config, shape, H100, policy_gpus, 12, Refusals())
+    assert engines is not None
+    assert next(iterate_legal_layouts(engines, shape, 4), None) is not None
+    config.refit.fp8_blocks = False
+    fastest = find_best_engines(config, shape, H100, policy_gpus, 12, Refusals())
+    assert fastest is not None
+    assert fastest.generation.parallel.tensor == 4
