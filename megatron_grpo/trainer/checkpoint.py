@@ -145,7 +145,7 @@ class RankCheckpoint:
                 finish()
 
     def load(self, folder: str) -> None:
-        """Load a folder that `save` wrote; RunError: policy.optimizer.distributed or policy.lora differ."""
+        """Load a folder that `save` wrote; RunError: optimizer.distributed or policy.lora differ."""
         rank = self._rank
         # An optimizer on the host stores the classes that it is made of, and torch loads only classes listed as safe.
         param_groups = rank.optimizer.optimizer.param_groups
@@ -154,7 +154,7 @@ class RankCheckpoint:
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)
-            _require_same_kind(common, state)
+            _require_same_kind(common, state, "policy" if rank.shape.value_head is None else "value")
             # Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model
             # computes draws from it as long as the model has no dropout.
             if common["layout"] == state["layout"]:
@@ -178,14 +178,14 @@ class RankCheckpoint:
                 get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
-def _require_same_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
+def _require_same_kind(common: dict[str, Any], state: dict[str, Any], section: str) -> None:
     adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
         was, now = (LoraConfig(**(lora or {"rank": 0})).description for lora in (adapters, state["lora"]))
         raise RunError(f"the checkpoint was written with {was}, and this run has {now}")
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(entries["distributed_optimizer"]).lower() for entries in (common, state))
-        raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
+        raise RunError(f"the checkpoint was written with {section}.optimizer.distributed={was}, and this run has {now}")
 
 
 def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:

@@ -154,5 +154,5 @@ def test_changed_optimizer_settings_take_effect_on_loading(
         by_rank = run_on_ranks(layout, continue_with_other_settings, model, tmp_path / "checkpoint", distributed)
         expect_equal(merged([weights for weights, _ in by_rank]), expected)
         assert [rate for _, rate in by_rank] == pytest.approx([3e-3] * layout.ranks)
-    with pytest.raises(RuntimeError, match=r"written with optimizer\.distributed=.*, and this run has"):
+    with pytest.raises(RuntimeError, match=r"written with policy\.optimizer\.distributed=.*, and this run has"):
         run_on_ranks(Layout(), continue_with_other_settings, model, tmp_path / "checkpoint", not distributed)

@@ -227,3 +227,16 @@ def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
         tolerance = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
         for key, tensor in expected.items():
             torch.testing.assert_close(actual[key], tensor, **tolerance, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+
+
+def load_replicated_on_rank(layout: Layout, path: Path, folder: Path) -> None:
+    make_engine(layout, path, distributed=False).checkpoint.load(str(folder))
+
+
+def test_another_optimizer_than_the_checkpoints_is_named_with_its_section(
+    tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    path = tiny_models["qwen3_tied"].path
+    run_on_ranks(Layout(), save_on_rank, path, tmp_path)
+    with pytest.raises(RuntimeError, match=r"written with value\.optimizer\.distributed=true, and this run has false"):
+        run_on_ranks(Layout(), load_replicated_on_rank, path, tmp_path)
