@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.code import CodeEnvironment, Verdict, check_program
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.sandbox.kernel import list_descendants
+from megatron_grpo.environments.sandbox.program_process import ProgramPeer
 from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox
+from megatron_grpo.environments.sandbox.values import Memo
 from tests.support.python_tests import HONEST, HOSTILE, Honest, Hostile, hostile_tests
 from tests.support.sandboxed import STRONGEST, isolated
 
@@ -66,6 +69,17 @@ def test_a_hostile_program_gets_nothing_and_leaves_nothing(one: Hostile) -> None
     result = scored(one.program, one.tests, reward="share")
     assert (result.reward, result.correct) == (0.0, False)
     assert result.metrics["suspect/touched_harness"] == float(one.touches)
+
+
+def test_attacks_use_names_that_the_sandbox_has() -> None:
+    """A program that looks for a name of long ago fails by itself, and shows nothing."""
+    text = "".join(attack.program for attack in HOSTILE)
+    peer = ProgramPeer(0, 1)
+    accessed = set(re.findall(r"(?:\bpeer\(\)|\bpeer|\bkind|type\(peer\)|\bp)\.(\w+)", text))
+    assert accessed >= {"send", "request", "encode", "collect_extras", "_encode_values", "_names", "_writing"}
+    assert [name for name in accessed if not hasattr(peer, name)] == []
+    assert set(re.findall(r"__name__ == ['\"](\w+)['\"]", text)) == {ProgramPeer.__name__, Memo.__name__}
+    assert f'sys.modules["{Memo.__module__}"].{Memo.__name__}' in text
 
 
 @pytest.mark.parametrize("kind", ["frames", "equal to everything"])
