@@ -54,7 +54,7 @@ def gradients_on_rank(
         rank.compute_gradients(fetched(rank, share, loss_fn), microbatches, loss_fn, counts)
         values, gradients = (own_parts(rank, gradients) for gradients in (False, True))
         found.append((values, gradients, rank.optimizer.compute_grad_norm()))
-        trained = sum(one.requires_grad for one in parameters_of(rank))
+        trained = sum(parameter.requires_grad for parameter in parameters_of(rank))
         assert trained == 2 * len(adapted_layers(rank))
     return found
 

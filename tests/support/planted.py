@@ -228,7 +228,7 @@ def record(edit: Callable[[list[Trajectory]], list[Trajectory]], *, recorded: bo
         drawn = sampled(right, run.prompts(), version=version, samples=run.samples)
         trained = scored(right, drawn)
         write(run, drawn, trained, recorded=recorded)
-        learnt = [{"prev_logprobs": one} for one in trained] if recorded else ()
+        learnt = [{"prev_logprobs": logprobs} for logprobs in trained] if recorded else ()
         run.write(version + 1, edit(drawn), learnt)
 
     return plant
@@ -247,7 +247,7 @@ def write(
         stale: whether earlier steps were right; else they have the figures of the newest one.
     """
     step = len(run.versions)
-    run.write(step, drawn, [{"prev_logprobs": one} for one in trained] if recorded else ())
+    run.write(step, drawn, [{"prev_logprobs": logprobs} for logprobs in trained] if recorded else ())
     figures = consistency(drawn, trained)
     run.write_metrics(
         {number: figures if number == step or not stale else HEALTHY_ERROR for number in range(1, step + 1)}

@@ -228,8 +228,8 @@ def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(t
 
     def take() -> list[EngineCounts]:
         nonlocal counts
-        taken, counts = counts, EngineCounts()
-        return [taken]
+        counted, counts = counts, EngineCounts()
+        return [counted]
 
     def count_validation(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
         nonlocal counts

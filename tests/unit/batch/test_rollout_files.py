@@ -59,7 +59,7 @@ def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypat
 
 
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
-    write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(one, {}) for one in ROWS])])
+    write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(trajectory, {}) for trajectory in ROWS])])
     rows = list(read_rollouts(tmp_path, 3))
     assert [row["advantages"] for row in rows] == [None] * len(ROWS)
     assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]

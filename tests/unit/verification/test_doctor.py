@@ -126,7 +126,7 @@ def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side
     run = replace(dense, config=config)
     right = sampled(run.versions[0], run.prompts(), temperature=0.7)
     wrong = sampled(run.versions[0], run.prompts(), temperature=0.7, reported=1.0)
-    trained = [{"prev_logprobs": one.logprobs} for one in (right if side == "engine" else wrong)]
+    trained = [{"prev_logprobs": trajectory.logprobs} for trajectory in (right if side == "engine" else wrong)]
     run.write(1, wrong if side == "engine" else right, trained)
     found = examined(run, tmp_path / "scratch", step=1)
     assert only(found) == ("sampling", "temperature")
@@ -278,7 +278,7 @@ def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp
     """Nor are tokens that it removes in training."""
     run = replace(dense, config=replace(dense.config, generation=replace(dense.config.generation, top_k=4)))
     rollouts = sampled(run.versions[0], run.prompts(), choose=top_4)
-    trained = [{"prev_logprobs": one.logprobs.copy()} for one in rollouts]
+    trained = [{"prev_logprobs": trajectory.logprobs.copy()} for trajectory in rollouts]
     trained[0]["prev_logprobs"][1] = -np.inf
     run.write(1, rollouts, trained if recorded else ())
     found = examined(run, tmp_path / "scratch", step=1)
