@@ -42,7 +42,7 @@ def quantise_in_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     padded = F.pad(values.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
     tiles = padded.view(down, BLOCK, across, BLOCK)
     largest = tiles.abs().amax(dim=(1, 3))  # NaN if any number is
-    scale = largest / LARGEST
+    scale = largest / torch.full_like(largest, LARGEST)  # CUDA multiplies by the reciprocal of a plain number
     scale = torch.where(scale < SMALLEST_SCALE, 1.0, scale).masked_fill(~largest.isfinite(), torch.nan)
     quantised = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     return quantised.view_as(padded)[:rows, :columns].contiguous(), scale

@@ -16,6 +16,7 @@ import ray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
+from megatron_grpo.platform.allocators import CUDA_SETTINGS
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from megatron_grpo.losses.loss import GlobalCounts, LossFunction
     from megatron_grpo.trainer.rank import ModelRank
     from megatron_grpo.trainer.step_record import StateSketches
-
-# Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): expandable segments, because microbatches of many sizes
-# fragment segments of fixed size; and pinned blocks above 64 MB at their exact size, not rounded to a power of two.
-ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
 
 
 class RankActor:
@@ -47,7 +44,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", CUDA_SETTINGS)
         self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
 

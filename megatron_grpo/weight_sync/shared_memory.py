@@ -27,7 +27,7 @@ class CudaMemory:
     def __init__(self, nbytes: int) -> None:
         torch.cuda.ipc_collect()  # frees memory that other processes have released
         # Another process needs a system call to map an expandable segment, which containers often forbid.
-        previous = torch._C._accelerator_getAllocatorSettings()
+        previous = os.environ.get("PYTORCH_ALLOC_CONF") or "expandable_segments:False"  # torch tells its own since 2.13
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         try:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")

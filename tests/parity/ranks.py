@@ -20,8 +20,8 @@ from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
 
 from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.platform.allocators import CUDA_SETTINGS
 from megatron_grpo.platform.device import connect_store, environment, open_store
-from megatron_grpo.trainer.actor import ALLOCATOR
 from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
@@ -173,7 +173,8 @@ def _start(number: int) -> _Rank:
     ours, theirs = context.Pipe()
     # Not a daemon: the checkpoint writer starts processes of its own. A rank ends when its connection does.
     process = context.Process(target=_serve, args=(number, theirs))
-    with environment(**({"CUDA_VISIBLE_DEVICES": visible[number], "PYTORCH_ALLOC_CONF": ALLOCATOR} if cuda else {})):
+    variables = {"CUDA_VISIBLE_DEVICES": visible[number], "PYTORCH_ALLOC_CONF": CUDA_SETTINGS} if cuda else {}
+    with environment(**variables):
         process.start()
     theirs.close()
     return _Rank(process, ours)

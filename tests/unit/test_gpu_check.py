@@ -231,3 +231,11 @@ def test_every_row_runs_a_file_in_time_and_is_in_the_document(table: Any) -> Non
 def test_every_test_of_a_gpu_is_in_a_row(table: Any) -> None:
     run = {check.run.split()[0].partition("::")[0] for check in table.CHECKS}
     assert run >= {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").rglob("test_*.py")}
+
+
+def test_tests_that_need_torch_alone_are_loaded_without_ray_and_vllm() -> None:
+    """They were written without; an import in what they use once made every one fail on the first real GPU."""
+    blocked = "import sys, pytest; sys.modules.update(ray=None, vllm=None, datasets=None, fastapi=None)"
+    collect = "sys.exit(pytest.main(['tests/gpu/torch_only', '--collect-only', '-q', '-p', 'no:cacheprovider']))"
+    ended = subprocess.run([sys.executable, "-c", f"{blocked}; {collect}"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:]

@@ -15,20 +15,20 @@ from tests.support.logprob_cases import CASES, Case, by_float64, by_kernel, expe
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == "float32"])
 def test_values_and_gradients_equal_those_of_the_whole_logits(name: str, kernel: str, device: str) -> None:
     case = CASES[name]
-    expect_equal(by_kernel(case, kernel, device), by_float64(case), case.dtype)
+    expect_equal(by_kernel(case, kernel, device), by_float64(case), case)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype != "float32"])
 def test_logits_of_the_fused_kernel_are_not_rounded_to_16_bits(name: str, device: str) -> None:
     case = CASES[name]
-    expect_equal(by_kernel(case, "fused", device), by_float64(case), case.dtype)
+    expect_equal(by_kernel(case, "fused", device), by_float64(case), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_head_of_many_tiles(dtype: str) -> None:
     case = Case(dtype=dtype, tokens=1000, hidden=1024, vocab=32_000, padding=128, spread=0.05)
-    expect_equal(by_kernel(case, "fused", "cuda"), by_float64(case), dtype)
+    expect_equal(by_kernel(case, "fused", "cuda"), by_float64(case), case)
 
 
 @pytest.mark.gpu

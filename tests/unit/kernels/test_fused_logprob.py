@@ -29,7 +29,7 @@ def fused(case: Case, programs: int) -> Results:
 def test_values_and_gradients_equal_those_of_the_whole_logits(name: str, programs: int) -> None:
     case = CASES[name]
     actual = interpreted(fused, case, programs)
-    expect_equal(actual, by_float64(case), case.dtype)
+    expect_equal(actual, by_float64(case), case)
     assert (actual.of_weight[case.vocab :] == 0).all(), "padding rows got a gradient"
 
 
@@ -56,7 +56,7 @@ def test_the_backward_pass_holds_a_block_at_a_time() -> None:
     case = Case()
     results, held = interpreted(blocks_of, case, 130 * case.tokens)
     assert held == [128, 128, 44]
-    expect_equal(results, by_float64(case), case.dtype)
+    expect_equal(results, by_float64(case), case)
 
 
 @pytest.mark.parametrize("kernel", ["fused", "chunked"])
@@ -70,7 +70,7 @@ def test_the_split_vocabulary_is_the_whole_one(columns: tuple[int, int], kernel:
     of_weight = torch.cat([rows, torch.zeros(case.padding, case.hidden)])
     for part in parts:
         joined = Results(part.logprobs, part.entropy, parts[0].of_hidden + parts[1].of_hidden, of_weight)
-        expect_equal(joined, whole, case.dtype)
+        expect_equal(joined, whole, case)
     for part, count in zip(parts, columns, strict=True):
         assert (part.of_weight[count:] == 0).all(), "padding rows got a gradient"
 
