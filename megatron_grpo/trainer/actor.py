@@ -16,7 +16,7 @@ import ray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
-from megatron_grpo.platform.allocators import CUDA_SETTINGS
+from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", CUDA_SETTINGS)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", choose_cuda_settings())
         self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
 

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.allocators import CUDA_SETTINGS
+from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.platform.device import connect_store, environment, open_store
 from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
@@ -173,7 +173,7 @@ def _start(number: int) -> _Rank:
     ours, theirs = context.Pipe()
     # Not a daemon: the checkpoint writer starts processes of its own. A rank ends when its connection does.
     process = context.Process(target=_serve, args=(number, theirs))
-    variables = {"CUDA_VISIBLE_DEVICES": visible[number], "PYTORCH_ALLOC_CONF": CUDA_SETTINGS} if cuda else {}
+    variables = {"CUDA_VISIBLE_DEVICES": visible[number], "PYTORCH_ALLOC_CONF": choose_cuda_settings()} if cuda else {}
     with environment(**variables):
         process.start()
     theirs.close()

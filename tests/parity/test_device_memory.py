@@ -52,8 +52,9 @@ def of_training(rank: PolicyRank) -> Iterator[Tensor]:
 
 
 def nbytes(tensors: Iterator[Tensor]) -> int:
-    """Of the memory behind them."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    """Of the memory behind them; many are views of one buffer."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def turns_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,15 +22,17 @@ MIB = 2**20
 
 def turn_on_rank(layout: Layout, model: TinyModel, precision: str) -> dict[str, Any]:
     """Bytes before a turn of others, what there is to give up, and what is left; and whether nothing has changed."""
+    gc.collect()  # a model of the test before is in cycles
+    earlier = torch.cuda.memory_allocated()
     rank = make_rank(layout, model, {"precision": precision})
     rank.train(*train_arguments(layout))
     before = whole_tensors(rank)
     state = nbytes(of_training(rank))
     weights = nbytes(parameter for chunk in rank.chunks for parameter in chunk.parameters())
-    held = [torch.cuda.memory_allocated()]
+    held = [torch.cuda.memory_allocated() - earlier]
     for with_weights in (False, True):
         rank.memory.offload(weights=with_weights)
-        held.append(torch.cuda.memory_allocated())
+        held.append(torch.cuda.memory_allocated() - earlier)
     reserved = torch.cuda.memory_reserved()
     rank.memory.onload()
     after = whole_tensors(rank)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.platform.allocators import CUDA_SETTINGS
+from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel
 from megatron_grpo.trainer.actor import RankActor
@@ -212,7 +212,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_rank_sets_what_cuda_reads_before_torch_is_imported(environment: dict[str, str]) -> None:
     RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert environment["PYTORCH_ALLOC_CONF"] == CUDA_SETTINGS
+    assert environment["PYTORCH_ALLOC_CONF"] == choose_cuda_settings()
     environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
     RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"

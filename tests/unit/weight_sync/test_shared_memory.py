@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_grpo.platform.allocators import CUDA_SETTINGS
+from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.weight_sync import shared_memory
 from megatron_grpo.weight_sync.shared_memory import CudaMemory, HostMemory, choose_shared_memory
 
@@ -94,8 +94,8 @@ def test_an_address_on_a_gpu_travels_as_json_and_is_what_torch_rebuilds_from(mon
 
 
 def test_memory_for_other_processes_is_no_expandable_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, seen = [CUDA_SETTINGS], []
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", CUDA_SETTINGS)
+    settings, seen = [choose_cuda_settings()], []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", choose_cuda_settings())
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: seen.append(settings[-1]))
