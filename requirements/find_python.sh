@@ -23,7 +23,7 @@ download_python() {
 }
 
 if [[ -n ${1:-} ]]; then
-    can_make_environment "$1" && exec echo "$1"
+    can_make_environment "$1" && echo "$1" && exit
     echo "Python 3.12 or newer is needed, with pip and all of its modules, and $1 is not one" >&2
     exit 2
 fi
@@ -31,12 +31,10 @@ for minor in 12 13; do
     readarray -t candidates < <(type -ap "python3.$minor"
         printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.$minor.*/bin/python | sort -rV)
     for python in "${candidates[@]}"; do
-        can_make_environment "$python" && exec echo "$python"
+        can_make_environment "$python" && echo "$python" && exit
     done
 done
 echo "there is no Python 3.12 or 3.13 on the PATH or in pyenv: uv downloads one" >&2
-if python=$(download_python) && can_make_environment "$python"; then
-    exec echo "$python"
-fi
+python=$(download_python) && can_make_environment "$python" && echo "$python" && exit
 echo "no Python 3.12 could be downloaded; install one (on Debian with its -venv package), or give its path: make PYTHON=..." >&2
 exit 2
