@@ -33,7 +33,7 @@ JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
 # Size of the object store on CPUs: batches of a tiny model are small, and Ray's default is a third of the memory.
 OBJECT_STORE_BYTES = 512 * 2**20
-# Settings of glibc for ranks on CPUs, read as a process starts: keep the memory of large tensors for the next ones. Mapped
+# Settings of glibc for ranks on CPUs, read as a process starts: keep the memory of large tensors for later ones. Mapped
 # anew each time, by glibc's defaults, their page faults take a sixth of a train phase.
 CPU_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30)}
 
