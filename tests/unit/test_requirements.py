@@ -31,10 +31,10 @@ SHARED = (
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version in a lock file, labels of builds (+cpu) left out."""
+    """Package -> version in a lock file."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
-    return {canonicalize_name(package): version.partition("+")[0] for package, version in pairs}
+    return {canonicalize_name(package): version for package, version in pairs}
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
