@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,22 +109,24 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     images.remove()
 
 
-def test_the_quickstart_runs_in_the_image_for_cpus(images: Images) -> None:
+@pytest.fixture(scope="module")
+def cpu_image(images: Images) -> Iterator[dict[str, Any]]:
+    """The configuration of the image for CPUs, which is built and then removed."""
     images.build(DOCKERFILES["cpu"], "--tag", "cpu")
-    config = json.loads(images.call("inspect", "--type", "image", "cpu"))["OCIv1"]["config"]
-    container = images.call("from", "--pull-never", "localhost/cpu").strip()
-    run = ("run", "--isolation", "chroot")
-    assert images.call(*run, container, "--", "id", "--user").strip() == config["User"] == "10001"
-    command = [*config["Entrypoint"], *config["Cmd"]]
-    images.call(*run, container, "--", *command, "grpo.max_num_steps=3", offline=True)
-    metrics = images.call(*run, container, "--", "cat", "outputs/quickstart/latest/metrics.jsonl")
-    assert [json.loads(line)["step"] for line in metrics.splitlines()] == [1, 2, 3]
-    # Another user, as a folder of the host's may need, who is in no list of users.
-    rest = ["grpo.max_num_steps=1", "run_dir=other"]
-    images.call("run", "--isolation", "chroot", "--user", "12345", container, "--", *command, *rest, offline=True)
-    assert images.call(*run, container, "--", "stat", "--format=%u", "other").strip() == "12345"
-    images.call("rm", container)
+    yield json.loads(images.call("inspect", "--type", "image", "cpu"))["OCIv1"]["config"]
     images.call("rmi", "cpu")
+
+
+@pytest.mark.parametrize("user", ["10001", "12345"], ids=["the image's user", "a user in no list, with --user"])
+def test_the_quickstart_runs_in_the_image_for_cpus(images: Images, cpu_image: dict[str, Any], user: str) -> None:
+    container = images.call("from", "--pull-never", "localhost/cpu").strip()
+    run = ["run", "--isolation", "chroot", *(["--user", user] if user != cpu_image["User"] else []), container, "--"]
+    assert images.call(*run, "id", "--user").strip() == user
+    command = [*cpu_image["Entrypoint"], *cpu_image["Cmd"], "grpo.max_num_steps=3"]
+    images.call(*run, *command, offline=True)
+    metrics = images.call(*run, "cat", "outputs/quickstart/latest/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in metrics.splitlines()] == [1, 2, 3]
+    images.call("rm", container)
 
 
 def test_the_image_for_gpus_passes_its_import_check(images: Images) -> None:
