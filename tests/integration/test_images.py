@@ -26,8 +26,8 @@ TOOLS = ("buildah", "debootstrap", "unshare", "ip")
 LIBRARIES = "bzip2,ca-certificates,libffi8,libncursesw6,libreadline8,libsqlite3-0,libssl3,libuuid1,xz-utils,zlib1g"
 """Debian's packages that a Python from another place loads."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
-FREE_GB = 40
-"""The image for CPUs has up to 8 GB, of which there are three copies while it is written."""
+FREE_GB = 30
+"""The image for CPUs has up to 8 GB, of which there are three copies while it is written; the build for GPUs takes 12."""
 STOPPED = 42
 """Exit status of a build that has passed all steps of its file."""
 
