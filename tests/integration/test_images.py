@@ -27,7 +27,7 @@ LIBRARIES = "bzip2,ca-certificates,libffi8,libncursesw6,libreadline8,libsqlite3-
 """Debian's packages that a Python from another place loads."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 FREE_GB = 30
-"""The image for CPUs has up to 8 GB, of which there are three copies while it is written; the build for GPUs takes 12."""
+"""The image for CPUs has up to 8 GB, of which three copies exist while it is written; the build for GPUs takes 12."""
 STOPPED = 42
 """Exit status of a build that has passed all steps of its file."""
 
