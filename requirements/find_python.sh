@@ -16,10 +16,11 @@ download_python() {
         folder=$(mktemp -d)
         # shellcheck disable=SC2064 # the folder of now
         trap "rm -rf '$folder'" EXIT
-        python3 -m venv "$folder" && "$folder/bin/python" -m pip install --quiet "$(grep '^uv==' "$here/dev.lock")" || return
+        python3 -m venv "$folder" >&2 || return
+        "$folder/bin/python" -m pip --disable-pip-version-check install --quiet "$(grep '^uv==' "$here/dev.lock")" || return
         uv=$folder/bin/uv
     fi
-    "$uv" python install --quiet 3.12 && "$uv" python find --managed-python 3.12
+    "$uv" python install 3.12 >&2 && "$uv" python find --managed-python 3.12
 }
 
 if [[ -n ${1:-} ]]; then

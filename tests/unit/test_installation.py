@@ -76,7 +76,7 @@ def test_uv_of_the_machine_downloads_one(machine: Machine) -> None:
     downloaded = machine.add("downloaded/python", "")
     machine.add("bin/uv", f'[ "$2" != find ] || echo "{downloaded}"')
     assert machine.run("find_python.sh").stdout == f"{downloaded}\n"
-    assert machine.list_calls()[:2] == ["uv python install --quiet 3.12", "uv python find --managed-python 3.12"]
+    assert machine.list_calls()[:2] == ["uv python install 3.12", "uv python find --managed-python 3.12"]
 
 
 def test_an_older_python_installs_uv_to_download_one(machine: Machine) -> None:
@@ -85,7 +85,7 @@ def test_an_older_python_installs_uv_to_download_one(machine: Machine) -> None:
     pip = machine.add("python", f'cp "{uv}" "${{0%/*}}/uv"')
     machine.add("bin/python3", f'mkdir -p "$3/bin" && cp "{pip}" "$3/bin/python"')
     assert machine.run("find_python.sh").stdout == f"{downloaded}\n"
-    assert f"python -m pip install --quiet {UV}" in machine.list_calls()
+    assert f"python -m pip --disable-pip-version-check install --quiet {UV}" in machine.list_calls()
 
 
 @pytest.mark.parametrize("uv", ["exit 1", '[ "$2" != find ]'], ids=["no download", "no Python"])
