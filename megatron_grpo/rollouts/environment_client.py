@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
@@ -19,9 +19,6 @@ from megatron_grpo.environments.environment_processes import EnvironmentHandle, 
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
 from megatron_grpo.rollouts.failures import RolloutFailure
-
-Arguments = TypeVarTuple("Arguments")
-Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +99,7 @@ class EnvironmentClient:
             return str(failure)
         return scored
 
-    async def _call_with_retry(
+    async def _call_with_retry[*Arguments, Answer](
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer | str], *arguments: *Arguments
     ) -> Answer:
         try:
@@ -111,7 +108,7 @@ class EnvironmentClient:
             answer = await self._call(method, *arguments, is_alone=True)
         return _require_answer(answer)
 
-    async def _call(
+    async def _call[*Arguments, Answer](
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
     ) -> Answer:
         """Queue a call; RolloutFailure if its process was lost."""
@@ -194,7 +191,7 @@ class EnvironmentClient:
         return EnvironmentProcess(actor, status)
 
 
-def _require_answer(answer: Answer | str) -> Answer:
+def _require_answer[Answer](answer: Answer | str) -> Answer:
     if isinstance(answer, str):  # the reason why there is none
         raise RolloutFailure(answer)
     return answer

@@ -1,10 +1,10 @@
 """Adapters under other versions of Python: tests that need only a runtime environment, in a process of each.
 
-The package is tested under the Python of its environment, and used under others: the CUDA environment's is 3.12. Here
-the tests of published adapters run under every other version whose environment has torch and Megatron-Core. Looked at
-are the interpreters in OTHER_PYTHONS (paths, separated by colons), `.venv-cuda/bin/python`, `.venv3*/bin/python`, and
-python3.12, python3.13 and python3.14 on the PATH and among pyenv's versions. `make PYTHON=python3.12 VENV=.venv312
-test-unit` makes such an environment.
+The package is tested under the Python of its environment, 3.12, and used under newer ones. Here the tests of published
+adapters run under every other version whose environment has torch and Megatron-Core. Looked at are the interpreters in
+OTHER_PYTHONS (paths, separated by colons), `.venv-cuda/bin/python`, `.venv3*/bin/python`, and python3.12, python3.13
+and python3.14 on the PATH and among pyenv's versions. `make PYTHON=python3.13 VENV=.venv313 test-unit` makes such an
+environment.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted((ROOT / "launchers").iterdir()), ROOT / "requirements" / "install_cuda.sh", ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launchers").iterdir()), *sorted((ROOT / "requirements").glob("*.sh")), ROOT / ".ci" / "run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)

@@ -15,9 +15,9 @@ FILES = [
 DIFFERENT = {
     "runtime_checkable": "isinstance() of such a protocol finds no parameter of a torch module since 3.12",
     "getattr_static": "finds no parameter of a torch module",
-    "pkg_resources": "comes with setuptools, which environments of 3.12 lack",
-    "distutils": "is gone since 3.12",
-    "imp": "is gone since 3.12",
+    "pkg_resources": "comes with setuptools, which new environments lack",
+    "distutils": "is gone",
+    "imp": "is gone",
     "utcnow": "is deprecated since 3.12",
     "utcfromtimestamp": "is deprecated since 3.12",
     "locals": "returns a copy inside of functions since 3.13",
