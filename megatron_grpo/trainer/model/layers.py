@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -69,12 +71,11 @@ def apply_mixin(
 def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
-        module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        is_linear = isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear))
-        if is_linear:
+        module, params = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+        if isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear)):
             # Layers may share one spec, which the first of them has changed.
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
-                setattr(parts, field.name, ModuleSpec(module=mixed, params={**params, **arguments}))
-        elif isinstance(part, ModuleSpec) and (names is None or module is not MoELayer):
-            _mix_in(part.submodules, mixin, names, arguments)
+                setattr(parts, field.name, partial(mixed, **params, **arguments))
+        elif isinstance(part, (ModuleSpec, partial)) and (names is None or module is not MoELayer):
+            _mix_in(get_submodules(part), mixin, names, arguments)
