@@ -95,6 +95,16 @@ class OncePerMessage(logging.Filter):
         return len(self._messages) > count
 
 
+class DeprecationsOnce(OncePerMessage):
+    """Passes what a logger says of deprecation once, as information: no user can change it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "deprecated" not in record.getMessage().lower():
+            return True
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        return super().filter(record)
+
+
 def read_log_environment() -> dict[str, str]:
     """Read the environment variables of logs, for processes elsewhere."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}
