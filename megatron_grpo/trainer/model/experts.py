@@ -180,9 +180,9 @@ class DecoderLayer(TransformerLayer):
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Mark the experts' parameters for Megatron-Core's gradient reduction in every layout."""
-    # Megatron-Core marks them only with expert parallelism, and reduces gradients over the wrong ranks if only the
-    # expert-tensor size differs from the tensor size.
+    """Mark the experts' parameters, so that they have an optimizer of their own in every layout."""
+    # Megatron-Core marks them only where other ranks share them than share the other parameters. A checkpoint of one
+    # layout would lack an optimizer that another layout has.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]  # read by Megatron-Core
