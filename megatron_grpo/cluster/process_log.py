@@ -95,11 +95,16 @@ class OncePerMessage(logging.Filter):
         return len(self._messages) > count
 
 
-class DeprecationsOnce(OncePerMessage):
-    """Passes what a logger says of deprecation once, as information: no user can change it."""
+class AdviceOnce(OncePerMessage):
+    """Passes a library's advice to its callers once, as information, because no user can follow it."""
+
+    def __init__(self, *phrases: str) -> None:
+        super().__init__()
+        self._phrases = phrases  # in lower case
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if "deprecated" not in record.getMessage().lower():
+        message = record.getMessage().lower()
+        if not any(phrase in message for phrase in self._phrases):
             return True
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
         return super().filter(record)

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.cluster.process_log import DeprecationsOnce
+from megatron_grpo.cluster.process_log import AdviceOnce
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
@@ -85,7 +85,7 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     returns hidden states, [1, rows, hidden]. A value model ends in a `ValueHead`, initially zero. Raises a RunError if
     the rank lacks the FP8 that the configuration asks for.
     """
-    _log_deprecations_once()
+    _log_advice_once()
     platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)
     settings = build_transformer_config(config, shape, platform)
@@ -94,10 +94,15 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
 
 
 @cache
-def _log_deprecations_once() -> None:
-    # Megatron-Core warns of its model class in every chunk, of its writer and of older checkpoints in every process.
-    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "dist_checkpointing.strategies.common"):
-        logging.getLogger(f"megatron.core.{name}").addFilter(DeprecationsOnce())
+def _log_advice_once() -> None:
+    # Megatron-Core warns of its model class and its layout of buffers in every chunk, of its writer in every process.
+    for name in (
+        "models.gpt.gpt_model",
+        "distributed.distributed_data_parallel",
+        "dist_checkpointing.strategies.torch",
+        "dist_checkpointing.strategies.common",
+    ):
+        logging.getLogger(f"megatron.core.{name}").addFilter(AdviceOnce("deprecated", "full_param_layout not provided"))
 
 
 def make_reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:

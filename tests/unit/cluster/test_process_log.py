@@ -18,7 +18,7 @@ from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, HEARTBEATS_FO
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import (
     FOLDER_VARIABLE,
-    DeprecationsOnce,
+    AdviceOnce,
     begin_process_log,
     build_log_path,
     choose_library_level,
@@ -180,9 +180,9 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == "/dev/full lacks records from now on: [Errno 28] No space left on device\n"
 
 
-def test_a_deprecation_is_information_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_to_developers_is_information_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     library = logging.getLogger("some.library")
-    library.addFilter(DeprecationsOnce())
+    library.addFilter(AdviceOnce("deprecated"))
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             library.warning("%s IS DEPRECATED", "Model")
