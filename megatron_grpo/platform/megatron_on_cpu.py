@@ -1,4 +1,4 @@
-"""Patches with which Megatron-Core 0.16, made for CUDA, runs on CPUs.
+"""Patches with which Megatron-Core 0.19, made for CUDA, runs on CPUs.
 
 Most of what Megatron-Core assumes is a name it looks up in `torch` or `torch.cuda`. Instead of changing torch for the
 whole process, each module listed in CUDA_MODULES gets its own `torch`: the real names, except for the few that need a
@@ -194,18 +194,8 @@ def _patch_optimizer_loading() -> None:
 
 
 def _patch_experts() -> None:
-    # For a machine without Transformer Engine and C++ compiler.
-    utils = _import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(utils, "te_general_gemm"):
-        # RouterGatingLinearFunction reads it without a guard, but it is defined only with Transformer Engine.
-        utils.te_general_gemm = None
-
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # alltoall needs its split sizes as numbers; the original converts them only when it copies them from a GPU.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     _import_module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
-    _import_module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
-    router = _import_module("megatron.core.transformer.moe.router").TopKRouter
-    compiled = router._apply_expert_bias
-    router._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)

@@ -32,7 +32,7 @@ _THREADS = 8
 
 STATE_FILE = "state.json"
 LOADER_FILE = "dataloader.pt"
-# Files that Megatron-Core writes beside the tensors, in every layout.
+# Files that Megatron-Core wrote beside the tensors, in every layout, when checkpoints had no manifest.
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
 
 # Size and digest of a file: "bytes" and CHECKSUM_KEY.

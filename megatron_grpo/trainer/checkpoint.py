@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import pickle
 import queue
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -95,14 +94,14 @@ class RankCheckpoint:
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
         self._completions: list[Callable[[], None]] | None = None  # calls that complete a checkpoint in the background
-        self._writer: ForkProcess | None = None
+        self._writer = TemporalAsyncCaller()
 
     def save(self, folder: str, background: bool = False) -> None:
         """Write to an existing, empty folder; in the background `finish` has to follow."""
         assert self._completions is None, "one checkpoint is written at a time"
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be written"):
-            filesystem_async._get_write_results_queue = ResultsFile
+            filesystem_async.get_write_results_queue = ResultsFile
             state = build_sharded_state(rank, is_loading=False)
             state["random"] = _build_random_state(rank)
             if rank.reference_moved and rank.reference is not None:
@@ -112,34 +111,31 @@ class RankCheckpoint:
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(default, replicas)
             request = dist_checkpointing.save(
-                state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
+                state,
+                folder,
+                strategy,
+                async_sharded_save=background,
+                content_metadata=dict(_METADATA),
+                async_strategy="mcore",  # Megatron-Core's own writer; the default needs a package for GPUs
             )
-            self._completions = None if request is None else request.finalize_fns
-            if request is not None and request.async_fn is not None:
-                # A forked process sees host tensors as they were at the fork; tensors on a GPU are copied before it.
-                arguments = list(request.async_fn_args)
-                if request.preload_fn is not None:
-                    arguments[1] = request.preload_fn()  # the buckets to write, on the host
-                self._writer = multiprocessing.get_context("fork").Process(
-                    target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
-                )
-                self._writer.start()
-                logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
+            if request is not None:
+                self._completions = request.finalize_fns
+                # A forked process sees host tensors as they were at the fork. Tensors on a GPU are copied to the host
+                # before it, and the copies are held until the process has ended.
+                self._writer.schedule_async_call(request)
+                if self._writer.process is not None:
+                    logger.info("process %d writes this rank's part of the checkpoint", self._writer.process.pid)
 
     def is_written(self) -> bool:
         """True once the background process has ended."""
-        return self._writer is None or not self._writer.is_alive()
+        return self._writer.process is None or not self._writer.process.is_alive()
 
     def finish(self) -> None:
         """Wait until all ranks have written, else raise a RunError; then write the metadata."""
         assert self._completions is not None, "no checkpoint is written in the background"
-        writer, completions = self._writer, self._completions
-        self._writer = self._completions = None
+        completions, self._completions = self._completions, None
         with errors_in_one_line("a checkpoint cannot be written"):
-            if writer is not None:
-                # No deadline here: the driver has one, and names the ranks that are overdue.
-                writer.join()
-                logger.info("process %d, the checkpoint's writer, ended with code %s", writer.pid, writer.exitcode)
+            self._writer.close()  # without a deadline: the driver has one, and names the ranks that are overdue
             dist.barrier()
             for finish in completions:
                 finish()

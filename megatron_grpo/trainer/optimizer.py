@@ -194,21 +194,22 @@ class ModelOptimizer:
 
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
         """Load a checkpoint's moments and schedule, but not its settings."""
-        # Empty expert optimizers save step 0; restore the real step.
+        # Saved parameter groups contain the settings of the run that saved them. This run's take their place before the
+        # load, because Megatron-Core finds a group by its learning rates, and fails where these have changed.
+        current = {_identify(param_group): param_group for param_group in self.optimizer.param_groups}
         for param_group in _iter_parameter_groups(state):
-            if "step" in param_group:
+            settings = current.get(_identify(param_group), {})
+            param_group.update({name: value for name, value in settings.items() if name not in ("params", "step")})
+            if "step" in param_group:  # empty expert optimizers save step 0; restore the real step
                 param_group["step"] = schedule_steps
         self.optimizer.load_state_dict(state)
-        # Parameter groups also contain settings of the run that saved, which loading has restored.
-        for param_group in self.optimizer.param_groups:
-            param_group.update(
-                max_lr=self.settings.lr,
-                min_lr=self.settings.min_lr,
-                betas=(self.settings.adam_beta1, self.settings.adam_beta2),
-                eps=self.settings.adam_eps,
-            )
         self.scheduler.num_steps = schedule_steps
         self.scheduler.step(0)
+
+
+def _identify(param_group: dict[str, Any]) -> tuple[Any, ...]:
+    # What the group is for, whatever its settings are: experts, no weight decay, a learning rate of its own.
+    return tuple(param_group[name] for name in ("is_expert_parallel", "wd_mult", "default_config"))
 
 
 def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:

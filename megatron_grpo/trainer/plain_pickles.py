@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
@@ -44,6 +45,7 @@ _METADATA_NAMES = _parse_names(f"""
 _LAYER_STATE_NAMES = _parse_names("""
     collections: OrderedDict
     megatron.core.extensions.transformer_engine: TEDelayedScaling
+    megatron.core.safe_globals: safe_load_from_bytes
     torch._utils: _rebuild_tensor_v2
     torch.storage: _load_from_bytes
     transformer_engine.common.recipe: DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams \
@@ -60,8 +62,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in self._allowed.get(module, ()):
             raise RunError(f"{self._where} names {module}.{name}, {_ADVICE}")
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # it would unpickle without a list
-            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+        # `torch.storage._load_from_bytes` would unpickle without a list, had Megatron-Core's import not replaced it.
         return super().find_class(module, name)
 
 
@@ -105,10 +106,10 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
     filesystem.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)  # type: ignore[assignment]
     DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[assignment,method-assign]
-    file = Path(folder, "common.pt")
-    common = _load_plain(file, str(file))
+    file = Path(folder, "common.pt")  # Megatron-Core before 0.19 wrote it; now the common part is one of the entries
+    common = _load_plain(file, str(file)) if file.exists() else load_common_state_dict(folder)
     if not isinstance(common, dict):
-        raise RunError(f"{file} does not hold the common part of a checkpoint")
+        raise RunError(f"{folder} does not hold the common part of a checkpoint")
     return common
 
 

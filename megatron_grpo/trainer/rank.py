@@ -229,11 +229,10 @@ class ModelRank(ABC):
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
-            inner = getattr(module, "module", module)
-            if inner.post_process:
-                inner.rows = microbatch.rows  # of the hidden states that `DecoderModel` returns
             # The rotary embedding takes its positions from the packed sequences.
-            output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
+            output = module(
+                microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, rows=microbatch.rows
+            )
             return output, lambda output: finish(output[0], microbatch)
 
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.

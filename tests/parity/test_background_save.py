@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -69,6 +72,40 @@ def test_every_replica_writes_its_part_while_training_goes_on(
         torch.testing.assert_close(alone[name], tensor, **rounding)
 
 
+def copies_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, bool]:
+    """Whether the copies that a background process writes are there while it may write, and after the end."""
+    copies: list[weakref.ref[Tensor]] = []
+
+    def copy_buckets(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+        made = [
+            (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (objects, tensors) in write_buckets
+        ]
+        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in made for _, tensor in tensors)
+        return made
+
+    engine = make_engine(layout, model)
+    engine.train(*train_arguments(layout))
+    original = FileSystemWriterAsync.preload_tensors
+    try:
+        FileSystemWriterAsync.preload_tensors = staticmethod(copy_buckets)  # type: ignore[method-assign]
+        engine.checkpoint.save(str(folder), background=True)
+    finally:
+        FileSystemWriterAsync.preload_tensors = staticmethod(original)  # type: ignore[method-assign]
+    gc.collect()
+    are_held = bool(copies) and all(copy() is not None for copy in copies)
+    engine.checkpoint.finish()
+    gc.collect()
+    return are_held, all(copy() is None for copy in copies)
+
+
+def test_copies_are_held_until_the_background_process_has_ended(
+    tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    """On a GPU they are pinned memory, which a fork does not copy: given back, it would be overwritten."""
+    assert run_on_ranks(Layout(), copies_on_rank, tiny_models["qwen3_tied"], tmp_path) == [(True, True)]
+
+
 def hanging(*_: Any) -> None:
     time.sleep(60)
 
@@ -83,7 +120,7 @@ def killed_on_rank(layout: Layout, model: TinyModel, folder: Path) -> bool:
         engine.checkpoint.save(str(folder), background=True)
     finally:
         ResultsFile.put = original  # type: ignore[method-assign]
-    process = engine.checkpoint._writer
+    process = engine.checkpoint._writer.process
     assert process is not None
     if kill:
         assert not engine.checkpoint.is_written()

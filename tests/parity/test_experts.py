@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.extensions.transformer_engine import _set_expert_parameter_attributes
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from megatron_grpo.config.schema import MoeConfig
-from tests.parity.policy_training import make_engine, train_arguments
+from megatron_grpo.trainer.model import build
+from megatron_grpo.trainer.model.experts import mark_experts
+from tests.parity.policy_training import hf_loss, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_training import load_on_rank, save_on_rank
 from tests.parity.training import fetched, merged, whole_tensors
+from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01, bias_update_rate=0.125)
@@ -98,6 +103,49 @@ def test_a_checkpoint_goes_into_and_out_of_shared_experts(model: TinyModel, tmp_
         exactness = {"atol": 0.0, "rtol": 0.0} if layout == SHARED else {"atol": 2e-6, "rtol": 1e-4}
         for key, tensor in expected.items():
             torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+
+
+def norm_on_rank(layout: Layout, model: TinyModel, distributed: bool, as_on_gpus: bool) -> float:
+    """The norm of a step's gradient; `as_on_gpus`: experts have the marks of Transformer Engine's layers."""
+
+    def mark(chunk: torch.nn.Module) -> None:
+        for name, module in chunk.named_modules():
+            if ".mlp.experts." in name and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                for mark in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
+                    delattr(module.weight, mark)
+                mode = "column" if isinstance(module, ColumnParallelLinear) else "row"
+                own_groups = layout.expert > 1 or layout.expert_tensor != layout.tensor
+                _set_expert_parameter_attributes(module, mode, own_groups)
+        mark_experts(chunk)
+
+    build.mark_experts = mark if as_on_gpus else mark_experts
+    try:
+        engine = make_engine(layout, model, distributed=distributed)
+    finally:
+        build.mark_experts = mark_experts
+    share, microbatches, loss_fn, counts = train_arguments(layout)
+    engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    return engine.optimizer.compute_grad_norm()
+
+
+NORM_LAYOUTS = [
+    Layout(tensor=2, sequence=True),
+    Layout(tensor=2, sequence=True, expert=2),
+    Layout(tensor=2, sequence=True, expert_tensor=2),
+    Layout(tensor=2, sequence=True, expert=2, data=2),
+]
+
+
+@pytest.mark.parametrize("as_on_gpus", [False, True], ids=["torch layers", "marks of GPUs"])
+@pytest.mark.parametrize("layout", [*NORM_LAYOUTS[:3], *rare(NORM_LAYOUTS[3:])], ids=str)
+def test_the_gradient_norm_counts_every_expert_once(layout: Layout, as_on_gpus: bool, model: TinyModel) -> None:
+    whole = model.load()
+    hf_loss(whole).backward()
+    gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+    expected = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    for distributed in (False, True):
+        norms = run_on_ranks(layout, norm_on_rank, model, distributed, as_on_gpus)
+        assert norms == pytest.approx([expected] * layout.ranks, rel=1e-4)
 
 
 def recomputed_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> dict[str, Tensor]:

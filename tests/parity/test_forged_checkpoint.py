@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import pickle
@@ -55,21 +54,32 @@ def forge_inside_metadata(folder: Path, canary: Canary) -> str:
 
 
 def forge_common(folder: Path, canary: Canary) -> str:
+    """Write the file of Megatron-Core before 0.19, which is read where it exists."""
     (folder / "common.pt").write_bytes(saved({"layout": canary}))
     return f"{folder}/common.pt names posix.mkdir"
 
 
-def forge_object(folder: Path, canary: Canary) -> str:
-    """Put the canary in the place of every object that is not a tensor."""
+def forge_objects(folder: Path, canary: Canary, *, common: bool) -> None:
+    """Put the canary in the place of the entry that ranks share, or of every other object that is not a tensor."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     content = saved([canary])
     for index, info in metadata.storage_data.items():
-        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+        is_object = isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata)
+        if is_object and index.fqn.startswith("common_state") is common:
             file = folder / info.relative_path
             info.offset, info.length = file.stat().st_size, len(content)
             with file.open("ab") as end:
                 end.write(content)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def forge_common_entry(folder: Path, canary: Canary) -> str:
+    forge_objects(folder, canary, common=True)
+    return "its entry common_state/shard_0_1 names posix.mkdir"
+
+
+def forge_object(folder: Path, canary: Canary) -> str:
+    forge_objects(folder, canary, common=False)
     return "names posix.mkdir"
 
 
@@ -91,6 +101,7 @@ FORGERIES: list[Callable[[Path, Canary], str]] = [
     forge_metadata,
     forge_inside_metadata,
     forge_common,
+    forge_common_entry,
     forge_object,
     forge_tensor,
 ]
@@ -138,6 +149,8 @@ def test_a_resume_runs_no_code_of_a_checkpoint(tiny_models: dict[str, TinyModel]
     assert run_on_ranks(Layout(), load_on_rank, model, origin) == ["was loaded"]
     files = {file.name: file.read_bytes() for file in origin.iterdir()}
     for forge in FORGERIES:
+        for file in origin.iterdir():
+            file.unlink()
         for name, content in files.items():
             (origin / name).write_bytes(content)
         named = forge(origin, Canary(tmp_path / "canary"))
@@ -181,9 +194,22 @@ class LegacyTensor(Canary):
         return torch.storage._load_from_bytes, (file.getvalue(),)
 
 
+def load_from_bytes(_: bytes) -> None:
+    """As torch names it, and Megatron-Core before 0.19."""
+
+
+load_from_bytes.__module__, load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+
+
+@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("kind", [Canary, LegacyTensor])
-def test_the_state_of_a_layer_runs_no_code(kind: type[Canary], tmp_path: Path) -> None:
-    state = packed({"scale_fwd": kind(tmp_path / "canary")})
+def test_the_state_of_a_layer_runs_no_code(
+    kind: type[Canary], older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if older:
+            patch.setattr(torch.storage, "_load_from_bytes", load_from_bytes)
+        state = packed({"scale_fwd": kind(tmp_path / "canary")})
     with pytest.raises((RunError, pickle.UnpicklingError), match=r"posix\.mkdir"):
-        check_layer_state("decoder.layers.0._extra_state", copy.deepcopy(state))
+        check_layer_state("decoder.layers.0._extra_state", state)
     assert not (tmp_path / "canary").exists()

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig, build_module
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
@@ -72,7 +72,8 @@ def experts_on_rank(layout: Layout, dispatcher: str) -> tuple[Tensor, Tensor]:
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    experts = build_module(get_mlp_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+    experts = get_mlp_module_spec(use_te=False, num_experts=EXPERTS)(config=config)
+    experts.router._apply_expert_bias = lambda *_, **__: None  # compiled, and there is no bias
     router, fc1, fc2 = expert_weights()
     with torch.no_grad():
         experts.router.weight.copy_(router)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -280,15 +281,16 @@ def make_shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=submodules)
 
 
-def _make_dense() -> ModuleSpec:
-    return ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ShapedNormColumnLinear, linear_fc2=ShapedRowLinear))
+def _make_dense() -> Callable[..., MLP]:
+    parts = MLPSubmodules(linear_fc1=ShapedNormColumnLinear, linear_fc2=ShapedRowLinear)
+    return partial(MLP.as_mlp_submodule, submodules=parts)
 
 
-def _make_experts() -> ModuleSpec:
-    column, row = (ModuleSpec(ShapedGroupedLinear, params={"split_axis": axis}) for axis in (0, 1))
+def _make_experts() -> Callable[..., MoELayer]:
+    column, row = (partial(ShapedGroupedLinear, split_axis=axis) for axis in (0, 1))
     shared = MLPSubmodules(linear_fc1=ShapedColumnLinear, linear_fc2=ShapedRowLinear)
     parts = MoESubmodules(
-        experts=ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-        shared_experts=ModuleSpec(SharedExpertMLP, submodules=shared),
+        experts=partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=column, linear_fc2=row)),
+        shared_experts=partial(SharedExpertMLP, submodules=shared),
     )
-    return ModuleSpec(MoELayer, submodules=parts, metainfo={"fuse_pre_mlp_layernorm": False})
+    return partial(MoELayer, submodules=parts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_grpo.cluster.process_log import AdviceOnce
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
@@ -34,18 +37,21 @@ class DecoderModel(GPTModel):
     padding never reach it, and logits of all tokens are never held.
     """
 
-    rows: Tensor | None = None
-    """[rows], int64: indices of the next microbatch's chosen tokens; None: the model returns all tokens' logits."""
+    def forward(self, *arguments: Any, rows: Tensor | None = None, **keywords: Any) -> Tensor:
+        """Compute logits of all tokens or, of chosen ones, hidden states.
 
-    def _postprocess(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        if not self.post_process or self.rows is None:
-            output: Tensor = super()._postprocess(hidden_states, *arguments, **keywords)
-            return output
+        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them.
+        """
+        select = None if rows is None else self._select_rows
+        output: Tensor = super().forward(*arguments, output_processor=select, output_processor_context=rows, **keywords)
+        return output
+
+    def _select_rows(self, hidden_states: Tensor, context: Tensor, **_: Any) -> Tensor:
         assert hidden_states.shape[1] == 1, "rows index packed sequences"
         if self.config.sequence_parallel:
             # Every rank gets the complete gradient of the rows from the head, so backward only slices out its tokens.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        return hidden_states[self.rows].transpose(0, 1)
+        return hidden_states[context].transpose(0, 1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -79,11 +85,24 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     returns hidden states, [1, rows, hidden]. A value model ends in a `ValueHead`, initially zero. Raises a RunError if
     the rank lacks the FP8 that the configuration asks for.
     """
+    _log_advice_once()
     platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)
     settings = build_transformer_config(config, shape, platform)
     chunks = config.parallel.virtual_pipeline
     return [_build_chunk(settings, config, shape, stage) for stage in (range(chunks) if chunks > 1 else (None,))]
+
+
+@cache
+def _log_advice_once() -> None:
+    # Megatron-Core warns of its model class and its layout of buffers in every chunk, of its writer in every process.
+    for name in (
+        "models.gpt.gpt_model",
+        "distributed.distributed_data_parallel",
+        "dist_checkpointing.strategies.torch",
+        "dist_checkpointing.strategies.common",
+    ):
+        logging.getLogger(f"megatron.core.{name}").addFilter(AdviceOnce("deprecated", "full_param_layout not provided"))
 
 
 def make_reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:

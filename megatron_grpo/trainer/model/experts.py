@@ -18,25 +18,6 @@ from megatron_grpo.config.schema import MoeConfig
 from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
 
 
-class RoutingReplay:
-    """Chooses each token's recorded experts or, without a record, the router's."""
-
-    def __init__(self, record: Tensor) -> None:
-        self._record = record.long()  # [tokens, experts of a token]; -1 where there are none
-        self.is_recorded = (self._record >= 0).all(dim=1)  # [tokens], bool
-        self.agreed: Tensor | None = None  # [tokens], int64: how many of the router's own choices are recorded ones
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Choose experts like `compute`, the router's choice: scores and indices, both [tokens, topk]."""
-        _, preferred = compute(scores, topk, num_groups, group_topk)
-        self.agreed = (preferred[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
-        chosen = torch.where(self.is_recorded[:, None], self._record, preferred)
-        # Gathered from this model's scores, through which the gradient comes back to the router.
-        return scores.gather(1, chosen), chosen
-
-
 class ExpertRouter(TopKRouter):
     """Chooses experts, counts the choices, and adds balancing losses.
 
@@ -45,8 +26,8 @@ class ExpertRouter(TopKRouter):
     and averaged over the sequences of the optimizer step.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0  # over all replicas; both losses are averages over them
@@ -74,19 +55,8 @@ class ExpertRouter(TopKRouter):
         """
         flat = logits.view(-1, self.num_experts)
         config, membership = self.config, self.membership
-        assert self.record is not None or not self.replays, "the recorded experts come with every microbatch"
-        replay = RoutingReplay(self.record) if self.replays and self.record is not None else None
-        probs, chosen = topk_routing_with_score_function(
-            flat,
-            self.topk,
-            use_pre_softmax=config.moe_router_pre_softmax,
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            scaling_factor=config.moe_router_topk_scaling_factor,
-            score_function=self.score_function,
-            expert_bias=self.expert_bias,
-            router_replay=replay,
-        )
+        indices, agreed = self._replay(flat) if self.replays else (None, None)
+        probs, chosen = self._choose(flat, precomputed_indices=indices)
         if config.single_expert_has_weight_one:
             # Divided by itself, as transformers does it, so that the router stays in the graph with a gradient of 0.
             scale = config.moe_router_topk_scaling_factor or 1.0
@@ -95,12 +65,37 @@ class ExpertRouter(TopKRouter):
         if self.training and torch.is_grad_enabled() and membership is not None:
             is_token = membership.weight > 0  # not padding
             self.expert_tokens += (chosen & is_token[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
-            if replay is not None and replay.agreed is not None:
-                compared = is_token & replay.is_recorded
-                self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
+            if agreed is not None:
+                compared = is_token & (agreed >= 0)
+                self.agreement += torch.stack([(agreed * compared).sum(), compared.sum() * self.topk])
             if self.aux_loss_coeff or self.z_loss_coeff:
                 probs = self._attach_losses(probs, flat, membership)
         return probs, chosen
+
+    def _choose(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        config = self.config
+        choice: tuple[Tensor, Tensor] = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            **options,
+        )
+        return choice
+
+    def _replay(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        # Recorded experts, [tokens, topk], int64, or the router's where nothing is on record; and how many of the
+        # router's choices are recorded ones, [tokens], int64, or -1.
+        assert self.record is not None, "the recorded experts come with every microbatch"
+        record = self.record.long()
+        is_recorded = (record >= 0).all(dim=1)
+        _, preferred = self._choose(logits.detach(), dense_output=True)
+        agreed = (preferred[:, :, None] == record[:, None, :]).sum(dim=(1, 2))
+        return torch.where(is_recorded[:, None], record, preferred), torch.where(is_recorded, agreed, -1)
 
     def _attach_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         sigmoid = self.score_function == "sigmoid"
@@ -185,9 +180,9 @@ class DecoderLayer(TransformerLayer):
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Mark the experts' parameters for Megatron-Core's gradient reduction in every layout."""
-    # Megatron-Core marks them only with expert parallelism, and reduces gradients over the wrong ranks if only the
-    # expert-tensor size differs from the tensor size.
+    """Mark the experts' parameters, so that they have an optimizer of their own in every layout."""
+    # Megatron-Core marks them only where other ranks share them than share the other parameters. A checkpoint of one
+    # layout would lack an optimizer that another layout has.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]  # read by Megatron-Core

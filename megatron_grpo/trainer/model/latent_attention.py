@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from megatron_grpo.models.shape import LatentShape
@@ -38,8 +38,8 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentAttentionParts:
     """The projections that tensor parallelism splits."""
 
-    column: ModuleSpec | type = tensor_parallel.ColumnParallelLinear
-    linear_proj: ModuleSpec | type = tensor_parallel.RowParallelLinear
+    column: Callable[..., torch.nn.Module] = tensor_parallel.ColumnParallelLinear
+    linear_proj: Callable[..., torch.nn.Module] = tensor_parallel.RowParallelLinear
 
 
 class LatentAttention(MegatronModule):
@@ -72,17 +72,17 @@ class LatentAttention(MegatronModule):
         initialize = config.output_layer_init_method
         row = {**split, "init_method": initialize, "skip_bias_add": True, "input_is_parallel": True}
         if latent.query_rank is None:
-            self.linear_q_proj = build_module(submodules.column, hidden, queries, **column)
+            self.linear_q_proj = submodules.column(hidden, queries, **column)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
             self.q_layernorm = RMSNorm(config, latent.query_rank)
-            self.linear_q_up_proj = build_module(submodules.column, latent.query_rank, queries, **column)
+            self.linear_q_up_proj = submodules.column(latent.query_rank, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.rank + latent.rope_dim)
         self.kv_layernorm = RMSNorm(config, latent.rank)
         outputs = heads * (latent.plain_dim + latent.value_dim)
-        self.linear_kv_up_proj = build_module(submodules.column, latent.rank, outputs, **column)
+        self.linear_kv_up_proj = submodules.column(latent.rank, outputs, **column)
         self.core_attention = TorchCoreAttention(config, layer_number=layer_number, softmax_scale=softmax_scale)
-        self.linear_proj = build_module(submodules.linear_proj, heads * latent.value_dim, hidden, **row)
+        self.linear_proj = submodules.linear_proj(heads * latent.value_dim, hidden, **row)
 
     def forward(
         self, hidden_states: Tensor, *_: Any, rotary_pos_emb: Tensor, packed_seq_params: Any = None, **__: Any

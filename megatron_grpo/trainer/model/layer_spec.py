@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.spec_utils import get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
@@ -68,7 +68,6 @@ def build_layer_specs(
         if te is None:  # imported here because Transformer Engine may not be installed
             from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
-            keep_empty_states()
             layer = partial(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
             te = TeParts(layer, TEDotProductAttention, TENorm)
     # With adapters, simulated FP8 or quantisation only attention is Transformer Engine's: its linear layers contain the
@@ -101,22 +100,6 @@ class TeParts:
     norm: type
 
 
-@cache
-def keep_empty_states() -> None:
-    """Let Transformer Engine's grouped linear layers be saved without FP8 state."""
-    from megatron.core.extensions import transformer_engine
-
-    layer = transformer_engine.TEGroupedLinear
-    split = layer._split_extra_state
-
-    # Only delayed scaling has a state beside the weights. With other recipes Transformer Engine returns an empty
-    # tensor, which Megatron-Core would split into a state for each expert.
-    def split_unless_empty(self: Any, state: Tensor) -> list[Tensor]:
-        return split(self, state) if state.numel() else [state] * self.num_gemms
-
-    layer._split_extra_state = split_unless_empty
-
-
 def _build_layer(shape: ModelShape, experts: int | None, te: TeParts | None, *, is_te_layer: bool) -> ModuleSpec:
     # `is_te_layer`: all of the layer is Transformer Engine's, rather than only its attention.
     if te is not None and is_te_layer:
@@ -125,7 +108,7 @@ def _build_layer(shape: ModelShape, experts: int | None, te: TeParts | None, *, 
         layer = _build_torch_layer(shape, experts, TorchCoreAttention if te is None else te.attention)
     if experts is not None:
         layer.module = DecoderLayer
-        layer.submodules.mlp.submodules.router = ExpertRouter
+        get_submodules(layer.submodules.mlp).router = ExpertRouter
         # In checkpoints the norm is not renamed, as in Transformer Engine's layers with experts.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return layer
@@ -145,7 +128,7 @@ def _build_torch_layer(shape: ModelShape, experts: int | None, core_attention: t
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.post_norms:
-        attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        attention.linear_proj = get_submodules(parts.mlp).linear_fc2 = NormedRowParallelLinear
     if shape.local_rope_theta is not None:
         parts.self_attention.module = LocalOrGlobalSelfAttention
     return layer

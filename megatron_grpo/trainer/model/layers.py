@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -37,6 +43,33 @@ class RMSNorm(torch.nn.Module):
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         # In float32: a small weight would vanish in a 1 of bfloat16.
         return F.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(hidden)
+
+
+class HeadNorm(RMSNorm):
+    """RMS norm within each head, as the output norm of a gated delta net; never zero-centered.
+
+    All heads share the weight, and a rank sees only its own heads, so gradients have to be summed over tensor-parallel
+    ranks. Megatron-Core does so after backward if the sequence is split too; otherwise backward does it here.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise every row, in the dtype of `hidden`."""
+        is_summed_later = getattr(self.weight, "sequence_parallel", False)
+        weight = self.weight if is_summed_later else copy_to_tensor_model_parallel_region(self.weight)
+        return F.rms_norm(hidden, weight.shape, weight, self.eps)
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """An expert's second matrix, if experts have biases.
+
+    Megatron-Core adds the bias to this layer's result in place, which autograd forbids for a view that a function of
+    Megatron-Core's returned. So the result is a copy.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply; the bias is not added: [tokens, columns] to [tokens, rows]."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class NormedRowParallelLinear(RowParallelLinear):
@@ -69,12 +102,11 @@ def apply_mixin(
 def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
-        module, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        is_linear = isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear))
-        if is_linear:
+        module, params = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+        if isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear)):
             # Layers may share one spec, which the first of them has changed.
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
-                setattr(parts, field.name, ModuleSpec(module=mixed, params={**params, **arguments}))
-        elif isinstance(part, ModuleSpec) and (names is None or module is not MoELayer):
-            _mix_in(part.submodules, mixin, names, arguments)
+                setattr(parts, field.name, partial(mixed, **params, **arguments))
+        elif isinstance(part, (ModuleSpec, partial)) and (names is None or module is not MoELayer):
+            _mix_in(get_submodules(part), mixin, names, arguments)

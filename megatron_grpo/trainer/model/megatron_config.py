@@ -226,7 +226,7 @@ def _list_platform_settings(
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # CUDA graphs are not used; the field's default value would log a warning of its deprecation.
-        "cuda_graph_scope": [],
+        "cuda_graph_modules": [],
         "persist_layer_norm": False,
         # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
         # a batch mixes them up.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import (
@@ -178,6 +179,23 @@ def offload(rank: PolicyRank) -> None:
     rank.memory.onload()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.parametrize("sizes", [{}, {"expert": 2}, {"expert_tensor": 2}], ids=str)
+def test_every_rank_counts_its_own_experts_in_the_gradient_norm(
+    sizes: dict[str, int], models: Callable[[str], Path]
+) -> None:
+    """The second of two tensor-parallel ranks leaves out what both hold: norms and routers."""
+    rank = trial_of(Case("qwen3_moe", layout(tensor=2, sequence=True, **sizes), number=1), models).rank
+    counted = {
+        id(parameter)
+        for optimizer in rank.optimizer.optimizer.chained_optimizers
+        for parameter in optimizer.get_parameters()
+        if param_is_not_tensor_parallel_duplicate(parameter, optimizer.tp_group, optimizer.expert_tp_group)
+    }
+    named = [pair for chunk in rank.chunks for pair in chunk.named_parameters()]
+    left_out = {name for name, parameter in named if id(parameter.main_param) not in counted}
+    assert left_out == {name for name, _ in named if "norm" in name or "router" in name}
 
 
 def test_packed_attention_is_fused_and_without_padding(models: Callable[[str], Path]) -> None:

@@ -18,6 +18,7 @@ from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, HEARTBEATS_FO
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import (
     FOLDER_VARIABLE,
+    AdviceOnce,
     begin_process_log,
     build_log_path,
     choose_library_level,
@@ -177,3 +178,14 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytes
         for number in range(5):
             logger.info("record %d", number)
     assert capsys.readouterr().err == "/dev/full lacks records from now on: [Errno 28] No space left on device\n"
+
+
+def test_advice_to_developers_is_information_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    library = logging.getLogger("some.library")
+    library.addFilter(AdviceOnce("deprecated"))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            library.warning("%s IS DEPRECATED", "Model")
+            library.warning("something else")
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert sorted(told) == [("INFO", "Model IS DEPRECATED"), *[("WARNING", "something else")] * 3]

@@ -78,25 +78,6 @@ def test_gradients_of_rounded_weights_are_not_fused(simulate: bool, fused: bool,
     assert build_transformer_fields(policy, CUDA)["gradient_accumulation_fusion"] is fused
 
 
-class GroupedLinear:
-    """Megatron-Core's layer of three experts, as far as its state goes."""
-
-    num_gemms = 3
-
-    def _split_extra_state(self, state: Tensor) -> list[Tensor]:
-        return list(state.split(1))
-
-
-def test_grouped_layers_without_a_state_of_fp8_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.extensions.transformer_engine.TEGroupedLinear", GroupedLinear)
-    monkeypatch.setattr(GroupedLinear, "_split_extra_state", GroupedLinear._split_extra_state)  # undone at the end
-    layer_spec.keep_empty_states.__wrapped__()
-    empty = torch.empty(0, dtype=torch.uint8)
-    assert all(one is empty for one in GroupedLinear()._split_extra_state(empty))
-    assert len(GroupedLinear()._split_extra_state(empty)) == 3
-    assert [one.item() for one in GroupedLinear()._split_extra_state(torch.arange(3))] == [0, 1, 2]
-
-
 def test_a_reference_that_moves_to_the_host_has_no_fp8_parameters() -> None:
     policy = Config().policy
     policy.fp8 = Fp8Config(format="hybrid", recipe="tensorwise", parameters=True)

@@ -2,44 +2,76 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch import Tensor
 
-from megatron_grpo.trainer.model.experts import RoutingReplay
-from megatron_grpo.trainer.model.packed_sequences import lay_out, select_routing, select_source
+from megatron_grpo.platform.device import Platform
+from megatron_grpo.platform.megatron_on_cpu import apply_patches
+from megatron_grpo.trainer.model.experts import ExpertRouter
+from megatron_grpo.trainer.model.megatron_config import DecoderSettings
+from megatron_grpo.trainer.model.packed_sequences import Membership, lay_out, select_routing, select_source
+
+apply_patches()
 
 LENGTHS = [3, 5, 1]
 EXPERTS, TOP_K = 6, 2
 BIAS = torch.tensor([0.9, -0.3, 0.0, 0.4, -0.8, 0.2])
 KINDS: dict[str, dict[str, Any]] = {
     "softmax of the chosen": {},
-    "softmax of all": {"use_pre_softmax": True},
-    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 1.5},
+    "softmax of all": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
     "sigmoid, bias and groups": {
-        "score_function": "sigmoid",
-        "expert_bias": BIAS,
-        "num_groups": 2,
-        "group_topk": 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
     },
 }
 RECORD = torch.tensor([[5, 0], [-1, -1], [1, 4], [2, 3]], dtype=torch.int8)
 
 
 def logits() -> Tensor:
-    """[4, EXPERTS], with gradient."""
-    return torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    """[4, 1, EXPERTS], with gradient."""
+    return torch.randn(4, 1, EXPERTS, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def make_router(kind: dict[str, Any], record: Tensor | None) -> ExpertRouter:
+    """A router of one rank, with the fields of `kind`; record None: it does not replay."""
+    settings = DecoderSettings(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_router_load_balancing_type="none",
+        cuda_graph_modules=[],
+        platform=Platform("cpu", torch.device("cpu"), "gloo"),
+        **kind,
+    )
+    router = ExpertRouter(settings, SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None))
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(BIAS)
+    router.membership = Membership(torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.25), 1)
+    router.replays, router.record = record is not None, record
+    return router
+
+
+def own_choice(kind: dict[str, Any]) -> Tensor:
+    """[4, TOP_K]: the experts that the router chooses."""
+    _, chosen = make_router(kind, None).routing(logits().detach())
+    return chosen.nonzero()[:, 1].view(4, TOP_K)
 
 
 def weights_of(given: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
     """[tokens, EXPERTS]: what chosen experts, [tokens, TOP_K], weigh, by the formulas; a bias only chooses."""
-    if kind.get("score_function") == "sigmoid":
+    if kind.get("moe_router_score_function") == "sigmoid":
         chosen = given.sigmoid().gather(1, experts)
-        chosen = chosen / chosen.sum(dim=1, keepdim=True) * kind.get("scaling_factor", 1.0)
-    elif kind.get("use_pre_softmax"):
+        chosen = chosen / chosen.sum(dim=1, keepdim=True) * kind.get("moe_router_topk_scaling_factor", 1.0)
+    elif kind.get("moe_router_pre_softmax"):
         chosen = (given.exp() / given.exp().sum(dim=1, keepdim=True)).gather(1, experts)
     else:
         chosen = given.gather(1, experts).exp()
@@ -49,49 +81,35 @@ def weights_of(given: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_recorded_experts_are_weighed_as_if_the_router_had_chosen_them(kind: dict[str, Any]) -> None:
-    given = logits()
-    _, own = topk_routing_with_score_function(given.detach(), TOP_K, **kind)
-    experts = RECORD.long().clone()
-    experts[1] = own[1].nonzero()[:, 0]  # nothing is on record: the router chooses
-    replay = RoutingReplay(RECORD)
-    weights, chosen = topk_routing_with_score_function(given, TOP_K, router_replay=replay, **kind)
-    again = logits()
-    expected = weights_of(again, experts, kind)
+    given, again, own = logits(), logits(), own_choice(kind)
+    experts = torch.where(RECORD.long() < 0, own, RECORD.long())  # nothing is on record: the router chooses
+    router = make_router(kind, RECORD)
+    weights, chosen = router.routing(given)
+    expected = weights_of(again[:, 0], experts, kind)
     torch.testing.assert_close(weights, expected)
     assert torch.equal(chosen, torch.zeros(4, EXPERTS).scatter(1, experts, 1.0).bool())
     factors = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(2))
     (weights * factors).sum().backward()
     (expected * factors).sum().backward()
     torch.testing.assert_close(given.grad, again.grad)
-    assert replay.is_recorded.tolist() == [True, False, True, True]
-    assert replay.agreed is not None
-    for token in (0, 2, 3):
-        mine = set(own[token].nonzero()[:, 0].tolist())
-        assert replay.agreed[token] == len(mine & set(RECORD[token].tolist()))
-    assert replay.agreed[1] == 0
+    agreed = sum(len(set(own[token].tolist()) & set(RECORD[token].tolist())) for token in (0, 2, 3))
+    assert router.agreement.tolist() == [agreed, 3 * TOP_K]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_routers_own_choice_on_record_changes_no_bit(kind: dict[str, Any]) -> None:
-    class Recorder(RoutingReplay):
-        """Notes what the router chooses, in its order."""
-
-        def get_replay_topk(self, scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-            values, self.own = arguments[-1](scores, *arguments[:-1])
-            return values, self.own
-
     given, again = logits(), logits()
-    recorder = Recorder(RECORD)
-    weights, chosen = topk_routing_with_score_function(given, TOP_K, router_replay=recorder, **kind)
-    replay = RoutingReplay(recorder.own.to(torch.int16))
-    replayed, rechosen = topk_routing_with_score_function(again, TOP_K, router_replay=replay, **kind)
+    plain, replaying = make_router(kind, None), make_router(kind, torch.full((4, TOP_K), -1))
+    weights, chosen = plain.routing(given)
+    replayed, rechosen = replaying.routing(again)
     assert torch.equal(weights, replayed)
     assert torch.equal(chosen, rechosen)
     weights.square().sum().backward()
     replayed.square().sum().backward()
     assert torch.equal(given.grad, again.grad)
-    assert replay.agreed is not None
-    assert replay.agreed.tolist() == [TOP_K] * 4
+    full = make_router(kind, own_choice(kind).to(torch.int16))
+    full.routing(logits())
+    assert full.agreement.tolist() == [4 * TOP_K] * 2
 
 
 @pytest.mark.parametrize("parts", [1, 2])
