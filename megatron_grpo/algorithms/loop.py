@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.saves import (
@@ -24,11 +25,12 @@ from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.run.directory import STOP_FILE
 
+SomeRun = TypeVar("SomeRun", bound=SamplingRun)
 # One step of an algorithm on the next prompts; None: the prompts are used up.
-type StepFunction[SomeRun: SamplingRun] = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
+StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
 
 
-def train_steps[SomeRun: SamplingRun](run: SomeRun, step: StepFunction[SomeRun]) -> None:
+def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     """Train until a limit, early stopping or the end of the data.
 
     Raises:

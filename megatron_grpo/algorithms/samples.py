@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -172,8 +172,11 @@ def _compute_async_metrics(run: SamplingRun, outcomes: list[Outcome], timer: Ste
     return {**ages, **run.buffer.count_prompts(), "exposed_generation_s": waited}
 
 
+Group = TypeVar("Group")
+
+
 @dataclass(frozen=True, slots=True)
-class DynamicBatch[Group]:
+class DynamicBatch(Generic[Group]):
     """Result of dynamic sampling after one generation batch."""
 
     groups: list[Group]
@@ -185,7 +188,7 @@ class DynamicBatch[Group]:
     """Groups of this generation batch that are not used, in their order: without a signal, or after the last needed."""
 
 
-def dynamic_sampling[Group](
+def dynamic_sampling(
     groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
 ) -> DynamicBatch[Group]:
     """Add groups with a signal to those that wait for a step.

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class phase(ContextDecorator):  # noqa: N801  # used like a function
     def _recreate_cm(self) -> phase:
         return phase(self._name)  # every call of a decorated function is a separate phase
 
-    def __call__[Function: Callable[..., Any]](self, function: Function) -> Function:
+    def __call__(self, function: Function) -> Function:
         if not inspect.iscoroutinefunction(function):
             return super().__call__(function)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import ConfigError, Problem
@@ -150,6 +150,9 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+T = TypeVar("T")
+
+
 def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     """Make a task's prompt specification; ValueError: a configured file is bad."""
     config = data.tasks.get(task, TaskConfig())
@@ -240,11 +243,11 @@ def _is_import_path(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-def _choose[T](value: T | None, otherwise: T | None) -> T | None:
+def _choose(value: T | None, otherwise: T | None) -> T | None:
     return otherwise if value is None else value
 
 
-def _read[T](file: str | None, parse: Callable[[str], T]) -> T | None:
+def _read(file: str | None, parse: Callable[[str], T]) -> T | None:
     # `parse` converts the text; its ValueError says why it cannot.
     if file is None:
         return None

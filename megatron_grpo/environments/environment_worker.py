@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -23,6 +23,8 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Mod
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
+
+Value = TypeVar("Value")
 
 # Deadline in seconds for loading a reward model, shorter than that of the process that waits for it, so that the error
 # names the model.
@@ -123,7 +125,7 @@ class EnvironmentWorker:
             for score in scores
         ]
 
-    def _catch_errors[Value](self, call: Callable[[], Value]) -> Value | str:
+    def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
         try:
             return call()
         except RunError as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import ray
@@ -17,6 +17,8 @@ from megatron_grpo.config.errors import EngineLostError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+Result = TypeVar("Result")
 
 DEATH_CHECK_S = 1.0  # between two checks, during a call, that vLLM's processes still live
 END_S = 20.0  # for killed processes to disappear; a process inside a device driver's call ends when it returns
@@ -33,7 +35,7 @@ class EngineProcesses:
     """Pid and start time (seconds since the epoch) of each process; the time is needed because pids are reused."""
 
 
-async def await_alive[Result](llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
+async def await_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
     """Await a call; EngineLostError if a process ends meanwhile."""
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.special_tokens import decode_response, list_added_tokens
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.cluster.actor_calls import Method
+from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
@@ -260,9 +260,7 @@ class ServerEngine(Engine):
         if not awaits_canary:
             await self._post("/resume")
 
-    async def _call_workers[**Arguments](
-        self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs
-    ) -> list[Any]:
+    async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
         answer = await self._post("/collective_rpc", {"method": method.__name__, "args": list(args)})
         return require_answers(answer["results"], f"{self._url}: ")
 

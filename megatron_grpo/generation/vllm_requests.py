@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
+Result = TypeVar("Result")
+
 PACE_S = 0.02  # a complete response waits this long for others, so that one message carries them
 
 # Fields of SamplingSettings that have the same name in vLLM.
 _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-async def iterate_finished[Result](
+async def iterate_finished(
     pending: dict[asyncio.Task[Result], int],
 ) -> AsyncIterator[dict[int, asyncio.Task[Result]]]:
     """Remove finished tasks from `pending`, and yield them by number, together within PACE_S."""

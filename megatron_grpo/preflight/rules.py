@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Concatenate
+from typing import Any, Concatenate, ParamSpec
 
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
@@ -24,6 +24,7 @@ from megatron_grpo.config.schema import Config
 
 # (whether it is broken: any value that is true, subject, text)
 Rule = tuple[object, str, str]
+P = ParamSpec("P")
 # Conflicting settings: by table, the conditions under which a row is a mistake, and the text of its message.
 CONFLICTS = load_tables("conflicts.yaml")
 
@@ -46,7 +47,7 @@ def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem
             yield Problem(key + value, fill_placeholders(config, text))
 
 
-def evaluate_rules[**P](
+def evaluate_rules(
     check: Callable[Concatenate[Config, P], Iterator[Rule]],
 ) -> Callable[Concatenate[Config, P], Iterator[Problem]]:
     """Make a check yield the problems of its broken rules (decorator)."""

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayError
 
@@ -19,6 +19,9 @@ from megatron_grpo.environments.environment_processes import EnvironmentHandle, 
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
 from megatron_grpo.rollouts.failures import RolloutFailure
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ class EnvironmentClient:
             return str(failure)
         return scored
 
-    async def _call_with_retry[*Arguments, Answer](
+    async def _call_with_retry(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer | str], *arguments: *Arguments
     ) -> Answer:
         try:
@@ -108,7 +111,7 @@ class EnvironmentClient:
             answer = await self._call(method, *arguments, is_alone=True)
         return _require_answer(answer)
 
-    async def _call[*Arguments, Answer](
+    async def _call(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
     ) -> Answer:
         """Queue a call; RolloutFailure if its process was lost."""
@@ -191,7 +194,7 @@ class EnvironmentClient:
         return EnvironmentProcess(actor, status)
 
 
-def _require_answer[Answer](answer: Answer | str) -> Answer:
+def _require_answer(answer: Answer | str) -> Answer:
     if isinstance(answer, str):  # the reason why there is none
         raise RolloutFailure(answer)
     return answer

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
@@ -35,6 +35,7 @@ LOADER_FILE = "dataloader.pt"
 # Files that Megatron-Core wrote beside the tensors, in every layout, when checkpoints had no manifest.
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
 
+T = TypeVar("T")
 # Size and digest of a file: "bytes" and CHECKSUM_KEY.
 FileRecord = dict[str, int | str]
 # True: stop reading, because the result is no longer needed.
@@ -92,7 +93,7 @@ def _make_record(path: Path, is_cancelled: IsCancelled) -> FileRecord:
     return {"bytes": size, CHECKSUM_KEY: digest.hexdigest()}
 
 
-def _map_in_threads[T](function: Callable[[Path, IsCancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
+def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
     """Call a function for every path in threads; errors cancel all."""
     has_failed = Event()
     pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")

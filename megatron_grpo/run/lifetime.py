@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -33,6 +33,7 @@ from megatron_grpo.run.user_objects import UserObjects
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read about 10 GB.
 SEARCH_WAIT_S = 10.0
 # Lines that announce the parts of a start-up, by name of the part.
@@ -47,7 +48,7 @@ _ANNOUNCEMENTS = {
 
 
 @contextmanager
-def in_background[T](work: Callable[[Event], T], wait_s: float = SEARCH_WAIT_S) -> Iterator[Future[T]]:
+def in_background(work: Callable[[Event], T], wait_s: float = SEARCH_WAIT_S) -> Iterator[Future[T]]:
     """Run `work` in a thread during the body, and yield its future.
 
     The body begins after `wait_s` seconds, or as soon as `work` ends; an error until then is raised instead. `work`

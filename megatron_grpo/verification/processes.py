@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
@@ -19,13 +19,14 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import connect_store, open_store
 from megatron_grpo.trainer.parallel import initialize_parallel
 
+T = TypeVar("T")
 Enter = Callable[[str], object]
 """A function that a rank calls with the name of each phase when the phase begins; messages name it."""
-type Body[T] = Callable[[T, Enter], dict[str, Any]]
+Body = Callable[[T, Enter], dict[str, Any]]
 """The work of a rank: from the task and `Enter` to named results, which torch.load reads with weights_only."""
 
 
-def run_on_ranks[T](
+def run_on_ranks(
     body: Body[T], task: T, parallel: ParallelConfig, *, seed: int, timeout_s: float, gpus: int | None = None
 ) -> list[dict[str, Any]]:
     """Call `body(task, enter)` on every rank; return the results by rank.
@@ -90,7 +91,7 @@ def _read_phase(folder: Path, rank: int) -> str:
     return file.read_text() if file.exists() else "start"
 
 
-def _run_rank[T](
+def _run_rank(
     rank: int,
     body: Body[T],
     task: T,

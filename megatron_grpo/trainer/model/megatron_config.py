@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -126,7 +128,7 @@ def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[s
     return fields | config.megatron
 
 
-def build_megatron_config[T](kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
+def build_megatron_config(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
     """Build a configuration of Megatron-Core; ValueError: it refuses the combination of fields."""
     # Passed fields, whose names and types were checked, override ours.
     hints = typing.get_type_hints(kind)
