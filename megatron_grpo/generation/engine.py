@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
-from megatron_grpo.cluster.actor_calls import Method
+from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, choose_library_level
@@ -249,9 +249,7 @@ class VllmEngine(Engine):
             end_child_processes(self._llm)
             self._llm = None
 
-    async def _call_workers[**Arguments](
-        self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs
-    ) -> list[Any]:
+    async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
         llm = await self._gate.wait_paused()
         return vllm_requests.require_answers(await await_alive(llm, llm.collective_rpc(method.__name__, args=args)))
 

@@ -9,9 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
-from typing import Any
-
-from typing_extensions import override
+from typing import Any, override
 
 from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_grpo.cluster.actor_calls import Method, call_actor
+from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import RunError
@@ -85,12 +85,12 @@ class VllmGeneration:
         for index, start in zip(calls, starts, strict=True):
             self.starts[index] = start
 
-    def submit[**Arguments](
+    def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
         return list(self.submit_to(range(len(self.engines)), method, *args, **kwargs).values())
 
-    def submit_to[**Arguments](
+    def submit_to(
         self, numbers: Iterable[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, ray.ObjectRef]:
         return {number: call_actor(self.engines[number], method, *args, **kwargs) for number in numbers}

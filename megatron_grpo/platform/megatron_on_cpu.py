@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_grpo.platform.adamw_state import patch_state_of_adamw
 from megatron_grpo.platform.hooks import check_hooks, load_hooks
 
 # Functions of `torch` that Megatron-Core calls with device="cuda".
@@ -130,7 +131,7 @@ def apply_patches() -> None:
     for module in modules:
         module.torch = overlay
     _patch_tensor_methods()
-    _patch_optimizer_loading()
+    patch_state_of_adamw()
     _patch_experts()
     _allow_uneven_parts()
     # Dropout and initialisation draw from the RNG tracker, which keeps states of the CPU's generator then.
@@ -156,41 +157,6 @@ def _patch_tensor_methods() -> None:
 
     torch.Tensor.type = convert_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # the point of this function
-
-
-def _patch_optimizer_loading() -> None:
-    optimizer_class = _import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
-
-    # torch's AdamW, which replaces fused implementations, keeps a step for each parameter.
-    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        group, position = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][position]
-        for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
-            if name != "step":  # comes with the parameter groups
-                target.copy_(tensors[name])
-
-    def load(self: Any, state_dict: dict[str, Any]) -> None:
-        original_load(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    def build_state_dict(self: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not self.optimizer.state[parameter]:
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-        if not self.optimizer.state:  # stages without experts have an empty expert optimizer
-            groups = [{**group, "step": 0} for group in self.optimizer.param_groups]
-            for group in groups:
-                del group["params"]
-            return {"optimizer": {"param_groups": groups}}
-        return original_state(self)
-
-    optimizer_class.state_dict = build_state_dict
-    optimizer_class._set_main_param_and_optimizer_states = set_states
-    optimizer_class.load_state_dict = load
 
 
 def _patch_experts() -> None:

@@ -19,7 +19,7 @@ from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettin
 from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, locate_rollouts_file
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
-from megatron_grpo.cluster.actor_calls import Method, call_actor, call_actor_for_many, stream_actor
+from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor, call_actor_for_many, stream_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, gather
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.phases import phase
@@ -373,7 +373,7 @@ class RolloutPool:
         """Wait until a `dump` is written; RunError if that fails."""
         self._gather(dump, self._timeout_s, "writing of rollouts")
 
-    def _call_next[**Arguments](
+    def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> dict[int, Any]:
         worker = next(self._calls) % len(self.actors)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.platform.adamw_state import patch_state_of_adamw
 from megatron_grpo.platform.device import Platform, detect_platform
 
 
@@ -85,6 +86,11 @@ def initialize_parallel(
         from megatron_grpo.platform.megatron_on_cpu import apply_patches
 
         apply_patches()
+    else:
+        from megatron.core.optimizer import distrib_optimizer
+
+        if not distrib_optimizer.HAVE_APEX_OR_TE:
+            patch_state_of_adamw()
     exchange_shapes_in_order()
     # Megatron-Core relies on one hardware queue to order a layer's communication before its computation, and checks the
     # variable even without a GPU.

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
@@ -188,6 +190,20 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     made = {"PATH": os.environ["PATH"]}
     monkeypatch.setattr(os, "environ", made)
     return made
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_state_of_torch_adamw_is_patched_without_a_fused_optimizer(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU without Transformer Engine and apex checkpoints could not be loaded."""
+    patched: list[bool] = []
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", fused)
+    monkeypatch.setattr(parallel, "patch_state_of_adamw", lambda: patched.append(True))
+    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        parallel.initialize_parallel(Config().policy.parallel, rank=0, store=Mock(), seed=1, timeout_s=1, platform=CUDA)
+    assert patched == [True] * (not fused)
 
 
 def test_a_rank_sets_what_cuda_reads_before_torch_is_imported(environment: dict[str, str]) -> None:
