@@ -96,7 +96,10 @@ class OncePerMessage(logging.Filter):
 
 
 class AdviceOnce(OncePerMessage):
-    """Passes a library's advice to its callers once, as information, because no user can follow it."""
+    """Passes a library's advice to its callers once, as information.
+
+    No user can follow it.
+    """
 
     def __init__(self, *phrases: str) -> None:
         super().__init__()

@@ -278,7 +278,9 @@ def _open_parquet(path: Path) -> Source:
     from datasets import Dataset
 
     pq.ParquetFile(path).close()  # fails at once when the file is cut off
-    return _validate(Dataset.from_parquet(str(path)), path)
+    dataset = Dataset.from_parquet(str(path))
+    _validate(dataset.data.table)
+    return Table(dataset, str(path))
 
 
 def _open_arrow(path: Path) -> Source:
@@ -291,13 +293,14 @@ def _open_arrow(path: Path) -> Source:
         except pa.ArrowInvalid:
             file.seek(0)
             table = pa.ipc.open_stream(file).read_all()
-    return _validate(Dataset(table), path)
+    _validate(table)
+    return Table(Dataset(table), str(path))
 
 
-def _validate(dataset: Any, path: Path) -> Source:
-    # Offsets and texts are checked, because pyarrow reads past the end of damaged texts.
-    dataset.data.table.validate(full=True)
-    return Table(dataset, str(path))
+def _validate(table: Any) -> None:
+    # Offsets and texts are checked, because pyarrow reads past the end of damaged texts. The fingerprint that a Dataset
+    # makes of its table does so already.
+    table.validate(full=True)
 
 
 def _open_csv(path: Path) -> Source:

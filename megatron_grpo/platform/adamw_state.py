@@ -16,7 +16,7 @@ from torch import Tensor
 
 @cache
 def patch_state_of_adamw() -> None:
-    """Let checkpoints have the state of torch's AdamW, where no fused optimizer is installed; idempotent."""
+    """Let checkpoints have the state of torch's AdamW; idempotent."""
     optimizer_class = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
 

@@ -180,7 +180,7 @@ class DecoderLayer(TransformerLayer):
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Mark the experts' parameters, so that they have an optimizer of their own in every layout."""
+    """Give the experts an optimizer of their own in every layout."""
     # Megatron-Core marks them only where other ranks share them than share the other parameters. A checkpoint of one
     # layout would lack an optimizer that another layout has.
     for name, parameter in model.named_parameters():

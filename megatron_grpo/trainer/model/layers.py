@@ -46,10 +46,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class HeadNorm(RMSNorm):
-    """RMS norm within each head, as the output norm of a gated delta net; never zero-centered.
+    """RMS norm within each head, never zero-centered.
 
-    All heads share the weight, and a rank sees only its own heads, so gradients have to be summed over tensor-parallel
-    ranks. Megatron-Core does so after backward if the sequence is split too; otherwise backward does it here.
+    A gated delta net has it at its output. All heads share the weight, and a rank sees only its own heads, so gradients
+    have to be summed over tensor-parallel ranks. Megatron-Core does so after backward if the sequence is split too;
+    otherwise backward does it here.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:

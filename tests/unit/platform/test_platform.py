@@ -86,7 +86,7 @@ def test_patched_names_exist_and_are_replaced_once() -> None:
         [sys.executable, "-W", "ignore", "-c", REPLACED_NAMES], capture_output=True, text=True, check=True, timeout=120
     )
     rows = json.loads(done.stdout)
-    assert len(rows) >= 10
+    assert len(rows) >= 8
     for row, replaced, stays in rows:
         assert replaced, f"{row} is listed but not patched"
         assert stays, f"{row} is patched again by a second call"
