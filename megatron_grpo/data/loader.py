@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, select_first_line
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rows import RowCheck, digest_rows
@@ -203,7 +203,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
         # A stream opens no file before its first row, and a missing file should fail here rather than in training.
         next(iter(stream), None)
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
-        raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
+        raise ValueError(f"cannot be opened: {select_first_line(error)}") from error
     return stream
 
 

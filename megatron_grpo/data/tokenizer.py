@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, list_declared_tokens
 
 SAMPLE_TEXTS = (
@@ -117,9 +117,8 @@ def _load(kind: Any, model: Path | str) -> Any:
         # mistral_format: else tekken.json, where the folder has one, would replace tokenizer.json.
         tokenizer = kind.from_pretrained(model, trust_remote_code=False, mistral_format=False)
     except Exception as error:  # the tokenizers library raises bare exceptions
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = f"{model} has no tokenizer that transformers can load (code that comes with a model is not run)"
-        raise RunError(f"{text}: {reason}") from error
+        raise RunError(f"{text}: {select_first_line(error)}") from error
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
