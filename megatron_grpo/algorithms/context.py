@@ -59,10 +59,6 @@ class GRPOSaveState(TypedDict):
     val_accuracy: NotRequired[float | None]
 
 
-class PPOSaveState(GRPOSaveState):
-    """Progress of a PPO run."""
-
-
 def make_save_state() -> GRPOSaveState:
     """Make the progress of a run before its first step."""
     return GRPOSaveState(
