@@ -63,9 +63,8 @@ class StepSamples:
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """Sample the groups of the next step; None: none are left.
 
-    Raises:
-        SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
-            fill the step within its limit.
+    SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not fill
+    the step within its limit.
     """
     run.placement.wake_engines(timer)
     if isinstance(run.loader, RecordedSteps):

@@ -59,8 +59,7 @@ def parse_arguments(
     bool, and --html FILE or --html=FILE for "--html" of another type. `is_override(name)` is true for the name of an
     argument that belongs to the configuration.
 
-    Raises:
-        ValueError: an argument is unknown, or its value is of another type.
+    ValueError: an argument is unknown, or its value is of another type.
     """
     parsed = CommandLine()
     remaining = iter(arguments)

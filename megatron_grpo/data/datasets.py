@@ -137,8 +137,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
         With skip_refused, the prompt of a refused row is empty and has loss_multiplier 0.
 
-        Raises:
-            ValueError: no prompt can be made of the row, and skip_refused is false.
+        ValueError: no prompt can be made of the row, and skip_refused is false.
         """
         try:
             return self.make_prompt(self.dataset[idx], idx)
@@ -158,8 +157,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def make_prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
         """Make the prompt of a row, perhaps of another dataset.
 
-        Raises:
-            ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
+        ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
         """
         task = find_task(row, self.default_task_data_spec.task_name)
         try:

@@ -119,8 +119,7 @@ class PromptLoader(BatchLoader):
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the epoch, then begin the next.
 
-        Raises:
-            RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
+        RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
         """
         self._order.epoch = self.epoch  # first: the loader draws the order of the whole epoch when it is iterated
         rows = iter(self._loader)
@@ -234,8 +233,7 @@ class StreamLoader(BatchLoader):
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the epoch, then begin the next.
 
-        Raises:
-            RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
+        RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
         """
         if self._drawn == 0:
             self.left_out = 0

@@ -49,9 +49,8 @@ def read_tokenizer(model: Path | str) -> tuple[Any, str | None]:
     special_tokens_map.json and added_tokens.json decide which tokens are special, and their roles; tokens that
     tokenizer.json lacks get the numbers after its last. Blanks before punctuation are never removed from decoded texts.
 
-    Raises:
-        RunError: the folder has no tokenizer, or its tokenizer needs code of the model, which is never run, or
-            transformers cannot load it as tokenizer.json describes it.
+    RunError: the folder has no tokenizer, or its tokenizer needs code of the model, which is never run, or transformers
+    cannot load it as tokenizer.json describes it.
     """
     # Imported here: it takes seconds, which are spent while other processes start.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
