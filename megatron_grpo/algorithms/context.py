@@ -82,8 +82,7 @@ class SamplingRun:
     rollouts: RolloutPool
     settings: SamplingSettings
     dumps: RolloutDumps
-    loader: BatchLoader
-    """Loader of the training prompts, or a recording, whose rollouts replace sampling."""
+    loader: BatchLoader  # loader of the training prompts, or a recording, whose rollouts replace sampling
     val_prompts: list[DatumSpec]
     logger: RunLogger
     checkpointer: Checkpointer
@@ -129,8 +128,7 @@ class GRPORun(SamplingRun):
     """A run of GRPO."""
 
     policy: MegatronPolicy
-    transport: WeightTransport | None
-    """Transport of the policy's weights to the engines; None: there are no engines."""
+    transport: WeightTransport | None  # transport of the policy's weights to the engines; None: there are no engines
     loss_fn: ClippedPGLossFn
 
     @property

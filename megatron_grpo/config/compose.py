@@ -108,8 +108,7 @@ class ComposedConfig:
     """The typed configuration of a command line, with its problems."""
 
     job: Job
-    config: Config | None = None
-    """None: the values cannot be converted to the schema's types."""
+    config: Config | None = None  # None: the values cannot be converted to the schema's types
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Set and default values, resolved, wrong ones included; empty when Hydra could compose nothing."""
     problems: list[Problem] = dataclasses.field(default_factory=list)

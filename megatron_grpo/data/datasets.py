@@ -116,18 +116,13 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     dataset: Subset[dict[str, Any]] | Sequence[dict[str, Any]]
     """Rows; a Subset has the usable rows of a `Source`, which names their places in messages."""
     tokenizer: Any
-    default_task_data_spec: TaskDataSpec
-    """Specification whose task_name is used for rows without one."""
+    default_task_data_spec: TaskDataSpec  # specification whose task_name is used for rows without one
     task_data_processors: Mapping[str, tuple[TaskDataSpec, DataProcessor]]
-    max_seq_length: int
-    """Most tokens of a prompt; a longer one is flagged with loss_multiplier 0."""
+    max_seq_length: int  # most tokens of a prompt; a longer one is flagged with loss_multiplier 0
     _: KW_ONLY
-    skip_refused: bool = False
-    """Flag a row that its processor refuses with loss_multiplier 0, too."""
-    vocab: int | None = None
-    """Number of the model's tokens; None: it is not known."""
-    refused: dict[int, str] = field(default_factory=dict, init=False)
-    """Reasons of refused rows, by row number."""
+    skip_refused: bool = False  # flag a row that its processor refuses with loss_multiplier 0, too
+    vocab: int | None = None  # number of the model's tokens; None: it is not known
+    refused: dict[int, str] = field(default_factory=dict, init=False)  # reasons of refused rows, by row number
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -69,8 +69,7 @@ Prompts = Dataset[DatumSpec]
 class BatchLoader(Protocol):
     """A loader of training prompts."""
 
-    epoch: int = 0
-    """Completed epochs."""
+    epoch: int = 0  # completed epochs
     left_out: int = 0
     """Rows of the current epoch, or of the last after its end, that were left out, for example as too long."""
     prompts_per_batch: int

@@ -30,10 +30,8 @@ class PromptFormat:
     """How the turns of a task's conversations become text."""
 
     apply_chat_template: bool = True
-    system_prompt: str | None = None
-    """System message for conversations without one."""
-    chat_template: str | None = None
-    """Chat template in Jinja; None: the tokenizer's."""
+    system_prompt: str | None = None  # system message for conversations without one
+    chat_template: str | None = None  # chat template in Jinja; None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
 

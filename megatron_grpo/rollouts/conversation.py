@@ -36,8 +36,7 @@ class Conversation:
     max_length: int  # tokens of prompts and responses together
 
     def __post_init__(self) -> None:
-        self.pieces: list[NDArray[np.int32]] = []
-        """Context and sampled tokens, alternating, [tokens] each, int32."""
+        self.pieces: list[NDArray[np.int32]] = []  # context and sampled tokens, alternating, [tokens] each, int32
         self.outputs: list[GenerationOutput] = []
         self.failure: Exception | None = None
         """The engine's error in the last call; the agent learns only that its call failed."""
