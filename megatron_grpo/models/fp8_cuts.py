@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, find_destinations
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 from megatron_grpo_kernels.fp8_format import BLOCK
 
 # Dimensions of router and value head, whose tensors are not converted to FP8.
@@ -17,7 +17,7 @@ _EXCLUDED_DIMS = {"experts", "score"}
 def can_travel_in_fp8(entry: WeightEntry) -> bool:
     """True for matrices of layers; not for embeddings, heads, routers, norms, biases."""
     are_matrices = all(len(tensor.dims) == 2 and not _EXCLUDED_DIMS & set(tensor.dims) for tensor in entry.hf)
-    return is_per_layer(entry.megatron[0]) and are_matrices
+    return entry.half is not None and are_matrices
 
 
 def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
@@ -30,16 +30,20 @@ def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Seq
         for split in sorted({shard.find_split(entry) for shard in sources}, key=lambda split: split.index):
             for part in entry.list_slices(shape, 0, split.index, split.count, expert):
                 if _has_cut_block(part):
-                    yield f"{part.name} on policy ranks: {part.start} to {part.stop} of {part.shape}"
+                    yield f"{part.name} on policy ranks: {_describe_cut(part)}"
         for rank, shard in enumerate(engine):
             first = shard.experts[0] if entry.per_expert else 0
             for destination in find_destinations(entry, shape, shard, expert=first):
                 part = destination.part
                 if _has_cut_block(part) or destination.row % BLOCK:
-                    yield f"{part.name} on rank {rank} of an engine: {part.start} to {part.stop} of {part.shape}"
+                    yield f"{part.name} on rank {rank} of an engine: {_describe_cut(part)}"
 
 
 def _has_cut_block(part: WeightSlice) -> bool:
-    if part.axis is None:
-        return False
-    return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))
+    bounds = zip(part.bounds, part.shape, strict=True)
+    return any(begin % BLOCK or (end % BLOCK and end != size) for (begin, end), size in bounds)
+
+
+def _describe_cut(part: WeightSlice) -> str:
+    cuts = [bounds for bounds, size in zip(part.bounds, part.shape, strict=True) if bounds != (0, size)]
+    return f"{' and '.join(f'{begin} to {end}' for begin, end in cuts)} of {part.shape}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice
 
 if TYPE_CHECKING:
     from megatron_grpo.config.generation_schema import GenerationParallelConfig
@@ -35,10 +35,9 @@ class RankShard:
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
         """Whether the rank has a row's parameter (of this layer)."""
-        name = entry.megatron[0]
-        if is_per_layer(name):
+        if entry.half is not None:
             return layer in self.layers
-        return self.has_embedding if name.startswith("embedding.") else self.has_output
+        return self.has_embedding if entry.name.startswith("embedding.") else self.has_output
 
     def find_split(self, entry: WeightEntry) -> Split:
         """Find the rank's part of a row's matrices, if they are split."""
@@ -160,27 +159,29 @@ def find_destinations(
 
 def _find_part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, name: str) -> WeightSlice:
     shape, axis = tensor.compute_shape(model), entry.axis
+    bounds = [(0, size) for size in shape]
     if axis is None:
-        return WeightSlice(name, shape, None, 0, 0)
-    total = shape[axis]
-    if tensor.dims[axis] == "vocab":
-        width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // part.count
-        return WeightSlice(name, shape, axis, min(part.index * width, total), min((part.index + 1) * width, total))
-    if tensor.dims[axis] == "kv_heads" and part.count > model.key_value_heads:  # several ranks have the same head
+        return WeightSlice(name, shape, tuple(bounds))
+    width = total = shape[axis]
+    # Several ranks may have the same key/value head.
+    if tensor.dims[axis] in ("groups * key", "groups * value") and part.count > model.key_value_heads:
         part = Split(part.index // (part.count // model.key_value_heads), model.key_value_heads)
-    width = total // part.count
-    return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
+    if tensor.dims[axis] == "vocab":
+        width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    width //= part.count
+    bounds[axis] = min(part.index * width, total), min((part.index + 1) * width, total)
+    return WeightSlice(name, shape, tuple(bounds))
 
 
 def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
     module, _, kind = name.rpartition(".")
     if entry.per_expert:
         block = module[: module.index(".experts.")]
-        return f"{block}.experts.routed_experts.{'w13' if entry.merge == 'gate_up' else 'w2'}_{kind}"
+        return f"{block}.experts.routed_experts.{'w13' if len(entry.hf) == 2 else 'w2'}_{kind}"
     above, _, last = module.rpartition(".")
-    if entry.merge == "qkv":
+    if len(entry.hf) == 3:
         return f"{above}.qkv_proj.{kind}"
-    if entry.merge == "gate_up":
+    if len(entry.hf) == 2:
         return f"{above}.gate_up_proj.{kind}"
     if last in _COMPRESSED and _find_query_rank(model):
         return f"{above}.fused_qkv_a_proj.{kind}"

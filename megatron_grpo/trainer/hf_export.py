@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFo
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import is_untied_by_weights
 from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
-from megatron_grpo.models.hf_weights import bind_entries, iter_hf_tensors, load_hf_weights, split_parameter
+from megatron_grpo.models.hf_weights import bind_entries, iter_hf_tensors, join_shards, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
 
 if TYPE_CHECKING:
@@ -116,10 +116,8 @@ def write_peft_folder(
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
-        slices = bound.entry.list_slices(shape, bound.layer, 0, 1)
-        rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
-        for matrix, lora_b in zip(slices, rows_of_b, strict=True):
-            name = f"base_model.model.{matrix.name.removesuffix('.weight')}"  # in peft's wrapper
+        for matrix, lora_b in join_shards(bound.entry, bound.layer, [bound.adapted.lora_b.detach()], shape).items():
+            name = f"base_model.model.{matrix.removesuffix('.weight')}"  # in peft's wrapper
             tensors[f"{name}.lora_A.weight"] = bound.adapted.lora_a.detach().to("cpu", copy=True).contiguous()
             tensors[f"{name}.lora_B.weight"] = lora_b.to("cpu", copy=True).contiguous()
     config = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
-from megatron_grpo.models.weight_map import ModelMap, is_per_layer
+from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.weight_sync.engine_layers import (
     RebuiltLayer,
     finish_model,
@@ -97,7 +97,7 @@ class ModelWriter:
         unused = {
             destination.parameter
             for entry in model_map.entries
-            if not is_per_layer(entry.megatron[0]) and not shard.keeps(entry)
+            if entry.half is None and not shard.keeps(entry)
             for destination in find_destinations(entry, model_map.shape, shard)
         }
         self._require_filled(regions, unused)

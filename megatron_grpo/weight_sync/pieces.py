@@ -90,12 +90,8 @@ class Box(NamedTuple):
 
 def find_box(part: WeightSlice) -> Box:
     """Find the rows and columns of a slice; a vector has one column."""
-    rows, columns = part.shape[0], part.shape[1] if len(part.shape) > 1 else 1
-    if part.axis == 0:
-        return Box(part.start, part.stop, 0, columns)
-    if part.axis == 1:
-        return Box(0, rows, part.start, part.stop)
-    return Box(0, rows, 0, columns)
+    rows, columns = part.bounds if len(part.bounds) > 1 else (*part.bounds, (0, 1))
+    return Box(*rows, *columns)
 
 
 def align(sizes: Any) -> Any:

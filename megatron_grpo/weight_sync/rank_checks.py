@@ -87,12 +87,11 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[RankShard]) -> list[di
     for name, tensor in iter_hf_tensors(rank.gather_chunks(), rank.shape):
         if tensor is None:
             continue
-        by_bounds: dict[tuple[int, int], Fingerprint | None] = {}
+        by_bounds: dict[tuple[tuple[int, int], ...], Fingerprint | None] = {}
         for engine_rank, part in parts_by_tensor[name]:
-            is_expert, bounds = part.expert is not None, (part.part.start, part.part.stop)
+            is_expert, bounds = part.expert is not None, part.part.bounds
             if bounds not in by_bounds:  # several ranks may keep the same part
-                start, stop = bounds
-                values = tensor if part.part.axis is None else tensor.narrow(part.part.axis, start, stop - start)
+                values = tensor[part.part.region]
                 by_bounds[bounds] = experts.add(part, values) if is_expert else compute_fingerprint(values)
             fingerprint = by_bounds[bounds]
             if fingerprint is not None:
@@ -110,7 +109,8 @@ class _ExpertOutputs:
 
     def add(self, part: Destination, values: Tensor) -> Fingerprint | None:
         """Add a part of a tensor; an expert's last one completes its fingerprint."""
-        key, weight = (name_expert(part.part.name), part.part.start), values.float()
+        begin = max(begin for begin, _ in part.part.bounds)  # of the cut; the other dimension begins at 0
+        key, weight = (name_expert(part.part.name), begin), values.float()
         if not part.parameter.endswith(".w13_weight"):
             return compute_fingerprint(self._values.pop(key) @ weight.T)
         projected = draw_probes(self._hidden, values.device) @ weight.T

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
+from megatron_grpo.models.megatron_names import list_layers
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 from megatron_grpo.weight_sync.links import BUFFERS, Links
@@ -144,7 +145,7 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
 
     number = torch.distributed.get_rank()
     # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
-    layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
+    layers = tuple(layer for chunk in rank.chunks for layer in list_layers(chunk))
     tensor = parallel_state.get_tensor_model_parallel_rank()
     shard = split_policy(rank.config.parallel, rank.shape)[number]
     assert (layers, tensor) == (shard.layers, shard.tensor.index), f"planned for {shard}, has {layers}, {tensor}"

@@ -20,7 +20,7 @@ from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, find_destinations
-from megatron_grpo.models.weight_map import WeightEntry, is_per_layer, iter_entries
+from megatron_grpo.models.weight_map import WeightEntry, iter_entries
 from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Box, Pieces, align, find_box, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
@@ -29,7 +29,7 @@ def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> l
     """Choose dtypes in messages by row of the weight map."""
     dtypes = []
     for entry in build_weight_map(shape):
-        if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
+        if entry.name.endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
             dtypes.append("float32")
         else:
             dtypes.append(FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision)
@@ -146,7 +146,7 @@ class _HolderSets:
 
     def find_sets(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Find the number of the set that holds each expert's part: [experts]."""
-        parameter = layer if is_per_layer(entry.megatron[0]) else entry.megatron
+        parameter = entry.name if entry.half is None else layer
         first_experts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
         numbers = []
         for first_expert in first_experts.tolist():

@@ -132,7 +132,7 @@ def _of_folder(tiny: TinyModel, shard: RankShard) -> dict[str, Fingerprint]:
     experts: defaultdict[str, list[Tensor]] = defaultdict(list)
     for kept in list_kept_parts(build_model_map(tiny.shape), shard):
         part, tensor = kept.part, whole[kept.part.name]
-        cut = tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
+        cut = tensor[part.region]
         if kept.expert is None:
             found[part.name] = compute_fingerprint(cut)
         else:

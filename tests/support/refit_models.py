@@ -82,7 +82,7 @@ class Held:
             for tensor in entry.hf
             for layer in place.layers
             for expert in range(shape.experts.count if shape.experts and entry.per_expert else 1)
-            if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(layer)
+            if entry.kind is None or entry.kind in shape.list_kinds(layer)
         }
 
     def whole(self, name: str) -> Tensor:

@@ -78,7 +78,7 @@ def test_an_expert_is_applied_to_the_probes() -> None:
     experts = _ExpertOutputs(hidden, functional.silu)
 
     def part(name: str, parameter: str, begin: int) -> Destination:
-        tensor = WeightSlice(f"model.layers.0.mlp.experts.7.{name}.weight", (0,), 0, begin, begin + 32)
+        tensor = WeightSlice(f"model.layers.0.mlp.experts.7.{name}.weight", (64,), ((begin, begin + 32),))
         return Destination(f"model.layers.0.mlp.experts.routed_experts.{parameter}_weight", tensor, 0, 7)
 
     total = torch.zeros(DIRECTIONS)
@@ -111,7 +111,7 @@ def vllm_config(tmp_path: Path) -> Iterator[None]:
 def _parts() -> list[Destination]:
     names, begins = ("gate", "up"), (0, ROWS[0])
     return [
-        Destination("gate_up.weight", WeightSlice(name, (rows, INPUTS), None, 0, 0), begin, None)
+        Destination("gate_up.weight", WeightSlice(name, (rows, INPUTS), ((0, rows), (0, INPUTS))), begin, None)
         for name, rows, begin in zip(names, ROWS, begins, strict=True)
     ]
 

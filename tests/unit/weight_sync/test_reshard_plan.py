@@ -3,6 +3,7 @@ arithmetic."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,7 @@ from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model
 
 
 def cut(part: WeightSlice) -> Tensor:
-    whole = full_tensor(part.name, part.shape)
-    return whole if part.axis is None else whole.narrow(part.axis, part.start, part.stop - part.start)
+    return full_tensor(part.name, part.shape)[part.region]
 
 
 def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
@@ -232,23 +232,23 @@ def owned_numbers(shape: ModelShape, place: RankShard) -> int:
 
 
 def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
-    split = {"vocab", "ffn", "heads", "expert_ffn", "shared_ffn"}
-    split |= {"latent_queries", "latent_keys_values", "latent_values"}
+    split = {"vocab", "ffn", "groups", "heads", "expert_ffn", "shared_ffn"}
     if entry.copy:
         return 0
-    layers = [n for n in place.layers if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(n)]
-    if "{layer}" not in entry.megatron[0]:
-        layers = [0] if (place.has_embedding if entry.megatron[0].startswith("embedding") else place.has_output) else []
+    layers = [n for n in place.layers if entry.kind is None or entry.kind in shape.list_kinds(n)]
+    if entry.half is None:
+        layers = [0] if (place.has_embedding if entry.name.startswith("embedding") else place.has_output) else []
     part = place.expert_tensor if entry.per_expert else place.tensor
     numbers = 0
     for tensor in entry.hf:
         size = int(np.prod(tensor.compute_shape(shape)))
-        if "kv_heads" in tensor.dims:
+        names = re.findall(r"\w+", " ".join(tensor.dims))
+        if {"key", "value"} & set(names):
             size = size // shape.key_value_heads * max(shape.key_value_heads // part.count, 1)
-        elif "vocab" in tensor.dims:
+        elif "vocab" in names:
             assert shape.vocab % 64 == 0, "no rank has padding"
             size //= part.count
-        elif split & set(tensor.dims):
+        elif split & set(names):
             size //= part.count
         numbers += size
     experts = place.experts[1] - place.experts[0] if entry.per_expert else 1
