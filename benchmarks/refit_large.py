@@ -34,6 +34,8 @@ DEEPSEEK_V3: dict[str, Any] = {
     "num_attention_heads": 128,
     "n_shared_experts": 1,
     "n_routed_experts": 256,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_experts_per_tok": 8,
     "n_group": 8,
     "topk_group": 4,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from pydantic import TypeAdapter
 from simulated_parts import RIGHT, WRONG, Member, Times
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
@@ -22,6 +23,9 @@ from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import EngineStart
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
+from megatron_grpo.models.weight_map import ModelMap
+from megatron_grpo.planning.refit_summary import assume_boxes
+from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 
 TICK_S = 0.02
@@ -184,6 +188,15 @@ class SimulatedEngine:
         self._require_alive()
         counts, self._decoder.counts = self._decoder.counts, EngineCounts()
         return counts
+
+    async def trace_weights(
+        self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool
+    ) -> list[dict[str, str]]:
+        """Assume what vLLM's loaders do."""
+        self._require_alive()
+        shape = TypeAdapter(ModelMap).validate_python(model_map).shape
+        engine = assume_boxes(shape, self._settings.config.parallel)
+        return [{"digest": "", "boxes": pack_boxes(boxes) if needs_boxes else ""} for boxes in engine]
 
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Read the plan of each of the engine's ranks."""

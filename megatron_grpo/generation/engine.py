@@ -154,6 +154,12 @@ class VllmEngine(Engine):
     def take_counts(self) -> EngineCounts:
         return self._statistics.take()
 
+    @phase("trace loaders")
+    async def trace_weights(
+        self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool
+    ) -> list[dict[str, str]]:
+        return await self._call_workers(EngineWorker.trace_weights, mode, model_map, needs_boxes)
+
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         await self._call_workers(EngineWorker.connect_refit, mode, source, first_receiver)

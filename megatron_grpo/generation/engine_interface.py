@@ -47,11 +47,16 @@ class Engine(Protocol):
     def take_counts(self) -> EngineCounts:
         """Return the counts of the work since the last call."""
 
+    async def trace_weights(
+        self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool
+    ) -> list[dict[str, str]]:
+        """Trace the loaders of every worker: `digest` and packed `boxes` (`RefitWorker.trace_weights`)."""
+
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
 
-        `source` has `model_map` and `rendezvous`; with files, `folder` and `session` in its place. `first_receiver` is
-        the total number of workers of the engines before this one.
+        `source` has `model_map`, `boxes` and `rendezvous`; with files, `folder` and `session` in its place.
+        `first_receiver` is the total number of workers of the engines before this one.
         """
 
     async def receive_weights(self, version: int) -> None:
@@ -76,6 +81,8 @@ class EngineWorker(Protocol):
 
     They return the text of an error and never raise.
     """
+
+    def trace_weights(self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool) -> dict[str, str] | str: ...
 
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None: ...
 

@@ -126,6 +126,13 @@ class ServerEngine(Engine):
     def take_counts(self) -> EngineCounts:
         return self._statistics.take()
 
+    @phase("trace loaders")
+    async def trace_weights(
+        self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool
+    ) -> list[dict[str, str]]:
+        await self._wait_until_up()
+        return await self._call_workers(EngineWorker.trace_weights, mode, model_map, needs_boxes)
+
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         self._source = (mode, source, first_receiver)

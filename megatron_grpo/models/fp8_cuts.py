@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, find_destinations
+from megatron_grpo.models.weight_layouts import RankShard
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 from megatron_grpo_kernels.fp8_format import BLOCK
 
@@ -25,18 +25,17 @@ def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Seq
     # An FP8 block has one scale, computed from its largest number. Ranks that hold parts of one block would compute
     # different scales, and an engine's layer has room for one; a common scale would take a collective for each matrix
     # of a refit. So the ranks of neither side may cut a matrix inside a block.
+    # What engines really keep is traced later, and the writer refuses parts of blocks (`model_writer`).
     for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
-        expert = engine[0].experts[0] if entry.per_expert else 0
-        for split in sorted({shard.find_split(entry) for shard in sources}, key=lambda split: split.index):
-            for part in entry.list_slices(shape, 0, split.index, split.count, expert):
-                if _has_cut_block(part):
-                    yield f"{part.name} on policy ranks: {_describe_cut(part)}"
-        for rank, shard in enumerate(engine):
-            first = shard.experts[0] if entry.per_expert else 0
-            for destination in find_destinations(entry, shape, shard, expert=first):
-                part = destination.part
-                if _has_cut_block(part) or destination.row % BLOCK:
-                    yield f"{part.name} on rank {rank} of an engine: {_describe_cut(part)}"
+        for side, shards in (("policy", sources), ("engine", engine)):
+            splits = {shard.find_split(entry) for shard in shards}
+            for split in sorted(splits, key=lambda split: split.index):
+                # Then vLLM keeps copies of the heads of keys and values, and the policy cuts them.
+                if side == "engine" and entry.split == "groups" and split.count > shape.key_value_heads:
+                    continue
+                for part in entry.list_slices(shape, 0, split.index, split.count):
+                    if _has_cut_block(part):
+                        yield f"{part.name} on {side} ranks: {_describe_cut(part)}"
 
 
 def _has_cut_block(part: WeightSlice) -> bool:

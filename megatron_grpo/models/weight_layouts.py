@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice
+from megatron_grpo.models.weight_map import WeightEntry
 
 if TYPE_CHECKING:
     from megatron_grpo.config.generation_schema import GenerationParallelConfig
@@ -86,16 +86,7 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
 
 def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
     """Split the model over an engine's ranks, in vLLM's order."""
-    return _split_engine(shape, parallel.tensor, parallel.pipeline, parallel.expert > 1)
-
-
-def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
-    """Find a vLLM worker's shard; `parallel`: vLLM's `ParallelConfig`."""
-    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return _split_engine(shape, tensor, stages, parallel.enable_expert_parallel)[parallel.rank]
-
-
-def _split_engine(shape: ModelShape, tensor: int, stages: int, has_expert_parallelism: bool) -> list[RankShard]:
+    tensor, stages, has_expert_parallelism = parallel.tensor, parallel.pipeline, parallel.expert > 1
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
     sizes = [shape.layers // stages] * stages
     for stage in range(shape.layers % stages):
@@ -120,73 +111,3 @@ def _split_engine(shape: ModelShape, tensor: int, stages: int, has_expert_parall
             for rank in range(tensor)
         ]
     return shards
-
-
-# vLLM pads vocabularies to a multiple of this.
-VOCABULARY_MULTIPLE = 64
-
-# Matrices that vLLM joins when queries are compressed too (multi-latent attention).
-_COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The rows of an engine's parameter that hold a tensor's part."""
-
-    parameter: str  # name of vLLM's parameter
-    part: WeightSlice  # the part of the tensor that the rank keeps
-    row: int  # first row of the part in the parameter, or in the expert's matrix within it
-    expert: int | None
-    """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert."""
-
-
-def find_destinations(
-    entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
-) -> list[Destination]:
-    """Find the destinations of a row's tensors on an engine rank."""
-    slot = expert - shard.experts[0] if entry.per_expert else None
-    # Joined matrices lie below each other. vLLM may also join the compressions of queries and of keys and values,
-    # which are two rows of the weight map.
-    row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
-    destinations = []
-    for tensor in entry.hf:
-        name = tensor.name.format(layer=layer, expert=expert)
-        part = _find_part(entry, tensor, model, shard.find_split(entry), name)
-        destinations.append(Destination(_name_parameter(entry, model, part.name), part, row, slot))
-        row += part.local_shape[0]
-    return destinations
-
-
-def _find_part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, name: str) -> WeightSlice:
-    shape, axis = tensor.compute_shape(model), entry.axis
-    bounds = [(0, size) for size in shape]
-    if axis is None:
-        return WeightSlice(name, shape, tuple(bounds))
-    width = total = shape[axis]
-    # Several ranks may have the same key/value head.
-    if tensor.dims[axis] in ("groups * key", "groups * value") and part.count > model.key_value_heads:
-        part = Split(part.index // (part.count // model.key_value_heads), model.key_value_heads)
-    if tensor.dims[axis] == "vocab":
-        width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    width //= part.count
-    bounds[axis] = min(part.index * width, total), min((part.index + 1) * width, total)
-    return WeightSlice(name, shape, tuple(bounds))
-
-
-def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if entry.per_expert:
-        block = module[: module.index(".experts.")]
-        return f"{block}.experts.routed_experts.{'w13' if len(entry.hf) == 2 else 'w2'}_{kind}"
-    above, _, last = module.rpartition(".")
-    if len(entry.hf) == 3:
-        return f"{above}.qkv_proj.{kind}"
-    if len(entry.hf) == 2:
-        return f"{above}.gate_up_proj.{kind}"
-    if last in _COMPRESSED and _find_query_rank(model):
-        return f"{above}.fused_qkv_a_proj.{kind}"
-    return name
-
-
-def _find_query_rank(model: ModelShape) -> int:
-    return (model.latent.query_rank or 0) if model.latent is not None else 0

@@ -24,11 +24,12 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, split_engine, split_policy
+from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
 from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedModules
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
+from megatron_grpo.planning.refit_summary import assume_boxes
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings
@@ -217,7 +218,7 @@ class DryLinks:
     def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
         dtypes = choose_wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
-        engine = split_engine(generation, shape)
+        engine = assume_boxes(shape, generation)
         scheduled = plan_messages(shape, shards, engine, generation.data, dtypes, bucket)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
         layouts = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]

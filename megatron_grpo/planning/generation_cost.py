@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import VOCABULARY_MULTIPLE, split_engine
+from megatron_grpo.models.weight_layouts import split_engine
 from megatron_grpo.planning.costs import time_collective
 from megatron_grpo.planning.hardware import Hardware
 
@@ -185,7 +185,7 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
         else:
             parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * parameters
-    rows = math.ceil(shape.vocab / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE / tensor
+    rows = shape.vocab / tensor
     heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
     return int(total + heads * width * rows * shape.hidden)
 

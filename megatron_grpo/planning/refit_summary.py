@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import build_model_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements, find_ranges, index_tensors
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
@@ -98,6 +101,7 @@ def summarize_refit(
     precision: str,
     bucket_bytes: int,
     fp8_blocks: bool = False,
+    engine: Sequence[Sequence[Box]] | None = None,
 ) -> RefitSummary:
     """Plan a refit and count what it moves.
 
@@ -108,9 +112,10 @@ def summarize_refit(
         precision: type of the policy's weights, "float32" or "bfloat16".
         bucket_bytes: most bytes of a message.
         fp8_blocks: whether matrices of the layers are sent in FP8.
+        engine: traced boxes of an engine's ranks; None: those of `assume_boxes`.
     """
     began = time.perf_counter()
-    sources, engine = split_policy(training, shape), split_engine(generation, shape)
+    sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
     scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes)
     planned_s = time.perf_counter() - began
@@ -132,6 +137,33 @@ def summarize_refit(
         links=links,
         planned_s=planned_s,
     )
+
+
+def assume_boxes(shape: ModelShape, parallel: GenerationParallelConfig) -> list[list[Box]]:
+    """Assume boxes of an engine's ranks without vLLM: it cuts matrices as Megatron-Core does.
+
+    With more tensor-parallel ranks than heads of keys and values, vLLM's ranks have copies of these.
+    """
+    model_map, engine = build_model_map(shape), []
+    tensors = index_tensors(model_map)
+    for shard in split_engine(parallel, shape):
+        cuts: dict[tuple[int, int], list[Cut]] = {}
+        boxes = []
+        for name, key in tensors.items():
+            entry = model_map.entries[key.entry]
+            is_kept = shard.experts[0] <= key.expert < shard.experts[1] if entry.per_expert else True
+            if not is_kept or not shard.keeps(entry, key.layer):
+                continue
+            if (key.entry, key.tensor) not in cuts:
+                split = shard.find_split(entry)
+                slices = entry.list_slices(shape, key.layer, split.index, split.count, key.expert)
+                parts = [find_ranges(part) for part in slices if part.name == name]
+                cuts[key.entry, key.tensor] = [
+                    Cut(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)
+                ]
+            boxes += [Box(name, name, cut) for cut in cuts[key.entry, key.tensor]]
+        engine.append(boxes)
+    return engine
 
 
 def estimate_nccl(config: Config, summary: RefitSummary) -> dict[str, int]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
 
 import numpy as np
 import ray
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 # Seconds to wait, once a rank has failed, for the ends of other ranks to become known.
 SETTLE_S = 3.0
@@ -121,6 +122,11 @@ class ModelRanks:
     def submit(self, function: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
         """Run function(rank's model, *args, **kwargs) on every rank."""
         return self._call(RankActor.run, function, *args, **kwargs)
+
+    def share(self, value: T) -> T:
+        """Store an argument for `submit` once, instead of sending it to every rank."""
+        reference: Any = ray.put(value)
+        return cast(T, reference)
 
     def _call(self, method: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
         return [call_actor(actor, method, *args, **kwargs) for actor in self.actors]

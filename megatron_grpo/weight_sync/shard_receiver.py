@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.weight_layouts import find_worker_shard
 from megatron_grpo.models.weight_map import ModelMap, WeightEntry
+from megatron_grpo.weight_sync.boxes import Box, to_slices
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 from megatron_grpo.weight_sync.links import BUFFERS, Links
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.pieces import find_checksum_problem, format_tensor_name
+from megatron_grpo.weight_sync.pieces import find_checksum_problem, find_tensor, format_tensor_name, read_ranges
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 
 
@@ -87,12 +87,13 @@ class TargetLinks(Links):
 class ShardReceiver:
     """Receives the worker's slices, and writes them to its model."""
 
-    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
+    def __init__(
+        self, worker: Any, model_map: ModelMap, boxes: Sequence[Box], source: dict[str, Any], number: int
+    ) -> None:
         self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
-        shard = find_worker_shard(worker.vllm_config.parallel_config, model_map.shape)
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
         model, dtype = worker.model_runner.get_model(), worker.vllm_config.model_config.dtype
-        self._writer = ModelWriter(model, dtype, model_map, shard, self._links.messages, scaled)
+        self._writer = ModelWriter(model, dtype, boxes, self._links.messages, scaled)
 
     def receive(self, version: int) -> None:
         self._writer.begin()
@@ -113,7 +114,7 @@ class TensorReceiver:
     def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
         self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
         self._map, self._reload = model_map, ModelReload(worker)
-        self._incomplete: dict[str, Tensor] = {}  # tensors, [rows, columns], of which some pieces have come
+        self._incomplete: dict[str, Tensor] = {}  # tensors of which some pieces have come
         self._missing: dict[str, int] = {}  # number of elements of these tensors that have not come yet
 
     def receive(self, version: int) -> None:
@@ -129,15 +130,14 @@ class TensorReceiver:
         entries = self._map.entries
         for piece, packed in zip(self._links.messages[number], self._links.packed_pieces[number], strict=True):
             name = format_tensor_name(entries, piece)
-            shape = entries[piece["entry"]].hf[piece["tensor"]].compute_shape(self._map.shape)
+            shape = find_tensor(entries, piece).compute_shape(self._map.shape)
             if name not in self._incomplete:
                 tensor = torch.empty(shape, dtype=packed.dtype, device=message.device)
-                self._incomplete[name], self._missing[name] = tensor.view(shape[0], -1), tensor.numel()
+                self._incomplete[name], self._missing[name] = tensor, tensor.numel()
             values = packed.view_values(message)
-            rows, columns = piece["rows"].tolist(), piece["columns"].tolist()
-            self._incomplete[name][slice(*rows), slice(*columns)].copy_(values)
+            self._incomplete[name][to_slices(read_ranges(piece))].copy_(values)
             self._missing[name] -= values.numel()
             if not self._missing[name]:
-                complete.append((name, self._incomplete.pop(name).view(shape)))
+                complete.append((name, self._incomplete.pop(name)))
         if complete:
             self._reload.load(complete)

@@ -14,8 +14,9 @@ from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_para
 from megatron_grpo.models.megatron_names import list_layers
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
+from megatron_grpo.weight_sync.boxes import Range, find_ranges, to_slices
 from megatron_grpo.weight_sync.links import BUFFERS, Links
-from megatron_grpo.weight_sync.pieces import PackedPiece, find_box, write_checksum
+from megatron_grpo.weight_sync.pieces import PackedPiece, read_ranges, write_checksum
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 from megatron_grpo.weight_sync.shared_memory import SharedMemory
 from megatron_grpo_kernels.fp8_blocks import quantise
@@ -79,7 +80,7 @@ class SourceLinks(Links):
 
 
 def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
-    """Write values, [rows, columns], to a piece's message; FP8 is rounded block by block."""
+    """Write values to a piece's message; matrices in FP8 are rounded block by block."""
     scales = packed.view_scales(message)
     if scales is not None:
         values, block_scales = quantise(values)
@@ -89,8 +90,8 @@ def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
 
 # Key of a parameter of the full model: (row of the weight map, layer, expert).
 _Key = tuple[int, int, int]
-# Position of a piece in this rank's parameters: (parameter, index of one of its tensors, rows, columns).
-_Cut = tuple[_Key, int, slice, slice]
+# Position of a piece in this rank's parameters: (parameter, index of one of its slices, indices there).
+_Position = tuple[_Key, int, tuple[slice, ...]]
 
 
 class ShardSender:
@@ -99,7 +100,7 @@ class ShardSender:
     def __init__(self, rank: PolicyRank, shard: RankShard, links: SourceLinks) -> None:
         self._rank, self._shard, self.links = rank, shard, links
         self._entries = build_weight_map(rank.shape)
-        self._cuts = [[self._find_cut(piece) for piece in pieces] for pieces in links.messages]
+        self._positions = [[self._locate(piece) for piece in pieces] for pieces in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}  # the model's parameters at the start of the current send
         self._split_key: _Key | None = None  # the parameter that was split last, into `_split_tensors`
         self._split_tensors: list[Tensor] = []
@@ -114,23 +115,25 @@ class ShardSender:
         }
         self.links.send(self._fill, version)
         self._split_key, self._split_tensors = None, []
-        return sum(self.links.sizes), sum(map(len, self._cuts)), len(self._cuts)
+        return sum(self.links.sizes), sum(map(len, self._positions)), len(self._positions)
 
     def _fill(self, number: int, message: Tensor) -> None:
-        for cut, packed in zip(self._cuts[number], self.links.packed_pieces[number], strict=True):
-            key, tensor_index, rows, columns = cut
+        for position, packed in zip(self._positions[number], self.links.packed_pieces[number], strict=True):
+            key, section, indices = position
             if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
-                bound = self._bound[key]
-                tensors = split_parameter(bound.entry, bound.compute_weight(), self._list_slices(key), self._rank.shape)
+                bound, slices = self._bound[key], self._list_slices(key)
+                self._split_tensors = split_parameter(bound.entry, bound.compute_weight(), slices, self._rank.shape)
                 self._split_key = key
-                self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
-            pack_piece(packed, message, self._split_tensors[tensor_index][rows, columns])
+            pack_piece(packed, message, self._split_tensors[section][indices])
 
-    def _find_cut(self, piece: Any) -> _Cut:
-        key, tensor_index = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
-        box = find_box(self._list_slices(key)[tensor_index])
-        rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
-        return key, tensor_index, slice(*rows), slice(*columns)
+    def _locate(self, piece: Any) -> _Position:
+        key, section = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["section"])
+        part = find_ranges(self._list_slices(key)[section])
+        indices = (
+            Range(index.begin - first.begin, index.end - first.begin, index.step)
+            for index, first in zip(read_ranges(piece), part, strict=True)
+        )
+        return key, section, to_slices(tuple(indices))
 
     def _list_slices(self, key: _Key) -> list[WeightSlice]:
         entry, layer, expert = self._entries[key[0]], key[1], key[2]

@@ -22,11 +22,13 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.weight_sync.boxes import compute_digest, pack_boxes
 from megatron_grpo.weight_sync.links import Links, Side
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from tests.support import nccl_like
+from tests.support.engine_table import table_boxes
 from tests.support.refit_faults import inject
 from tests.support.refit_models import DENSE
 
@@ -173,6 +175,11 @@ class Worker(Member):
 
     received: int | None = None
     served: int | None = None
+
+    def trace_weights(self, mode: str, model_map: dict[str, Any], needs_boxes: bool) -> list[dict[str, str]]:
+        """As the engine's."""
+        [boxes] = table_boxes(GenerationParallelConfig(), SHAPE)
+        return [{"digest": compute_digest(pack_boxes(boxes)), "boxes": pack_boxes(boxes) if needs_boxes else ""}]
 
     def connect_weights(self, mode: str, source: dict[str, Any], first: int) -> None:
         """As the engine's."""

@@ -8,7 +8,8 @@ A family is a `Family(...)` at the end of a file in this folder, alone or with i
 - `tables`: a row for each Megatron parameter of a layer; those of other families can be taken.
   `families.build_weight_map` adds the rows outside layers.
 
-A layer that Megatron-Core's layer spec does not build yet belongs to `trainer/model/layer_spec.py`.
+The table is enough for loading, export and refits: what vLLM makes of the tensors is traced from its own loaders. A
+layer that Megatron-Core's layer spec does not build yet belongs to `trainer/model/layer_spec.py`.
 """
 
 from __future__ import annotations

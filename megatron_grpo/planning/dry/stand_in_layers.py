@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from typing_extensions import override
 
 from megatron_grpo.config.schema import Fp8Config
 from megatron_grpo.planning.dry.kernels import Collective, Kernel, Product, TensorSpec, run, run_attention, run_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from typing_extensions import override
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_layer

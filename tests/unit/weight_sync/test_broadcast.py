@@ -23,7 +23,8 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import shard_receiver
-from megatron_grpo.weight_sync.pieces import format_tensor_name
+from megatron_grpo.weight_sync.boxes import list_full_boxes, to_slices
+from megatron_grpo.weight_sync.pieces import find_tensor, format_tensor_name, read_ranges
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TensorReceiver
 from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
@@ -68,7 +69,7 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
-    shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), split_policy(ParallelConfig(), SHAPE)
+    shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), [list_full_boxes(build_model_map(SHAPE))]
     scheduled = plan_messages(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES)
     write_plan(store, scheduled, SOURCES, RECEIVERS, dtypes, shared_memory=False)
 
@@ -91,9 +92,9 @@ def _send(links: SourceLinks, bad_message: int | None = None) -> None:
         if number == bad_message:
             raise RuntimeError("cannot be merged")
         for piece, parcel in zip(links.messages[number], links.packed_pieces[number], strict=True):
-            whole = ENTRIES[piece["entry"]].hf[piece["tensor"]].compute_shape(SHAPE)
-            tensor = full_tensor(format_tensor_name(ENTRIES, piece), whole).view(whole[0], -1)
-            pack_piece(parcel, message, tensor[slice(*piece["rows"]), slice(*piece["columns"])])
+            whole = find_tensor(ENTRIES, piece).compute_shape(SHAPE)
+            tensor = full_tensor(format_tensor_name(ENTRIES, piece), whole)
+            pack_piece(parcel, message, tensor[to_slices(read_ranges(piece))])
 
     links.send(fill, 1)
 
