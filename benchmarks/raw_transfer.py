@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import build_model_map, build_weight_map
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import index_tensors
 from megatron_grpo.planning.refit_summary import RefitSummary, assume_boxes
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.boxes import index_tensors
 from megatron_grpo.weight_sync.refit_group import Rendezvous, make_gloo_group
 
 HOST = "127.0.0.1"
@@ -92,16 +92,16 @@ def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -
     """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
     context = multiprocessing.get_context("spawn")
     entries, ranks = build_weight_map(shape), assume_boxes(shape, engine)
-    keys = index_tensors(build_model_map(shape))
+    keys = index_tensors(entries, shape)
     results, together = context.SimpleQueue(), context.Barrier(len(ranks))
     processes: list[BaseProcess] = []
     for boxes in ranks:
         sizes: dict[tuple[int, int], tuple[int, int]] = {}  # of joined matrices, by layer and row of the weight map
         for box in boxes:
             key = keys[box.tensor]
-            if can_travel_in_fp8(entries[key.entry]):
+            if can_travel_in_fp8(entries[key.row]):
                 rows, columns = (indices.size for indices in box.cut.tensor)
-                sizes[key.layer, key.entry] = (sizes.get((key.layer, key.entry), (0, 0))[0] + rows, columns)
+                sizes[key.layer, key.row] = (sizes.get((key.layer, key.row), (0, 0))[0] + rows, columns)
         if any(box.tensor == "model.norm.weight" for box in boxes):
             sizes[shape.layers, 0] = (shape.vocab // engine.tensor, shape.hidden)
         arguments = list(sizes.values()), together, repeats, results

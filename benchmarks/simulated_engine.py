@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from pydantic import TypeAdapter
 from simulated_parts import RIGHT, WRONG, Member, Times
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
@@ -20,10 +19,10 @@ from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_interface import EngineStart
+from megatron_grpo.generation.engine_interface import EngineStart, TensorShapes
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
-from megatron_grpo.models.weight_map import ModelMap
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.refit_summary import assume_boxes
 from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_group import Rendezvous
@@ -189,12 +188,10 @@ class SimulatedEngine:
         counts, self._decoder.counts = self._decoder.counts, EngineCounts()
         return counts
 
-    async def trace_weights(
-        self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool
-    ) -> list[dict[str, str]]:
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
         """Assume what vLLM's loaders do."""
         self._require_alive()
-        shape = TypeAdapter(ModelMap).validate_python(model_map).shape
+        shape = read_model_shape(self._settings.model_path)
         engine = assume_boxes(shape, self._settings.config.parallel)
         return [{"digest": "", "boxes": pack_boxes(boxes) if needs_boxes else ""} for boxes in engine]
 

@@ -19,7 +19,7 @@ from typing import Any
 from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import build_model_map, parse_model_shape
+from megatron_grpo.models.families import measure_tensors, parse_model_shape
 from megatron_grpo.planning.refit_summary import assume_boxes
 from megatron_grpo.weight_sync.boxes import count_elements, pack_boxes
 
@@ -58,13 +58,12 @@ def _trace(raw: dict[str, Any], parallel: GenerationParallelConfig, rank: int) -
     from megatron_grpo.weight_sync.engine_trace import trace_model
 
     shape = parse_model_shape(raw)
-    model_map = build_model_map(shape)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         imported_gib, began = _read_peak_gib(), time.process_time()
         with build_rank(Path(folder), rank, parallel, "bfloat16") as (model, config), set_current_vllm_config(config):
             built = time.process_time()
-            trace = trace_model(model, model_map, torch.bfloat16)
+            trace = trace_model(model, measure_tensors(shape), torch.bfloat16)
             traced = time.process_time()
     text = pack_boxes(trace.boxes)
     packed = time.process_time()

@@ -24,11 +24,8 @@ class HFTensor:
     name: str  # with `{layer}` where the number of the layer goes, and perhaps `{expert}`
     dims: tuple[str, ...]  # axes as in `weight_axes`
 
-    def compute_shape(self, model: ModelShape) -> tuple[int, ...]:
-        return self.measure(model.sizes)
-
     def measure(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Compute the shape from `ModelShape.sizes`."""
+        """Compute the shape; `sizes` are `ModelShape.sizes`."""
         return tuple(sizes["experts"] if dim == "expert" else measure_axis(dim, sizes) for dim in self.dims)
 
 
@@ -239,9 +236,22 @@ def iter_entries(
                     yield entry, layer, local
 
 
-@dataclass(frozen=True, slots=True)
-class ModelMap:
-    """Sizes and weight map of a model; engines get it as JSON."""
+class TensorKey(NamedTuple):
+    """The position of a tensor in the weight map."""
 
-    shape: ModelShape
-    entries: tuple[WeightEntry, ...]
+    number: int  # in the order of export
+    row: int
+    tensor: HFTensor
+    layer: int
+    expert: int
+
+
+def index_tensors(entries: tuple[WeightEntry, ...], model: ModelShape) -> dict[str, TensorKey]:
+    """List a model's tensors, by name, in the order of export."""
+    keys: dict[str, TensorKey] = {}
+    rows = {entry: row for row, entry in enumerate(entries)}
+    for entry, layer, _ in iter_entries(entries, model, range(model.layers)):
+        for expert in list_experts(entry, model) if not entry.copy else ():
+            for tensor, name in zip(entry.hf, entry.name_tensors(layer, expert), strict=True):
+                keys[name] = TensorKey(len(keys), rows[entry], tensor, layer, expert)
+    return keys

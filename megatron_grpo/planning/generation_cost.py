@@ -23,6 +23,7 @@ BLOCK_TOKENS = 16
 _GRAPHS_BYTES = 1.5e9  # of a rank, assumed: captured graphs, workspaces of attention
 _PROFILED_TOKENS = 8192
 """Tokens of the forward pass with which vLLM measures activations, its default for max_num_batched_tokens on GPUs."""
+_VOCABULARY_MULTIPLE = 64  # vLLM pads vocabularies to a multiple of it
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
@@ -185,7 +186,7 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
         else:
             parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * parameters
-    rows = shape.vocab / tensor
+    rows = math.ceil(shape.vocab / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE / tensor
     heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
     return int(total + heads * width * rows * shape.hidden)
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,10 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import build_model_map
+from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.source import PREPARED_MODELS, find_local_folder, is_made_before_run
-from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.hooks import LIBRARIES
 from megatron_grpo.weight_sync import boxes, weight_trace
 from megatron_grpo.weight_sync.boxes import Box, unpack_boxes
@@ -73,7 +71,7 @@ def trace_engine(
         ValueError: vLLM cannot build the model, or parts of its parameters cannot be explained.
     """
     layout = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "expert": parallel.expert}
-    request = {"config": model_config, "layout": layout, "dtype": dtype, "map": asdict(build_model_map(shape))}
+    request = {"config": model_config, "layout": layout, "dtype": dtype, "tensors": measure_tensors(shape)}
     return [unpack_boxes(text) for text in _run_cached(json.dumps(request, sort_keys=True))]
 
 
@@ -126,11 +124,10 @@ def main(folder: Path) -> None:
 
     request = json.loads((folder / "request.json").read_text())
     (folder / "config.json").write_text(json.dumps(request["config"]))
-    model_map = TypeAdapter(ModelMap).validate_python(request["map"])
     parallel, texts = GenerationParallelConfig(**request["layout"]), []
     for rank in range(parallel.ranks_per_engine):
         with build_rank(folder, rank, parallel, request["dtype"]) as (model, config), set_current_vllm_config(config):
-            trace = trace_model(model, model_map, config.model_config.dtype)
+            trace = trace_model(model, request["tensors"], config.model_config.dtype)
         if trace.unexplained:
             raise ValueError(trace.describe_unexplained())
         texts.append(pack_boxes(trace.boxes))

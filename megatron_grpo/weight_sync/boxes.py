@@ -9,14 +9,12 @@ import base64
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
-
-from megatron_grpo.models.weight_map import ModelMap, WeightSlice, iter_entries, list_experts
 
 T = TypeVar("T")
 
@@ -115,43 +113,16 @@ def to_slices(ranges: Ranges) -> tuple[slice, ...]:
     return tuple(slice(*indices) for indices in ranges)
 
 
-def find_ranges(part: WeightSlice) -> Ranges:
-    """Find the indices of a slice."""
-    return tuple(Range(*bounds) for bounds in part.bounds)
-
-
 def find_overlap(part: Ranges, intervals: Ranges) -> Ranges | None:
     """Find the common indices of a part and of a box without steps."""
     common = [indices.find_overlap(interval) for indices, interval in zip(part, intervals, strict=True)]
     return None if None in common else tuple(indices for indices in common if indices is not None)
 
 
-class TensorKey(NamedTuple):
-    """The position of a tensor in the weight map."""
-
-    entry: int
-    tensor: int  # index among the entry's tensors
-    layer: int
-    expert: int
-
-
-def index_tensors(model_map: ModelMap) -> dict[str, TensorKey]:
-    """List a model's tensors, by name, in the order of export."""
-    shape, keys = model_map.shape, {}
-    indices = {entry: index for index, entry in enumerate(model_map.entries)}
-    for entry, layer, _ in iter_entries(model_map.entries, shape, list(range(shape.layers))):
-        for expert in list_experts(entry, shape) if not entry.copy else ():
-            for number, tensor in enumerate(entry.hf):
-                key = TensorKey(indices[entry], number, layer, expert)
-                keys[tensor.name.format(layer=layer, expert=expert)] = key
-    return keys
-
-
-def list_full_boxes(model_map: ModelMap) -> list[Box]:
+def list_full_boxes(tensors: Mapping[str, tuple[int, ...]]) -> list[Box]:
     """List boxes of full tensors, as if an engine had parameters of their names."""
     boxes = []
-    for name, key in index_tensors(model_map).items():
-        sizes = model_map.entries[key.entry].hf[key.tensor].compute_shape(model_map.shape)
+    for name, sizes in tensors.items():
         ranges = tuple(Range(0, size) for size in sizes)
         boxes.append(Box(name, name, Cut(ranges, ranges, tuple(range(len(sizes))))))
     return boxes

@@ -12,19 +12,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from pydantic import TypeAdapter
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.weight_sync.boxes import Box, compute_digest, pack_boxes, unpack_boxes
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
     from megatron_grpo.config.generation_schema import RefitMode
-    from megatron_grpo.generation.engine_interface import EngineWorker
+    from megatron_grpo.generation.engine_interface import EngineWorker, TensorShapes
     from megatron_grpo.weight_sync.fingerprints import Fingerprint
 
     class Worker(VllmWorker, EngineWorker): ...
@@ -48,9 +46,7 @@ class Receiver(Protocol):
         """Restore the previous weights of incomplete layers."""
 
 
-def make_receiver(
-    worker: Any, mode: RefitMode, model_map: ModelMap, boxes: Sequence[Box], source: dict[str, Any], number: int
-) -> Receiver:
+def make_receiver(worker: Any, mode: RefitMode, boxes: Sequence[Box], source: dict[str, Any], number: int) -> Receiver:
     """Make the receiver of a mode, importing only its module."""
     if mode == "files":
         from megatron_grpo.weight_sync.weights_folder import FileReceiver
@@ -59,8 +55,8 @@ def make_receiver(
     from megatron_grpo.weight_sync.shard_receiver import ShardReceiver, TensorReceiver
 
     if mode == "broadcast":
-        return TensorReceiver(worker, model_map, source, number)
-    return ShardReceiver(worker, model_map, boxes, source, number)
+        return TensorReceiver(worker, source, number)
+    return ShardReceiver(worker, boxes, source, number)
 
 
 class RefitWorker(Worker):
@@ -75,19 +71,17 @@ class RefitWorker(Worker):
     """The complete version that this worker holds; None before the first refit and after a failed one."""
     # Once the refit is connected:
     receiver: Receiver | None = None
-    model_map: ModelMap | None = None
     boxes: Sequence[Box] = ()
 
     @phase("trace loaders")
-    def trace_weights(self, mode: RefitMode, model_map: dict[str, Any], needs_boxes: bool) -> dict[str, str] | str:
+    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> dict[str, str] | str:
         """Trace the model's loaders; return digest and, if needed, packed boxes."""
         from megatron_grpo.weight_sync.engine_trace import trace_model
 
         try:
             config, model = self.vllm_config, self.model_runner.get_model()
             with set_current_vllm_config(config):
-                validated = TypeAdapter(ModelMap).validate_python(model_map)
-                trace = trace_model(model, validated, config.model_config.dtype)
+                trace = trace_model(model, tensors, config.model_config.dtype)
             if trace.unexplained:  # other modes use boxes for the comparison of weights only
                 text = f"parameters whose loading is no copy of boxes: {trace.describe_unexplained()}"
                 if mode == "reshard":
@@ -102,16 +96,15 @@ class RefitWorker(Worker):
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None:
         """Connect to the policy.
 
-        `source`: `model_map`, `boxes` of the engine's ranks, and the address that the mode's receiver needs, in types
-        that vLLM's messages carry.
+        `source`: shapes of the model's `tensors`, by name, `boxes` of the engine's ranks, and the address that the
+        mode's receiver needs, in types that vLLM's messages carry.
         `first_receiver`: total number of workers of the engines before this one.
         """
         self.receiver = None
         try:
-            self.model_map = TypeAdapter(ModelMap).validate_python(source["model_map"])
             rank = self.parallel_config.rank
             self.boxes = unpack_boxes(source["boxes"][rank])
-            self.receiver = make_receiver(self, mode, self.model_map, self.boxes, source, first_receiver + rank)
+            self.receiver = make_receiver(self, mode, self.boxes, source, first_receiver + rank)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
         return None
@@ -144,10 +137,9 @@ class RefitWorker(Worker):
         from megatron_grpo.weight_sync.fingerprints import fingerprint_engine
 
         try:
-            assert self.model_map is not None, "connect_refit() comes first"
             config, model = self.vllm_config, self.model_runner.get_model()
             with set_current_vllm_config(config), set_forward_context(None, config):
-                return fingerprint_engine(model, config.model_config.dtype, self.model_map, self.boxes)
+                return fingerprint_engine(model, config.model_config.dtype, self.boxes)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
 

@@ -26,9 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import ModelMap
-from megatron_grpo.weight_sync.boxes import Box, Range, index_tensors, to_slices
+from megatron_grpo.weight_sync.boxes import Box, Range, to_slices
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +150,7 @@ def _draw_vectors(kind: str, size: int, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def fingerprint_engine(
-    model: nn.Module, dtype: torch.dtype, model_map: ModelMap, boxes: Sequence[Box]
-) -> dict[str, Fingerprint]:
+def fingerprint_engine(model: nn.Module, dtype: torch.dtype, boxes: Sequence[Box]) -> dict[str, Fingerprint]:
     """Compute fingerprints of the weights in a worker's kernels, by the names of `name_boxes`.
 
     The matrix that latent attention derives from a tensor has the tensor's name plus " in attention". vLLM's
@@ -162,14 +158,12 @@ def fingerprint_engine(
     """
     fingerprints: dict[str, Fingerprint] = {}
     by_module: defaultdict[str, dict[str, Box]] = defaultdict(dict)
-    numbers = {name: key.expert for name, key in index_tensors(model_map).items()}
     for name, box in name_boxes(boxes):
         by_module[box.parameter.rpartition(".")[0]][name] = box
     layers: dict[str, Any] = dict(model.named_modules())
     for module, named in by_module.items():
         if is_expert(next(iter(named.values()))):
-            experts = {name: numbers[box.tensor] for name, box in named.items()}
-            fingerprints |= _fingerprint_experts(module, layers[module], experts, dtype, model_map.shape)
+            fingerprints |= _fingerprint_experts(module, layers[module], named, dtype)
         else:
             fingerprints |= _fingerprint_layer(layers[module], named, dtype)
     for name, attention in layers.items():
@@ -214,7 +208,7 @@ def _fingerprint_layer(layer: Any, boxes: Mapping[str, Box], dtype: torch.dtype)
 
 
 def _fingerprint_experts(
-    module: str, layer: Any, experts: Mapping[str, int], dtype: torch.dtype, shape: ModelShape
+    module: str, layer: Any, experts: Mapping[str, Box], dtype: torch.dtype
 ) -> dict[str, Fingerprint]:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -224,9 +218,10 @@ def _fingerprint_experts(
         return {}
     limit = OUTPUT_TOLERANCES[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUT_TOLERANCE
     device = next(layer.parameters()).device
-    inputs = functional.pad(draw_probes(shape.hidden, device), (0, layer.hidden_size - shape.hidden)).to(dtype)
-    fingerprints = {}
-    for name, expert in experts.items():
+    hidden, fingerprints = next(iter(experts.values())).cut.tensor[0].end, {}  # of a down projection, the last one
+    inputs = functional.pad(draw_probes(hidden, device), (0, layer.hidden_size - hidden)).to(dtype)
+    for name in experts:
+        expert = int(name.rpartition(".")[2])
         # The expert gets all inputs with a weight of 1; a token's other choices are other experts with a weight of 0.
         chosen = (torch.arange(layer.top_k, device=device) + expert) % layer.global_num_experts
         chosen = chosen.to(method.topk_indices_dtype or torch.int32).expand(PROBES, -1).contiguous()
@@ -234,5 +229,5 @@ def _fingerprint_experts(
         weights[:, 0] = 1.0
         routing = {"topk_weights": weights, "topk_ids": chosen, "shared_experts": None, "shared_experts_input": None}
         outputs = method.apply(layer=layer, x=inputs.clone(), **routing)
-        fingerprints[name] = [*compute_fingerprint(outputs[:, : shape.hidden]), limit]
+        fingerprints[name] = [*compute_fingerprint(outputs[:, :hidden]), limit]
     return fingerprints

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, cut_sections
+from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.weight_sync.boxes import Range, Ranges
 from megatron_grpo_kernels.fp8_format import count_blocks
 
@@ -41,9 +41,8 @@ PIECE = np.dtype(
         ("source", np.int32),  # rank of the policy
         ("target", np.int32),  # rank among those of all engines, engine by engine
         ("entry", np.int16),  # row of the weight map
+        ("tensor", np.int32),  # number of the tensor (`TensorKey`)
         ("section", np.int8),  # index in `WeightEntry.list_slices`
-        ("layer", np.int16),
-        ("expert", np.int16),
         ("ranges", np.int32, (_DIMENSIONS, 3)),  # `Range` in each dimension of the full tensor, then (0, 0, 0)
         ("box", np.int32),  # index of the target's box that holds the part
         ("bytes", np.int64),
@@ -53,13 +52,9 @@ PIECE = np.dtype(
 Pieces = NDArray[Any]  # [pieces], PIECE
 
 
-def format_tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
-    return find_tensor(entries, piece).name.format(layer=piece["layer"], expert=piece["expert"])
-
-
-def find_tensor(entries: Sequence[WeightEntry], piece: Any) -> HFTensor:
-    """Find the row's tensor that has a piece, with its name for all layers."""
-    return cut_sections(entries[piece["entry"]])[piece["section"]].tensor
+def find_ranges(part: WeightSlice) -> Ranges:
+    """Find the indices of a slice."""
+    return tuple(Range(*bounds) for bounds in part.bounds)
 
 
 def read_ranges(piece: Any) -> Ranges:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families import build_weight_map, measure_tensors
 from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
 from megatron_grpo.models.megatron_names import list_layers
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
-from megatron_grpo.weight_sync.boxes import Range, find_ranges, to_slices
+from megatron_grpo.models.weight_map import WeightSlice, index_tensors
+from megatron_grpo.weight_sync.boxes import Range, to_slices
 from megatron_grpo.weight_sync.links import BUFFERS, Links
-from megatron_grpo.weight_sync.pieces import PackedPiece, read_ranges, write_checksum
+from megatron_grpo.weight_sync.pieces import PackedPiece, find_ranges, read_ranges, write_checksum
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 from megatron_grpo.weight_sync.shared_memory import SharedMemory
 from megatron_grpo_kernels.fp8_blocks import quantise
@@ -30,8 +30,8 @@ class SourceLinks(Links):
 
     side, peer_side = "source", "target"
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
-        super().__init__(rendezvous, rank, device, entries)
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, names: Sequence[str]) -> None:
+        super().__init__(rendezvous, rank, device, names)
         self._answers = torch.arange(BUFFERS)  # notices that come back when a buffer in shared memory has been read
         self._offered: SharedMemory | None = None if self._memory is None else self._memory(self._buffer_bytes)
         if self._offered is None:
@@ -100,6 +100,7 @@ class ShardSender:
     def __init__(self, rank: PolicyRank, shard: RankShard, links: SourceLinks) -> None:
         self._rank, self._shard, self.links = rank, shard, links
         self._entries = build_weight_map(rank.shape)
+        self._tensors = list(index_tensors(self._entries, rank.shape).values())
         self._positions = [[self._locate(piece) for piece in pieces] for pieces in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}  # the model's parameters at the start of the current send
         self._split_key: _Key | None = None  # the parameter that was split last, into `_split_tensors`
@@ -127,11 +128,12 @@ class ShardSender:
             pack_piece(packed, message, self._split_tensors[section][indices])
 
     def _locate(self, piece: Any) -> _Position:
-        key, section = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["section"])
-        part = find_ranges(self._list_slices(key)[section])
+        _, row, _, layer, expert = self._tensors[piece["tensor"]]
+        ranges, section = read_ranges(piece), int(piece["section"])
+        key = row, layer, ranges[0].begin if self._entries[row].is_stacked else expert
         indices = (
             Range(index.begin - first.begin, index.end - first.begin, index.step)
-            for index, first in zip(read_ranges(piece), part, strict=True)
+            for index, first in zip(ranges, find_ranges(self._list_slices(key)[section]), strict=True)
         )
         return key, section, to_slices(tuple(indices))
 
@@ -152,7 +154,7 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
     tensor = parallel_state.get_tensor_model_parallel_rank()
     shard = split_policy(rank.config.parallel, rank.shape)[number]
     assert (layers, tensor) == (shard.layers, shard.tensor.index), f"planned for {shard}, has {layers}, {tensor}"
-    links = SourceLinks(rendezvous, number, rank.platform.device, build_weight_map(rank.shape))
+    links = SourceLinks(rendezvous, number, rank.platform.device, list(measure_tensors(rank.shape)))
     rank.weight_sender = ShardSender(rank, shard, links)
 
 

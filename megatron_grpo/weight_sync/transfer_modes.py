@@ -21,7 +21,7 @@ from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.families import build_model_map
+from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.platform.device import open_store
@@ -58,6 +58,7 @@ class TransferMode(ABC):
     def __init__(self, calls: RefitCalls, config: RefitConfig) -> None:
         self.calls, self.config = calls, config
         self.bucket_bytes = int(config.bucket_mib * 2**20)
+        self.tensors = measure_tensors(calls.policy.settings.shape)
 
     @abstractmethod
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
@@ -90,7 +91,7 @@ class TransferMode(ABC):
             return
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
-            arguments = self.config.mode, self._describe_model(), index == 0
+            arguments = self.config.mode, self.tensors, index == 0
             calls |= self.calls.generation.submit_to([engine], Engine.trace_weights, *arguments)
         deadline = time.monotonic() + self.config.timeout_s
         answers = self.calls.wait([], calls, deadline, "tracing vLLM's loaders")
@@ -101,14 +102,11 @@ class TransferMode(ABC):
                 raise AttemptError(f"{text}; engines need one version of vLLM and one configuration", {})
         self.calls.engine_boxes = [worker["boxes"] for worker in answers[0]]
 
-    def _describe_model(self) -> dict[str, Any]:
-        return asdict(build_model_map(self.calls.policy.settings.shape))
-
     def connect_engines(self, sends: list[ray.ObjectRef], engines: tuple[int, ...], source: dict[str, Any]) -> None:
         """Connect engines to a source, in types of JSON; wait for both sides."""
         mode, generation = self.config.mode, self.calls.generation
         ranks = generation.config.parallel.ranks_per_engine
-        source = {**source, "model_map": self._describe_model(), "boxes": self.calls.engine_boxes}
+        source = {**source, "tensors": self.tensors, "boxes": self.calls.engine_boxes}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
             calls |= generation.submit_to([engine], Engine.connect_weights, mode, source, index * ranks)
@@ -129,7 +127,7 @@ class LinkMode(TransferMode):
         same_gpus = generation.is_colocated
         policy_shards = split_policy(settings.config.parallel, shape)
         if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
-            engine_boxes = [list_full_boxes(build_model_map(shape))]
+            engine_boxes = [list_full_boxes(self.tensors)]
         else:
             engine_boxes = [unpack_boxes(text) for text in self.calls.engine_boxes]
         dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)

@@ -17,21 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import Store
 
-from megatron_grpo.models.families import build_model_map, build_weight_map
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, cut_sections
-from megatron_grpo.weight_sync.boxes import (
-    Box,
-    Range,
-    Ranges,
-    count_elements,
-    find_overlap,
-    find_ranges,
-    index_tensors,
-)
-from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, align, mark_changes
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, cut_sections, index_tensors
+from megatron_grpo.weight_sync.boxes import Box, Range, Ranges, count_elements, find_overlap
+from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, align, find_ranges, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
@@ -97,31 +89,31 @@ def _plan_engine(
     holders: _HolderSets,
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
     """Yield an engine's pieces, and each one's set of holders."""
-    model_map = build_model_map(shape)
-    keys = index_tensors(model_map)
+    entries = build_weight_map(shape)
+    keys = index_tensors(entries, shape)
     unread = keys.keys() - {box.tensor for boxes in engine for box in boxes}
     if unread:
         raise ValueError(f"vLLM's model has no place for {', '.join(sorted(unread)[:3])} ({len(unread)} tensors)")
     # Boxes that differ only in their layer or expert are planned together: (rank, row, tensor, part of the tensor) to
-    # (layer, expert, index of the box).
-    groups: defaultdict[tuple[int, int, int, Ranges], list[tuple[int, int, int]]] = defaultdict(list)
+    # (number of the tensor, layer, expert, index of the box).
+    groups: defaultdict[tuple[int, int, HFTensor, Ranges], list[tuple[int, int, int, int]]] = defaultdict(list)
     for rank, boxes in enumerate(engine):
-        for number, box in enumerate(boxes):
+        for index, box in enumerate(boxes):
             if box.tensor:
                 key = keys[box.tensor]
-                groups[rank, key.entry, key.tensor, box.cut.tensor].append((key.layer, key.expert, number))
-    for (rank, index, tensor, part), members in groups.items():
-        entry, dtype = model_map.entries[index], dtypes[index]
-        layers, experts, numbers = np.array(members).T
+                groups[rank, key.row, key.tensor, box.cut.tensor].append((key.number, key.layer, key.expert, index))
+    for (rank, row, tensor, part), members in groups.items():
+        entry, dtype = entries[row], dtypes[row]
+        numbers, layers, experts, indices = np.array(members).T
         split_count = holders.shards[0].find_split(entry).count
-        for section, split, common in _find_routes(entry, entry.hf[tensor], part, shape, split_count):
+        for section, split, common in _find_routes(entry, tensor, part, shape, split_count):
             if entry.is_stacked:
                 experts = np.full_like(layers, common[0].begin)
             sets = holders.find_sets(entry, split, layers, experts)
             for ranges, nbytes in _cut_strips(common, dtype, piece_bytes):
                 pieces = np.zeros(len(members), dtype=PIECE)
-                pieces["target"], pieces["entry"], pieces["section"] = rank, index, section
-                pieces["layer"], pieces["expert"], pieces["box"] = layers, experts, numbers
+                pieces["target"], pieces["entry"], pieces["section"] = rank, row, section
+                pieces["tensor"], pieces["box"] = numbers, indices
                 pieces["ranges"][:, : len(ranges)], pieces["bytes"] = ranges, nbytes
                 yield pieces, sets
 

@@ -20,20 +20,14 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import OptimizerConfig
 from megatron_grpo.export import main
-from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.boxes import to_slices
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
-from megatron_grpo.weight_sync.pieces import (
-    find_tensor,
-    format_tensor_name,
-    lay_out_pieces,
-    read_ranges,
-    split_messages,
-)
+from megatron_grpo.weight_sync.pieces import lay_out_pieces, read_ranges, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
@@ -68,13 +62,13 @@ class RecordedLinks:
         self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
-        entries = build_weight_map(self.rank.shape)
+        tensors = list(measure_tensors(self.rank.shape).items())
         for number, pieces in enumerate(self.messages):
             message = torch.zeros(self.sizes[number], dtype=torch.uint8)
             fill(number, message)
             for piece, packed in zip(pieces, self.packed_pieces[number], strict=True):
-                shape = find_tensor(entries, piece).compute_shape(self.rank.shape)
-                whole = self.tensors.setdefault(format_tensor_name(entries, piece), torch.full(shape, torch.nan))
+                name, shape = tensors[piece["tensor"]]
+                whole = self.tensors.setdefault(name, torch.full(shape, torch.nan))
                 whole[to_slices(read_ranges(piece))] = packed.view_values(message).float()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import build_model_map
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, Split, split_engine
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
@@ -25,7 +25,7 @@ def table_boxes(parallel: GenerationParallelConfig, shape: ModelShape) -> list[l
 
 
 def rank_boxes(shape: ModelShape, shard: RankShard) -> Iterator[Box]:
-    entries = build_model_map(shape).entries
+    entries = build_weight_map(shape)
     for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
         if entry.copy or not shard.keeps(entry, layer):
             continue
@@ -38,7 +38,7 @@ def entry_boxes(entry: WeightEntry, shape: ModelShape, shard: RankShard, layer: 
     row = query_rank(shape) if entry.hf[0].name.endswith(f".{COMPRESSED[1]}.weight") else 0
     for tensor in entry.hf:
         name = tensor.name.format(layer=layer, expert=expert)
-        sizes = tensor.compute_shape(shape)
+        sizes = tensor.measure(shape.sizes)
         part = [Range(0, size) for size in sizes]
         if entry.axis is not None:
             part[entry.axis] = find_part(entry.axis, tensor, shape, shard.find_split(entry))
@@ -62,7 +62,7 @@ def entry_boxes(entry: WeightEntry, shape: ModelShape, shard: RankShard, layer: 
 
 
 def find_part(axis: int, tensor: HFTensor, shape: ModelShape, split: Split) -> Range:
-    total = tensor.compute_shape(shape)[axis]
+    total = tensor.measure(shape.sizes)[axis]
     if tensor.dims[axis] == "vocab":
         width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // split.count
         return Range(min(split.index * width, total), min((split.index + 1) * width, total))

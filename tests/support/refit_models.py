@@ -77,7 +77,7 @@ class Held:
         self.shape, self.place = shape, place
         self.rank, self.size = place.tensor.index, place.tensor.count
         self.tensors = {
-            tensor.name.format(layer=layer, expert=expert): tensor.compute_shape(shape)
+            tensor.name.format(layer=layer, expert=expert): tensor.measure(shape.sizes)
             for entry in build_weight_map(shape)
             for tensor in entry.hf
             for layer in place.layers

@@ -14,7 +14,7 @@ from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
 from megatron_grpo.models.weight_axes import measure_axis
-from megatron_grpo.models.weight_map import HFTensor, ModelMap, WeightEntry, iter_entries, map_rows
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, iter_entries, map_rows
 
 
 def _map_outer(name: str, tensor: str, *axes: str, copy: bool = False, zero_if_absent: bool = False) -> WeightEntry:
@@ -58,8 +58,10 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     return (_INPUT, *rows, _NORM, *outputs)
 
 
-def build_model_map(shape: ModelShape) -> ModelMap:
-    return ModelMap(shape, build_weight_map(shape))
+def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Compute the shapes of a model's tensors, by name, in the order of export."""
+    sizes = shape.sizes
+    return {name: key.tensor.measure(sizes) for name, key in index_tensors(build_weight_map(shape), shape).items()}
 
 
 def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader import get_model
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
-from megatron_grpo.models.families import FAMILIES, build_model_map, read_model_shape
+from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.weight_sync.engine_trace import trace_model
@@ -86,9 +86,9 @@ def test_a_refit_fills_every_parameter(
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)
     dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks)
-    policy, model_map, before = split_policy(ParallelConfig(), shape), build_model_map(shape), addresses(model)
+    policy, before = split_policy(ParallelConfig(), shape), addresses(model)
     with set_current_vllm_config(config), torch.no_grad():
-        trace = trace_model(model, model_map, torch.bfloat16)
+        trace = trace_model(model, measure_tensors(shape), torch.bfloat16)
         assert trace.unexplained == {}
         assert addresses(model) == before
         assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])

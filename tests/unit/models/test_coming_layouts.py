@@ -177,7 +177,7 @@ def make_tensors(row: WeightEntry) -> Tensors:
     """The Hugging Face tensors of a row, whose elements all differ, by their full names."""
     tensors, begin = Tensors(), 0.0
     for name, tensor in zip(row.name_tensors(LAYER, EXPERT), row.hf, strict=True):
-        tensors[name] = number_elements(tensor.compute_shape(SHAPE)) + begin
+        tensors[name] = number_elements(tensor.measure(SHAPE.sizes)) + begin
         begin += tensors[name].numel()
     return tensors
 
@@ -271,8 +271,8 @@ def test_layers_have_the_rows_of_their_kinds() -> None:
 def test_a_tensor_of_all_experts_is_listed_once() -> None:
     row = find_row(QWEN3_5_EXPERTS, "{expert}.linear_fc1.weight")
     assert [*list_experts(row, SHAPE)] == [0]
-    assert row.hf[0].compute_shape(SHAPE) == (EXPERTS, 2 * FFN, H)
-    assert HFTensor("conv1d.weight", ("hidden", "channel", "kernel")).compute_shape(SHAPE) == (H, 1, KERNEL)
+    assert row.hf[0].measure(SHAPE.sizes) == (EXPERTS, 2 * FFN, H)
+    assert HFTensor("conv1d.weight", ("hidden", "channel", "kernel")).measure(SHAPE.sizes) == (H, 1, KERNEL)
 
 
 def test_no_row_of_a_family_has_an_axis_twice() -> None:

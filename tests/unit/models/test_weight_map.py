@@ -45,7 +45,7 @@ def entry(name: str, shape: ModelShape = SHAPE) -> WeightEntry:
 
 
 def full_tensors(of: WeightEntry) -> list[Tensor]:
-    return [torch.randn(tensor.compute_shape(SHAPE)) for tensor in of.hf]
+    return [torch.randn(tensor.measure(SHAPE.sizes)) for tensor in of.hf]
 
 
 def cut(full: Tensor, part: WeightSlice) -> Tensor:
@@ -109,7 +109,7 @@ def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
 def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str, size: int) -> None:
     shape = replace(SHAPE, family=family, ffn_hidden=12)
     for of in build_weight_map(shape):
-        full = [torch.randn(tensor.compute_shape(shape)) for tensor in of.hf]
+        full = [torch.randn(tensor.measure(shape.sizes)) for tensor in of.hf]
         collected: list[list[Tensor]] = [[] for _ in full]
         for rank in range(size):
             slices = of.list_slices(shape, 0, rank, size)

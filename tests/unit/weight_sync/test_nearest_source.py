@@ -9,8 +9,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.weight_sync.boxes import find_ranges
-from megatron_grpo.weight_sync.pieces import read_ranges
+from megatron_grpo.models.weight_map import index_tensors
+from megatron_grpo.weight_sync.pieces import find_ranges, read_ranges
 from megatron_grpo.weight_sync.transfer_plan import plan_messages
 from tests.support.engine_table import table_boxes
 from tests.support.refit_models import DENSE
@@ -34,10 +34,12 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     if "tensor" not in training:
         assert near.all()
         return
+    entries = build_weight_map(shape)
+    keys = list(index_tensors(entries, shape).values())
     for piece in plans[0][~near]:
-        entry = build_weight_map(shape)[piece["entry"]]
+        entry = entries[piece["entry"]]
         assert entry.axis is not None, "what is not split is everywhere"
-        slices = [entry.list_slices(shape, int(piece["layer"]), part, 2, 0) for part in range(2)]
+        slices = [entry.list_slices(shape, keys[piece["tensor"]].layer, part, 2, 0) for part in range(2)]
         parts = [find_ranges(rank_slices[piece["section"]]) for rank_slices in slices]
         own, sent = parts[piece["target"] % 2], read_ranges(piece)
         assert not all(have.begin <= want.begin and want.end <= have.end for have, want in zip(own, sent, strict=True))

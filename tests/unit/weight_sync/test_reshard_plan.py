@@ -24,10 +24,10 @@ from megatron_grpo.models.weight_layouts import (
     split_engine,
     split_policy,
 )
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
-from megatron_grpo.weight_sync.boxes import count_elements, find_ranges, to_slices
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, index_tensors, pad_vocab
+from megatron_grpo.weight_sync.boxes import count_elements, to_slices
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.pieces import Pieces, align, lay_out_pieces, read_ranges, split_messages
+from megatron_grpo.weight_sync.pieces import Pieces, align, find_ranges, lay_out_pieces, read_ranges, split_messages
 from megatron_grpo.weight_sync.shard_sender import pack_piece
 from megatron_grpo.weight_sync.transfer_plan import (
     choose_wire_dtypes,
@@ -45,9 +45,11 @@ def cut(part: WeightSlice) -> Tensor:
 
 def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
     """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
-    entry, expert = build_weight_map(shape)[piece["entry"]], int(piece["expert"])
+    entries = build_weight_map(shape)
+    key = list(index_tensors(entries, shape).values())[piece["tensor"]]
+    entry = entries[key.row]
     part = place.expert_tensor if entry.per_expert else place.tensor
-    slices = entry.list_slices(shape, int(piece["layer"]), part.index, part.count, expert)
+    slices = entry.list_slices(shape, key.layer, part.index, part.count, key.expert)
     rows = pad_vocab(shape, part.count) // part.count
     parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
     whole = split_parameter(entry, parameter, slices, shape)[piece["section"]]
@@ -213,7 +215,7 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
     for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
         place = engine[target % len(engine)]
         mine = pieces[pieces["target"] == target]
-        keys = mine[["entry", "tensor", "layer", "expert"]]
+        keys = mine[["tensor"]]
         begins = mine["ranges"][:, :2, 0].T
         order = np.lexsort((*begins[::-1], *(keys[k] for k in keys.dtype.names[::-1])))
         ordered = mine[order]
@@ -246,7 +248,7 @@ def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
     part = place.expert_tensor if entry.per_expert else place.tensor
     numbers = 0
     for tensor in entry.hf:
-        size = int(np.prod(tensor.compute_shape(shape)))
+        size = int(np.prod(tensor.measure(shape.sizes)))
         names = re.findall(r"\w+", " ".join(tensor.dims))
         if {"key", "value"} & set(names):
             size = size // shape.key_value_heads * max(shape.key_value_heads // part.count, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import build_model_map, read_model_shape
+from megatron_grpo.models.families import measure_tensors, read_model_shape
 from megatron_grpo.models.weight_layouts import split_engine
 from megatron_grpo.planning.meta_engine import build_rank
 from megatron_grpo.weight_sync.boxes import (
@@ -20,7 +20,6 @@ from megatron_grpo.weight_sync.boxes import (
     compute_digest,
     count_elements,
     find_overlap,
-    index_tensors,
     pack_boxes,
     to_slices,
     unpack_boxes,
@@ -219,11 +218,11 @@ def test_traced_boxes_are_the_tables(family: str, layout: str, tmp_path: Path) -
     shape, parallel = read_model_shape(tmp_path), LAYOUTS[layout]
     if shape.experts is None and parallel.expert > 1:
         pytest.skip("a model without experts")
-    tables, model_map = table_boxes(parallel, shape), build_model_map(shape)
+    tables, sizes = table_boxes(parallel, shape), measure_tensors(shape)
     for rank, table in enumerate(tables):
         with build_rank(tmp_path, rank, parallel, "bfloat16") as (model, config):
             with set_current_vllm_config(config):
-                trace = trace_model(model, model_map, torch.bfloat16)
+                trace = trace_model(model, sizes, torch.bfloat16)
             names = dict(model.named_parameters())
         assert trace.unexplained == {}
         boxes = set(trace.boxes)
@@ -250,15 +249,11 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
     shape, parallel = read_model_shape(tmp_path), LAYOUTS[layout]
     if shape.experts is None and parallel.expert > 1:
         parallel = GenerationParallelConfig(tensor=2, pipeline=2)
-    model_map = build_model_map(shape)
-    sizes = {
-        name: model_map.entries[key.entry].hf[key.tensor].compute_shape(shape)
-        for name, key in index_tensors(model_map).items()
-    }
+    sizes = measure_tensors(shape)
     tensors = numbered(sizes)
     for rank in {0, parallel.ranks_per_engine - 1}:
         with build_rank(tmp_path, rank, parallel, "bfloat16") as (model, config), set_current_vllm_config(config):
-            boxes = trace_model(model, model_map, torch.bfloat16).boxes
+            boxes = trace_model(model, sizes, torch.bfloat16).boxes
             materialize(model)
             with torch.no_grad():
                 model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
