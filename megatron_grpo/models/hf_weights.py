@@ -16,7 +16,7 @@ from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.megatron_names import list_layers, name_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_axes import LABELS, list_names, locate_sections, measure_axis, order_factors
+from megatron_grpo.models.weight_axes import LABELS, list_names, locate_sections, measure_axis
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, cut_sections, iter_entries
 
 
@@ -45,7 +45,8 @@ def split_parameter(
 
     In its place may be an adapter's matrix with the parameter's rows and other columns.
     """
-    if entry.is_one_tensor:
+    sections = cut_sections(entry)
+    if len(sections) == 1 and sections[0].axes == entry.axes:
         return [local[: slices[0].local_shape[0]]] if entry.split == "vocab" else [local]
     sizes = _find_local_sizes(entry, [part.local_shape for part in slices], model)
     if sizes is None:
@@ -53,11 +54,12 @@ def split_parameter(
     sizes |= {axis: size for axis, size in zip(entry.axes[1:], local.shape[1:], strict=True) if axis in sizes}
     sources = _view_sections(local, entry.axes, sizes)
     parts = []
-    for section in cut_sections(entry):
+    for section in sections:
         shape = [measure_axis(axis, sizes) for axis in section.axes]
-        order = order_factors(section.axes)
-        if order is not None:  # a view where the layout allows it
-            values = sources[frozenset(list_names(" ".join(section.axes))) - {"expert"}]
+        text = " ".join(section.axes)
+        if "|" not in text:  # a view where the layout allows it
+            order = [name for name in list_names(text) if name not in LABELS]
+            values = sources[frozenset(list_names(text)) - {"expert"}]
             parts.append(values.permute([sorted(order).index(name) for name in order]).reshape(shape))
             continue
         parts.append(local.new_empty(shape))
@@ -73,9 +75,8 @@ def _find_local_sizes(entry: WeightEntry, shapes: Sequence[Sequence[int]], model
     sizes = model.sizes
     if entry.split is None:
         return sizes
-    counts = set()
-    for section, shape in zip(cut_sections(entry), shapes, strict=True):
-        counts.add(divmod(shape[section.dimension], section.measure(sizes | {entry.split: 1})))
+    unit, sections = sizes | {entry.split: 1}, zip(cut_sections(entry), shapes, strict=True)
+    counts = {divmod(shape[section.dimension], section.measure(unit)) for section, shape in sections}
     count, rest = counts.pop()
     return None if counts or rest else sizes | {entry.split: count}
 

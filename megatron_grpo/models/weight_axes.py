@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 
 LABELS = frozenset({"gate", "up", "q", "k", "v", "z", "b", "a", "expert"})
@@ -66,9 +66,3 @@ def _locate_parts(tree: ast.expr, sizes: Mapping[str, int]) -> tuple[int, Parts]
         for outer, factors in first
         for inner, inner_factors in second
     ]
-
-
-def order_factors(axes: Sequence[str]) -> list[str] | None:
-    """List the factors of a tensor of one section; None: it has several."""
-    text = ", ".join(axes)
-    return None if "|" in text else [name for name in list_names(text) if name not in LABELS]

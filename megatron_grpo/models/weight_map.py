@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 from megatron_grpo.models.megatron_names import Half
 from megatron_grpo.models.shape import LayerKind, ModelShape
-from megatron_grpo.models.weight_axes import list_names, measure_axis, order_factors, split_sections
+from megatron_grpo.models.weight_axes import list_names, measure_axis, split_sections
 
 # Factors that tensor parallelism splits; a parameter has at most one of them.
 _SPLIT = {"vocab", "groups", "heads", "key_heads", "ffn", "expert_ffn", "shared_ffn"}
@@ -100,11 +100,6 @@ class WeightEntry:
         """Whether a Hugging Face tensor holds this parameter of all experts."""
         return "expert" in self.hf[0].dims
 
-    @property
-    def is_one_tensor(self) -> bool:
-        """Whether the parameter is a tensor's slice as it is."""
-        return len(self.hf) == 1 and self.hf[0].dims == self.axes and len(cut_sections(self)) == 1
-
     def name_tensors(self, layer: int, expert: int = 0) -> list[str]:
         return [tensor.name.format(layer=layer, expert=expert) for tensor in self.hf]
 
@@ -172,7 +167,7 @@ def _find_range(entry: WeightEntry, index: int, sizes: Mapping[str, int], rank: 
         return rank * (total // size), (rank + 1) * (total // size)
     # The merged rows are cut evenly, through the middle of a group: a rank has some rows of one group, which may be
     # queries, its key or its value.
-    is_simple = all(order_factors(section.axes) is not None for section in cut_sections(entry))
+    is_simple = not any("|" in axis for section in cut_sections(entry) for axis in section.axes)
     assert is_simple, f"{entry.name}: {size} ranks cannot share {count} {entry.split}"
     widths = [length // count for length in lengths]
     pieces = size // count

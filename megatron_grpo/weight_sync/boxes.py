@@ -9,14 +9,12 @@ import base64
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 class Range(NamedTuple):
@@ -128,29 +126,19 @@ def list_full_boxes(tensors: Mapping[str, tuple[int, ...]]) -> list[Box]:
     return boxes
 
 
-# Many boxes have equal cuts, so that they are written once: parameters, tensors and cuts, then their indices by box.
-_Tables = tuple[list[str], list[str], list[Cut], list[tuple[int, int, int]]]
-_TABLES: TypeAdapter[_Tables] = TypeAdapter(_Tables)
+_BOXES: TypeAdapter[list[Box]] = TypeAdapter(list[Box])
 
 
 def pack_boxes(boxes: Sequence[Box]) -> str:
     """Pack a rank's boxes in text that messages of vLLM and of servers carry."""
-    parameters, tensors = _number(box.parameter for box in boxes), _number(box.tensor for box in boxes)
-    cuts = _number(box.cut for box in boxes)
-    rows = [(parameters[box.parameter], tensors[box.tensor], cuts[box.cut]) for box in boxes]
-    content = _TABLES.dump_json((list(parameters), list(tensors), list(cuts), rows))
-    return base64.b85encode(zlib.compress(content, level=6)).decode()
+    return base64.b85encode(zlib.compress(_BOXES.dump_json(list(boxes)))).decode()
 
 
-def _number(values: Iterable[T]) -> dict[T, int]:
-    return {value: number for number, value in enumerate(dict.fromkeys(values))}
+def unpack_boxes(text: str) -> list[Box]:
+    boxes = _BOXES.validate_json(zlib.decompress(base64.b85decode(text)))
+    cuts: dict[Cut, Cut] = {}  # equal cuts, of which there are many, become one object
+    return [box._replace(cut=cuts.setdefault(box.cut, box.cut)) for box in boxes]
 
 
 def compute_digest(packed: str) -> str:
     return hashlib.blake2b(packed.encode(), digest_size=16).hexdigest()
-
-
-def unpack_boxes(text: str) -> list[Box]:
-    content = zlib.decompress(base64.b85decode(text))
-    parameters, tensors, cuts, rows = _TABLES.validate_json(content)
-    return [Box(parameters[name], tensors[tensor], cuts[cut]) for name, tensor, cut in rows]

@@ -20,6 +20,7 @@ import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -225,7 +226,7 @@ class RefitChecks:
 
     def find_differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """Describe the tensors of engines that differ beyond rounding."""
-        boxes = self._calls.policy.share(self._calls.engine_boxes)
+        boxes: Any = ray.put(self._calls.engine_boxes)  # once, not for every rank
         stages = self._calls.policy.submit(fingerprint_policy, boxes)
         calls = self._calls.generation.submit_to(engines, Engine.fingerprint_weights)
         answers = self._calls.wait(stages, calls, deadline, "comparing weights")
