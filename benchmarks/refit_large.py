@@ -22,7 +22,6 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig, Ref
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.fp8_cuts import find_cut_blocks
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.planning.refit_summary import summarize_refit
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -90,7 +89,7 @@ def main() -> None:
     for name, (raw, training, generation) in CASES.items():
         shape = parse_model_shape(raw)
         arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
-        assert not any(find_cut_blocks(shape, split_policy(training, shape), split_engine(generation, shape)))
+        assert not any(find_cut_blocks(shape, training, generation))
         summary, in_fp8 = summarize_refit(*arguments), summarize_refit(*arguments, fp8_blocks=True)
         whole = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(

@@ -21,7 +21,7 @@ from refit_large import CASES
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.planning.refit_summary import assume_boxes
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.refit_group import FAILURE, FAILURE_CHECK_S, Rendezvous
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, write_plan

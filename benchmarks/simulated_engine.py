@@ -23,7 +23,7 @@ from megatron_grpo.generation.engine_interface import EngineStart, TensorShapes
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.planning.refit_summary import assume_boxes
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 

@@ -20,7 +20,7 @@ from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import measure_tensors, parse_model_shape
-from megatron_grpo.planning.refit_summary import assume_boxes
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.weight_sync.boxes import count_elements, pack_boxes
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "hf_configs"
@@ -55,7 +55,7 @@ def _trace(raw: dict[str, Any], parallel: GenerationParallelConfig, rank: int) -
     from vllm.config import set_current_vllm_config
 
     from megatron_grpo.planning.meta_engine import build_rank
-    from megatron_grpo.weight_sync.engine_trace import trace_model
+    from megatron_grpo.weight_sync.weight_trace import trace_model
 
     shape = parse_model_shape(raw)
     with tempfile.TemporaryDirectory() as folder:

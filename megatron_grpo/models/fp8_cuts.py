@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 from megatron_grpo_kernels.fp8_format import BLOCK
 
@@ -20,20 +21,22 @@ def can_travel_in_fp8(entry: WeightEntry) -> bool:
     return entry.half is not None and are_matrices
 
 
-def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
+def find_cut_blocks(shape: ModelShape, policy: ParallelConfig, engine: GenerationParallelConfig) -> Iterator[str]:
     """Describe each matrix that a rank cuts inside a block."""
     # An FP8 block has one scale, computed from its largest number. Ranks that hold parts of one block would compute
     # different scales, and an engine's layer has room for one; a common scale would take a collective for each matrix
     # of a refit. So the ranks of neither side may cut a matrix inside a block.
     # What engines really keep is traced later, and the writer refuses parts of blocks (`model_writer`).
+    engine_experts = 1 if engine.expert > 1 else engine.tensor
+    parts = {"policy": (policy.tensor, policy.expert_tensor), "engine": (engine.tensor, engine_experts)}
     for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
-        for side, shards in (("policy", sources), ("engine", engine)):
-            splits = {shard.find_split(entry) for shard in shards}
-            for split in sorted(splits, key=lambda split: split.index):
-                # Then vLLM keeps copies of the heads of keys and values, and the policy cuts them.
-                if side == "engine" and entry.split == "groups" and split.count > shape.key_value_heads:
-                    continue
-                for part in entry.list_slices(shape, 0, split.index, split.count):
+        for side, counts in parts.items():
+            count = counts[entry.per_expert]
+            # Then vLLM keeps copies of the heads of keys and values, and the policy cuts them.
+            if side == "engine" and entry.split == "groups" and count > shape.key_value_heads:
+                continue
+            for rank in range(count):
+                for part in entry.list_slices(shape, 0, rank, count):
                     if _has_cut_block(part):
                         yield f"{part.name} on {side} ranks: {_describe_cut(part)}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,21 +100,6 @@ def _view_sections(tensor: Tensor, axes: Sequence[str], sizes: Mapping[str, int]
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")  # in their layer
 
 
-class AdaptedLayer(Protocol):
-    """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS.
-
-    `trainer.model.lora.AdaptedLinear` is one.
-    """
-
-    lora_a: Tensor  # [rank, columns]
-    lora_b: Tensor  # [rows, rank], the rows in the order of the weight's
-    split_matrix: str
-    """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
-
-    def merge_weight(self) -> Tensor:
-        """Compute this rank's weight plus the adapter's product: [rows, columns]."""
-
-
 @dataclass(frozen=True, slots=True)
 class BoundEntry:
     """A row of the weight map with this rank's parameter."""
@@ -123,7 +108,9 @@ class BoundEntry:
     layer: int  # number of the layer in the full model, from 0
     parameter: Tensor
     expert: int = 0  # index among the experts of this rank; also 0 for parameters outside experts
-    adapted: AdaptedLayer | None = None  # the layer that the parameter is the weight of, if it has an adapter
+    adapted: Any = (
+        None  # the layer with an adapter (`trainer.model.lora.AdaptedLinear`) that the parameter is the weight of
+    )
 
     def compute_weight(self) -> Tensor:
         """Compute the weight that the model uses: adapter merged, FP8 dequantised."""

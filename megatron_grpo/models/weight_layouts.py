@@ -1,4 +1,4 @@
-"""Shards: the layers, the parts of matrices and the experts that each rank of the policy or of an engine holds."""
+"""Shards: the layers, the parts of matrices and the experts that each rank of the policy holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.generation_schema import GenerationParallelConfig
     from megatron_grpo.config.policy_schema import ParallelConfig
 
 
@@ -82,32 +81,3 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
         begin += size
     assert begin == count, f"{begin} of {count} layers are assigned"
     return [tuple(numbers) for numbers in layers]
-
-
-def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
-    """Split the model over an engine's ranks, in vLLM's order."""
-    tensor, stages, has_expert_parallelism = parallel.tensor, parallel.pipeline, parallel.expert > 1
-    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
-    sizes = [shape.layers // stages] * stages
-    for stage in range(shape.layers % stages):
-        sizes[-2 - stage] += 1
-    count = shape.experts.count if shape.experts is not None else 1
-    # Each rank has consecutive experts; if there is a remainder, the first ranks have one more each.
-    quotient, remainder = divmod(count, tensor)
-    bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
-    shards = []
-    for stage in range(stages):
-        begin = sum(sizes[:stage])
-        shards += [
-            RankShard(
-                layers=tuple(range(begin, begin + sizes[stage])),
-                # A tied head is the embedding: the last stage has it too.
-                has_embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
-                has_output=stage == stages - 1,
-                tensor=Split(rank, tensor),
-                experts=(bounds[rank], bounds[rank + 1]) if has_expert_parallelism else (0, count),
-                expert_tensor=Split() if has_expert_parallelism else Split(rank, tensor),
-            )
-            for rank in range(tensor)
-        ]
-    return shards

@@ -29,7 +29,7 @@ from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, repl
 from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedModules
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
-from megatron_grpo.planning.refit_summary import assume_boxes
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import split_engine
 from megatron_grpo.planning.costs import time_collective
+from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.hardware import Hardware
 
 BLOCK_TOKENS = 16

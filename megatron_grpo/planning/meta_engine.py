@@ -120,7 +120,7 @@ def main(folder: Path) -> None:
     from vllm.config import set_current_vllm_config
 
     from megatron_grpo.weight_sync.boxes import pack_boxes
-    from megatron_grpo.weight_sync.engine_trace import trace_model
+    from megatron_grpo.weight_sync.weight_trace import trace_model
 
     request = json.loads((folder / "request.json").read_text())
     (folder / "config.json").write_text(json.dumps(request["config"]))

@@ -12,13 +12,12 @@ import numpy as np
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
-from megatron_grpo.models.weight_map import HFTensor, index_tensors
+from megatron_grpo.models.weight_layouts import split_policy
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
-from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements
-from megatron_grpo.weight_sync.pieces import Pieces, find_ranges
+from megatron_grpo.weight_sync.boxes import Box
+from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
 MOST_LINKS = 32  # more links are not listed one by one
@@ -138,31 +137,6 @@ def summarize_refit(
         links=links,
         planned_s=planned_s,
     )
-
-
-def assume_boxes(shape: ModelShape, parallel: GenerationParallelConfig) -> list[list[Box]]:
-    """Assume boxes of an engine's ranks without vLLM: it cuts matrices as Megatron-Core does.
-
-    With more tensor-parallel ranks than heads of keys and values, vLLM's ranks have copies of these.
-    """
-    entries, engine = build_weight_map(shape), []
-    tensors = index_tensors(entries, shape)
-    for shard in split_engine(parallel, shape):
-        cuts: dict[HFTensor, list[Cut]] = {}
-        boxes = []
-        for name, key in tensors.items():
-            entry = entries[key.row]
-            is_kept = shard.experts[0] <= key.expert < shard.experts[1] if entry.per_expert else True
-            if not is_kept or not shard.keeps(entry, key.layer):
-                continue
-            if key.tensor not in cuts:
-                split = shard.find_split(entry)
-                slices = entry.list_slices(shape, key.layer, split.index, split.count, key.expert)
-                parts = [find_ranges(part) for part in slices if part.name == name]
-                cuts[key.tensor] = [Cut(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)]
-            boxes += [Box(name, name, cut) for cut in cuts[key.tensor]]
-        engine.append(boxes)
-    return engine
 
 
 def estimate_nccl(config: Config, summary: RefitSummary) -> dict[str, int]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
@@ -111,8 +110,7 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     yield not is_set, "refit.fp8_blocks=", f"{text}, or use false"
     # A layout that does not fit the model has no cuts to look at; its own check reports it.
     if shape is not None and not any(find_layout_problems(config, shape)):
-        policy_shards = split_policy(config.policy.parallel, shape)
-        cuts = list(find_cut_blocks(shape, policy_shards, split_engine(config.generation.parallel, shape)))
+        cuts = list(find_cut_blocks(shape, config.policy.parallel, config.generation.parallel))
         first_cut = next(iter(cuts), "") + (f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else "")
         text = f"ranks would share a block of 128 x 128: {first_cut}; use fewer tensor-parallel ranks, or false"
         yield cuts, "refit.fp8_blocks=", text

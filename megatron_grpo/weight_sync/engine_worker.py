@@ -76,7 +76,7 @@ class RefitWorker(Worker):
     @phase("trace loaders")
     def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> dict[str, str] | str:
         """Trace the model's loaders; return digest and, if needed, packed boxes."""
-        from megatron_grpo.weight_sync.engine_trace import trace_model
+        from megatron_grpo.weight_sync.weight_trace import trace_model
 
         try:
             config, model = self.vllm_config, self.model_runner.get_model()

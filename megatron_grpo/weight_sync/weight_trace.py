@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.weight_sync.boxes import Box, Cut, Function, FunctionName, Range, find_overlap
+from megatron_grpo.weight_sync.engine_layers import RebuiltLayer, is_derived
 
 _COPIES = {"clone", "contiguous", "_to_copy", "lift_fresh"}
 
@@ -185,6 +186,24 @@ def trace_weights(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
     boxes = [box for name, boxes in recorder.boxes.items() if name not in recorder.unexplained for box in boxes]
     distinct = dict.fromkeys(boxes)  # some loaders copy a tensor twice
     return WeightTrace(sorted(distinct, key=lambda box: numbers[box.tensor]), recorder.unexplained)
+
+
+def trace_model(model: nn.Module, tensors: Mapping[str, Sequence[int]], dtype: torch.dtype) -> WeightTrace:
+    """Trace the loading of a model's tensors; the model is unchanged afterwards.
+
+    `tensors`: shapes by name; `dtype`: of the tensors. vLLM's configuration has to be set (`set_current_vllm_config`).
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layers = [RebuiltLayer(layer) for layer in model.modules() if is_derived(layer)]
+    try:
+        for layer in layers:
+            for parameter in layer.restore_plain().parameters(recurse=False):
+                parameter.weight_loader = layerwise._get_original_loader(parameter)  # quantisation may have wrapped it
+        return trace_weights(model, {name: (tuple(shape), dtype) for name, shape in tensors.items()})
+    finally:
+        for layer in layers:
+            layer.abandon()
 
 
 class _Recorder(TorchDispatchMode):

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, Split, split_engine
+from megatron_grpo.models.weight_layouts import RankShard, Split
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
+from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.weight_sync.boxes import Box, Cut, Function, Range, count_elements
 
 VOCABULARY_MULTIPLE = 64

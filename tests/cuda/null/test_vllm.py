@@ -21,10 +21,10 @@ from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.weight_sync.engine_trace import trace_model
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
+from megatron_grpo.weight_sync.weight_trace import trace_model
 from tests.support.engine_table import table_boxes
 
 LONGEST = 1024

@@ -19,12 +19,9 @@ from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import (
-    RankShard,
-    split_engine,
-    split_policy,
-)
+from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, index_tensors, pad_vocab
+from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.weight_sync.boxes import count_elements, to_slices
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import Pieces, align, find_ranges, lay_out_pieces, read_ranges, split_messages
@@ -332,7 +329,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
     shape, (training, generation) = parse_model_shape({**BLOCKED[family], "num_hidden_layers": 2}), layouts
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
-    assert list(find_cut_blocks(shape, sources, engine)) == []
+    assert list(find_cut_blocks(shape, training, generation)) == []
     dtypes, boxes = choose_wire_dtypes(shape, "float32", fp8_blocks=True), table_boxes(generation, shape)
     scheduled = plan_messages(shape, sources, boxes, 1, dtypes, 2**16)
     kinds = [getattr(torch, dtype) for dtype in dtypes]
@@ -367,7 +364,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 def test_ranks_that_would_share_a_block_are_named() -> None:
     shape = parse_model_shape({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
     layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
-    cuts = list(find_cut_blocks(shape, split_policy(layouts[0], shape), split_engine(layouts[1], shape)))
+    cuts = list(find_cut_blocks(shape, *layouts))
     assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
     assert "model.layers.0.mlp.down_proj.weight on engine ranks: 96 to 192 of (320, 384)" in cuts
     assert not any("q_proj" in cut for cut in cuts if "engine" in cut)

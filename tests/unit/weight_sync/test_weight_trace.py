@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import measure_tensors, read_model_shape
-from megatron_grpo.models.weight_layouts import split_engine
+from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.meta_engine import build_rank
 from megatron_grpo.weight_sync.boxes import (
     Box,
@@ -24,8 +24,7 @@ from megatron_grpo.weight_sync.boxes import (
     to_slices,
     unpack_boxes,
 )
-from megatron_grpo.weight_sync.engine_trace import trace_model
-from megatron_grpo.weight_sync.weight_trace import trace_weights
+from megatron_grpo.weight_sync.weight_trace import trace_model, trace_weights
 from tests.support.engine_configs import ENGINE_CONFIGS, write_engine_config
 from tests.support.engine_table import table_boxes
 
