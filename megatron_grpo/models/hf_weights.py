@@ -108,9 +108,7 @@ class BoundEntry:
     layer: int  # number of the layer in the full model, from 0
     parameter: Tensor
     expert: int = 0  # index among the experts of this rank; also 0 for parameters outside experts
-    adapted: Any = (
-        None  # the layer with an adapter (`trainer.model.lora.AdaptedLinear`) that the parameter is the weight of
-    )
+    adapted: Any = None  # the layer (`trainer.model.lora.AdaptedLinear`) that the parameter is the weight of, if any
 
     def compute_weight(self) -> Tensor:
         """Compute the weight that the model uses: adapter merged, FP8 dequantised."""

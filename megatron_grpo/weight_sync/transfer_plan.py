@@ -135,7 +135,7 @@ def _find_routes(
     for expert, split in product(experts, range(count if entry.axis is not None else 1)):
         slices = entry.list_slices(shape, 0, split, count, expert)
         for number, (section, rank_part) in enumerate(zip(cut_sections(entry), slices, strict=True)):
-            common = find_overlap(part, find_ranges(rank_part)) if section.tensor is tensor else None
+            common = find_overlap(part, find_ranges(rank_part)) if section.tensor == tensor else None
             if common is not None:
                 yield number, split, common
 
