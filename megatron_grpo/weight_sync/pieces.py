@@ -9,16 +9,18 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.weight_sync.boxes import Range, Ranges
 from megatron_grpo_kernels.fp8_format import count_blocks
+
+if TYPE_CHECKING:
+    from megatron_grpo.models.weight_map import WeightSlice
 
 # Dtype of pieces whose elements are followed by a float32 scale for each block.
 FP8 = "float8_e4m3fn"

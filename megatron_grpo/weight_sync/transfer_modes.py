@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,11 @@ class TransferMode(ABC):
     def __init__(self, calls: RefitCalls, config: RefitConfig) -> None:
         self.calls, self.config = calls, config
         self.bucket_bytes = int(config.bucket_mib * 2**20)
-        self.tensors = measure_tensors(calls.policy.settings.shape)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's tensors by name."""
+        return measure_tensors(self.calls.policy.settings.shape)
 
     @abstractmethod
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:

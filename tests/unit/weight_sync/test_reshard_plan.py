@@ -154,7 +154,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
         assert align(message["bytes"]).sum() <= bucket or len(message) <= 2
 
 
-PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "ranges", "box", "bytes")
+PLANNED = ("source", "target", "entry", "tensor", "section", "ranges", "box", "bytes")
 
 DEEPSEEK_V3: dict[str, Any] = LATENT | {
     "num_hidden_layers": 61,
