@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megatron_grpo.models.megatron_names import iterate_layers
+
 RIGHT_REFITS = 3
 """Refits that are received as they are sent."""
 
@@ -149,7 +151,8 @@ def spoil_rank(module: ModuleType, defect: str) -> None:
                 "replica_off": state.get_data_parallel_rank() > 0,
             }
             if is_spoiled.get(defect):
-                self.chunks[0].decoder.layers[0].mlp.register_forward_hook(_weaker)
+                layers = (layer for _, halves, layer in iterate_layers(self.chunks[0]) if "mlp" in halves)
+                next(layers).mlp.register_forward_hook(_weaker)
 
         module.PolicyRank.__init__ = build_spoiled
 

@@ -69,6 +69,11 @@ def list_by_megatron_layer(flags: Sequence[bool], half: Half) -> list[int]:
     return [int(flags[layer] and half in halves) for layer, halves in translated]
 
 
+def count_earlier(flags: Sequence[int], number: int) -> int:
+    """Count a property, listed by layer of Megatron-Core, before its `layer_number`."""
+    return sum(flags[: number - 1])
+
+
 def iterate_layers(chunk: Any) -> Iterator[tuple[int, tuple[Half, ...], Any]]:
     """Yield the Hugging Face number, the halves and the module of a chunk's layers."""
     for module in chunk.decoder.layers:

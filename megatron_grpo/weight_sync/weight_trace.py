@@ -78,29 +78,28 @@ class _Assignment(NamedTuple):
         begin = [0] * len(sizes)
         for axis in axes:
             begin[axis], offset = divmod(offset, strides[axis])
-        loops: list[_Loop] = []
+        loops = tuple(loop for loop in self.loops if loop.rounds > 1)
         loop_axes: list[int] = []
-        pending = [loop for loop in self.loops if loop.rounds > 1]
-        while pending:
-            loop = pending.pop(0)
+        for number, loop in enumerate(loops):
             stride = loop[side]
             axis = next((axis for axis in axes if strides[axis] <= stride and stride % strides[axis] == 0), -1)
             step = stride // strides[axis] if axis >= 0 else 0
             if axis < 0 and stride:
                 raise _UnexplainedError("the elements of a view form no boxes")
             if axis < 0 or begin[axis] + (loop.rounds - 1) * step < sizes[axis]:
-                loops.append(loop)
                 loop_axes.append(axis)
                 continue
             inner = sizes[axis] // step
             if inner > 1 and begin[axis] < step and sizes[axis] % step == 0 and loop.rounds % inner == 0:
                 outer_loop = _Loop(loop.rounds // inner, loop.target * inner, loop.source * inner)
-                pending[:0] = [outer_loop, _Loop(inner, loop.target, loop.source)]
-                continue
-            for part in self._replace(loops=(*loops, loop, *pending)).unroll(len(loops)):  # it begins inside a row
+                split = (*loops[:number], outer_loop, loop._replace(rounds=inner), *loops[number + 1 :])
+                parts = iter([self._replace(loops=split)])
+            else:  # it begins inside a row
+                parts = self._replace(loops=loops).unroll(number)
+            for part in parts:
                 yield from part.align(side, full)
             return
-        yield self._replace(loops=tuple(loops)), loop_axes, begin
+        yield self._replace(loops=loops), loop_axes, begin
 
     def unroll(self, number: int) -> Iterator[_Assignment]:
         """Yield an assignment for each round of a loop."""
@@ -135,34 +134,29 @@ class _Assignment(NamedTuple):
     def follow(self, result: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Iterator[tuple[_Assignment, Tensor]]:
         """Replace a result, which is the source, by the tensors that it joins."""
         for nest, axes, begin in self.align(_SOURCE, result):
-            yield from nest.select(result, parts, dim, axes, begin)
-
-    def select(
-        self, result: Tensor, parts: Sequence[Tensor], dim: int, axes: Sequence[int], begin: Sequence[int]
-    ) -> Iterator[tuple[_Assignment, Tensor]]:
-        """Split an aligned assignment by the tensors that its source joins."""
-        along = [number for number, axis in enumerate(axes) if axis == dim]
-        if len(parts) > 1 and [self.loops[number].source // result.stride(dim) for number in along] not in ([], [1]):
-            raise _UnexplainedError("a view of a concatenation runs through its parts in steps")
-        window_end = 0
-        for part in parts:
-            strides, indices, target = part.stride(), list(begin), self.offsets[_TARGET]
-            loops = [
-                loop._replace(source=loop.source // result.stride(axis) * strides[axis] if axis >= 0 else 0)
-                for loop, axis in zip(self.loops, axes, strict=True)
-            ]
-            if len(parts) > 1:
-                window_begin, window_end = window_end, window_end + part.shape[dim]
-                count = loops[along[0]].rounds if along else 1
-                common = Range(begin[dim], begin[dim] + count).find_overlap(Range(window_begin, window_end))
-                if common is None:
-                    continue
-                indices[dim] = common.begin - window_begin
-                if along:
-                    target += (common.begin - begin[dim]) * loops[along[0]].target
-                    loops[along[0]] = loops[along[0]]._replace(rounds=common.size)
-            source = int(part.storage_offset()) + sum(map(operator.mul, indices, strides))
-            yield _Assignment(tuple(loops), (0, target, source), self.functions), part
+            along = [number for number, axis in enumerate(axes) if axis == dim]
+            steps = [nest.loops[number].source // result.stride(dim) for number in along]
+            if len(parts) > 1 and steps not in ([], [1]):
+                raise _UnexplainedError("a view of a concatenation runs through its parts in steps")
+            window_end = 0
+            for part in parts:
+                strides, indices, target = part.stride(), list(begin), nest.offsets[_TARGET]
+                loops = [
+                    loop._replace(source=loop.source // result.stride(axis) * strides[axis] if axis >= 0 else 0)
+                    for loop, axis in zip(nest.loops, axes, strict=True)
+                ]
+                if len(parts) > 1:
+                    window_begin, window_end = window_end, window_end + part.shape[dim]
+                    count = loops[along[0]].rounds if along else 1
+                    common = Range(begin[dim], begin[dim] + count).find_overlap(Range(window_begin, window_end))
+                    if common is None:
+                        continue
+                    indices[dim] = common.begin - window_begin
+                    if along:
+                        target += (common.begin - begin[dim]) * loops[along[0]].target
+                        loops[along[0]] = loops[along[0]]._replace(rounds=common.size)
+                source = int(part.storage_offset()) + sum(map(operator.mul, indices, strides))
+                yield _Assignment(tuple(loops), (0, target, source), nest.functions), part
 
 
 @dataclass(frozen=True)
@@ -323,7 +317,8 @@ class _Recorder(TorchDispatchMode):
         boxes = self.boxes[storage.parameter]
         for cut in assignment.find_cuts(storage.full, tensor):
             box = Box(storage.parameter, name, cut)
-            if not name and any(_overlap(box, written) for written in boxes):
+            hulls = (tuple(Range(*indices[:2]) for indices in old.cut.parameter) for old in boxes if old.tensor)
+            if not name and any(find_overlap(cut.parameter, hull) is not None for hull in hulls):
                 raise _UnexplainedError("parts of it are filled with a constant after they were loaded")
             boxes.append(box)
 
@@ -332,11 +327,6 @@ def _find_span(begin: Sequence[int], axis: int, loop: _Loop, side: int, full: Te
     """Find the indices of a loop in a dimension."""
     step = loop[side] // full.stride(axis)
     return Range(begin[axis], begin[axis] + (loop.rounds - 1) * step + 1, step)
-
-
-def _overlap(first: Box, second: Box) -> bool:
-    hull = tuple(Range(indices.begin, indices.end) for indices in second.cut.parameter)
-    return bool(second.tensor) and find_overlap(first.cut.parameter, hull) is not None
 
 
 def _name_function(operation: str, arguments: tuple[Any, ...]) -> tuple[Function, ...]:
