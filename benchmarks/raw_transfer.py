@@ -12,9 +12,8 @@ import torch
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
-from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import index_tensors
+from megatron_grpo.models.weight_map import can_travel_in_fp8, index_tensors
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.planning.refit_summary import RefitSummary
 from megatron_grpo.platform.device import open_store

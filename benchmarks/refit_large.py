@@ -21,8 +21,8 @@ from header import header
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.planning.refit_summary import summarize_refit
+from megatron_grpo.preflight.engine_checks import find_cut_blocks
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -206,7 +206,10 @@ def iter_hf_tensors(
         Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
     # A tensor of all experts is complete with the last expert of the rank.
-    for _, bounds in groupby(bind_entries(chunks, shape), _identify_tensors):
+    for _, bounds in groupby(
+        bind_entries(chunks, shape),
+        lambda bound: (bound.entry, bound.layer, None if bound.entry.is_stacked else bound.expert),
+    ):
         names: list[str] = []
         tensors: dict[str, Tensor] = {}
         for bound in bounds:
@@ -214,10 +217,6 @@ def iter_hf_tensors(
             if local is not None:
                 names += _gather_tensors(bound, local, chunks[0], shape, tensors)
         yield from ((name, tensors.get(name)) for name in dict.fromkeys(names))
-
-
-def _identify_tensors(bound: BoundEntry) -> tuple[WeightEntry, int, int]:
-    return bound.entry, bound.layer, 0 if bound.entry.is_stacked else bound.expert
 
 
 def _gather_tensors(

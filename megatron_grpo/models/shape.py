@@ -107,35 +107,18 @@ class ModelShape:
 
         "query", "key" and "value" count the features of a key/value group; the "latent_..." are features of a head.
         """
-        sizes = {
-            "vocab": self.vocab,
-            "hidden": self.hidden,
-            "ffn": self.ffn_hidden,
-            "heads": self.attention_heads,
-            "groups": self.key_value_heads,
-            "query": self.attention_heads // self.key_value_heads * self.head_dim,
-            "key": self.head_dim,
-            "value": self.head_dim,
-            "head_dim": self.head_dim,
-            "score": 1,
-        }
-        if self.experts is not None:
-            experts = self.experts
-            sizes |= {
-                "experts": experts.count,
-                "expert_ffn": experts.ffn_hidden,
-                "shared_ffn": experts.shared_ffn_hidden,
-            }
-        if self.latent is not None:
-            latent = self.latent
-            sizes |= {
-                "query_rank": latent.query_rank or 0,
-                "latent": latent.rank,
-                "compressed": latent.rank + latent.rope_dim,
-                "latent_query": latent.plain_dim + latent.rope_dim,
-                "latent_key_value": latent.plain_dim + latent.value_dim,
-                "latent_value": latent.value_dim,
-            }
+        features, groups = self.head_dim, self.key_value_heads
+        sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
+        sizes |= {"heads": self.attention_heads, "groups": groups, "head_dim": features}
+        sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
+        if (experts := self.experts) is not None:
+            sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
+            sizes["shared_ffn"] = experts.shared_ffn_hidden
+        if (latent := self.latent) is not None:
+            sizes |= {"query_rank": latent.query_rank or 0, "latent": latent.rank, "latent_value": latent.value_dim}
+            sizes["compressed"] = latent.rank + latent.rope_dim
+            sizes["latent_query"] = latent.plain_dim + latent.rope_dim
+            sizes["latent_key_value"] = latent.plain_dim + latent.value_dim
         return sizes
 
 

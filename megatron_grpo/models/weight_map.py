@@ -204,6 +204,13 @@ def _split_text(text: str) -> tuple[str, tuple[str, ...]]:
     return name, tuple(axes.split(", ")) if axes else ()
 
 
+def can_travel_in_fp8(entry: WeightEntry) -> bool:
+    """True for matrices of layers; not for embeddings, heads, routers, norms, biases."""
+    # Routers and value heads are not converted to FP8.
+    are_matrices = all(len(tensor.dims) == 2 and not {"experts", "score"} & {*tensor.dims} for tensor in entry.hf)
+    return entry.half is not None and are_matrices
+
+
 def pad_vocab(model: ModelShape, tp_size: int) -> int:
     """Round the vocabulary up to a multiple of the tensor-parallel size."""
     return -(-model.vocab // tp_size) * tp_size

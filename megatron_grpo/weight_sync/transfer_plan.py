@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch.distributed import Store
 
 from megatron_grpo.models.families import build_weight_map
-from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, cut_sections, index_tensors
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, can_travel_in_fp8, cut_sections, index_tensors
 from megatron_grpo.weight_sync.boxes import Box, Range, Ranges, count_elements, find_overlap
 from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, align, find_ranges, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks

@@ -6,10 +6,9 @@ import pytest
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import build_weight_map, read_model_shape
-from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
-from megatron_grpo.models.weight_map import iter_entries
+from megatron_grpo.models.weight_map import can_travel_in_fp8, iter_entries
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.preflight.load import check_config
 from megatron_grpo.weight_sync.boxes import count_elements

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
-from megatron_grpo.models.fp8_cuts import find_cut_blocks
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, index_tensors, pad_vocab
 from megatron_grpo.planning.engine_shards import split_engine
+from megatron_grpo.preflight.engine_checks import find_cut_blocks
 from megatron_grpo.weight_sync.boxes import count_elements, to_slices
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import Pieces, align, find_ranges, lay_out_pieces, read_ranges, split_messages
