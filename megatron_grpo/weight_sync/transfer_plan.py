@@ -120,7 +120,7 @@ def _plan_engine(
 def _find_routes(
     entry: WeightEntry, tensor: HFTensor, part: Ranges, shape: ModelShape, count: int
 ) -> Iterator[tuple[int, int, Ranges]]:
-    """Cut a part of a tensor by sections of the tensor and by the policy's ranks.
+    """Cut a part of a tensor by its sections and the policy's ranks.
 
     Yields (index of the section in `WeightEntry.list_slices`, tensor-parallel part of the policy, of `count`, that
     holds the indices, indices).
