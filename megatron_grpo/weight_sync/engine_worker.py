@@ -137,6 +137,7 @@ class RefitWorker(Worker):
         from megatron_grpo.weight_sync.fingerprints import fingerprint_engine
 
         try:
+            assert self.receiver is not None, "connect_refit() comes first"
             config, model = self.vllm_config, self.model_runner.get_model()
             with set_current_vllm_config(config), set_forward_context(None, config):
                 return fingerprint_engine(model, config.model_config.dtype, self.boxes)
