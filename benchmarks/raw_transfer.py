@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +12,9 @@ import torch
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
-from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import find_destinations, split_engine
+from megatron_grpo.models.weight_map import can_travel_in_fp8, index_tensors
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.planning.refit_summary import RefitSummary
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.refit_group import Rendezvous, make_gloo_group
@@ -92,17 +91,19 @@ def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, rep
 def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -> list[float]:
     """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
     context = multiprocessing.get_context("spawn")
-    places = split_engine(engine, shape)
-    results, together = context.SimpleQueue(), context.Barrier(len(places))
+    entries, ranks = build_weight_map(shape), assume_boxes(shape, engine)
+    keys = index_tensors(entries, shape)
+    results, together = context.SimpleQueue(), context.Barrier(len(ranks))
     processes: list[BaseProcess] = []
-    for place in places:
-        sizes: dict[str, tuple[int, int]] = {}
-        for entry, layer in itertools.product(filter(can_travel_in_fp8, build_weight_map(shape)), place.layers):
-            for one in find_destinations(entry, shape, place, layer):
-                rows, columns = one.part.local_shape
-                sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
-        if place.has_output:
-            sizes["head"] = (shape.vocab // place.tensor.count, shape.hidden)
+    for boxes in ranks:
+        sizes: dict[tuple[int, int], tuple[int, int]] = {}  # of joined matrices, by layer and row of the weight map
+        for box in boxes:
+            key = keys[box.tensor]
+            if can_travel_in_fp8(entries[key.row]):
+                rows, columns = (indices.size for indices in box.cut.tensor)
+                sizes[key.layer, key.row] = (sizes.get((key.layer, key.row), (0, 0))[0] + rows, columns)
+        if any(box.tensor == "model.norm.weight" for box in boxes):
+            sizes[shape.layers, 0] = (shape.vocab // engine.tensor, shape.hidden)
         arguments = list(sizes.values()), together, repeats, results
         processes.append(context.Process(target=_packing_member, args=arguments))
     return _slowest(processes, results)

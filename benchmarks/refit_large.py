@@ -21,9 +21,8 @@ from header import header
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.fp8_cuts import find_cut_blocks
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
 from megatron_grpo.planning.refit_summary import summarize_refit
+from megatron_grpo.preflight.engine_checks import find_cut_blocks
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -34,6 +33,8 @@ DEEPSEEK_V3: dict[str, Any] = {
     "num_attention_heads": 128,
     "n_shared_experts": 1,
     "n_routed_experts": 256,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_experts_per_tok": 8,
     "n_group": 8,
     "topk_group": 4,
@@ -88,7 +89,7 @@ def main() -> None:
     for name, (raw, training, generation) in CASES.items():
         shape = parse_model_shape(raw)
         arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
-        assert not any(find_cut_blocks(shape, split_policy(training, shape), split_engine(generation, shape)))
+        assert not any(find_cut_blocks(shape, training, generation))
         summary, in_fp8 = summarize_refit(*arguments), summarize_refit(*arguments, fp8_blocks=True)
         whole = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(

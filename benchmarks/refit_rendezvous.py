@@ -20,7 +20,8 @@ from refit_large import CASES
 
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.refit_group import FAILURE, FAILURE_CHECK_S, Rendezvous
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, write_plan
@@ -44,7 +45,7 @@ class CountingStore:
 def main() -> None:
     raw, training, generation = CASES["DeepSeek-V3, 1,024 to 512 ranks"]
     shape, bucket = parse_model_shape(raw), int(RefitConfig().bucket_mib * 2**20)
-    shards, engine = split_policy(training, shape), split_engine(generation, shape)
+    shards, engine = split_policy(training, shape), assume_boxes(shape, generation)
     dtypes, workers = choose_wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
     planned, planning_s = _timed(lambda: plan_messages(shape, shards, engine, generation.data, dtypes, bucket))
     store = open_store(HOST, 600.0)

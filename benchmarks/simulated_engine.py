@@ -19,9 +19,12 @@ from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_interface import EngineStart
+from megatron_grpo.generation.engine_interface import EngineStart, TensorShapes
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
+from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.planning.engine_shards import assume_boxes
+from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 
 TICK_S = 0.02
@@ -184,6 +187,13 @@ class SimulatedEngine:
         self._require_alive()
         counts, self._decoder.counts = self._decoder.counts, EngineCounts()
         return counts
+
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
+        """Assume what vLLM's loaders do."""
+        self._require_alive()
+        shape = read_model_shape(self._settings.model_path)
+        engine = assume_boxes(shape, self._settings.config.parallel)
+        return [{"digest": "", "boxes": pack_boxes(boxes) if needs_boxes else ""} for boxes in engine]
 
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Read the plan of each of the engine's ranks."""

@@ -156,12 +156,9 @@ class SimulatedRank:
         """Run the simulated form of a function on a rank's model."""
         return await self._calls[function.__name__](*args)
 
-    async def offload(self, weights: bool) -> None:
-        """Pass the time of a move."""
-        await self._times.pass_by(self._times.move_s)
-
-    async def onload(self) -> None:
-        """Pass the time of a move."""
+    async def act(self, name: str, action: Callable[..., Any]) -> None:
+        """Pass the time of a move: the ranks are asked for nothing else."""
+        assert name in ("offload", "onload"), name
         await self._times.pass_by(self._times.move_s)
 
     def _seconds(self, lengths: Any, microbatches: Sequence[Sequence[int]]) -> float:

@@ -10,6 +10,7 @@ from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
+from megatron_grpo.planning.meta_engine import trace_run
 from megatron_grpo.planning.refit_summary import estimate_nccl, summarize_refit
 from megatron_grpo.preflight.load import compose_config
 
@@ -20,7 +21,9 @@ python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--jso
   --gb-per-s=N  speed at which each rank sends and receives, in 10^9 bytes a second (50: one 400 Gb/s port a GPU)
   --json        print one JSON object instead of a table
 
-Plans the refit of refit.mode=reshard from the layouts of policy and generation; starts no process and needs no GPU.
+Plans the refit of refit.mode=reshard from the layouts of policy and generation; needs no GPU. What vLLM's ranks keep is
+traced from its loaders, in a process that builds its model without weights; it takes seconds and is cached. Where vLLM
+is not installed, ranks are assumed to cut matrices as Megatron-Core does.
 """
 _OPTIONS = {"--gb-per-s": PositiveFloat, "--json": bool}
 
@@ -35,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     if shape is None:
         path = f"policy.model.path={policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
-    engines, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
-    summary = summarize_refit(shape, policy.parallel, engines, policy.precision, bucket, config.refit.fp8_blocks)
+    layouts = policy.parallel, config.generation.parallel
+    bucket, boxes = int(config.refit.bucket_mib * 2**20), trace_run(config, shape)
+    summary = summarize_refit(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks, boxes)
     nccl = estimate_nccl(config, summary)
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megatron_grpo.models.megatron_names import iterate_layers
+
 RIGHT_REFITS = 3
 """Refits that are received as they are sent."""
 
@@ -44,23 +46,27 @@ def _keys_and_values(writer: Any, to: Any, values: Tensor, _: Tensor | None) -> 
         return to, values
     layer = writer._layers[to.module]
     queries, keys = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
-    if to.rows.start < queries:
+    rows = to.ranges[0]
+    if rows.begin < queries:
         return to, values
-    shift = keys if to.rows.start < queries + keys else -keys
-    return to._replace(rows=slice(to.rows.start + shift, to.rows.stop + shift)), values
+    shift = keys if rows.begin < queries + keys else -keys
+    moved = rows._replace(begin=rows.begin + shift, end=rows.end + shift)
+    return to._replace(ranges=(moved, *to.ranges[1:])), values
 
 
 def _heads(writer: Any, to: Any, values: Tensor, _: Tensor | None) -> tuple[Any, Tensor]:
     """The query heads of layer 0 are in another order."""
-    if not to.module.endswith("layers.0.self_attn.qkv_proj") or to.rows.start != 0:
+    if not to.module.endswith("layers.0.self_attn.qkv_proj") or to.ranges[0].begin != 0:
         return to, values
     return to, values.roll(writer._layers[to.module].head_size, 0)
 
 
 def _experts(_: Any, to: Any, values: Tensor, __: Tensor | None) -> tuple[Any, Tensor]:
     """Experts 0 and 1 of layer 1 are in each other's place."""
-    is_one = ".layers.1." in to.module and to.expert in (0, 1)
-    return (to._replace(expert=1 - to.expert) if is_one else to), values
+    slot, *parts = to.ranges
+    is_moved = ".layers.1." in to.module and to.name in ("w13_weight", "w2_weight") and slot.begin in (0, 1)
+    exchanged = slot._replace(begin=1 - slot.begin, end=2 - slot.begin)
+    return (to._replace(ranges=(exchanged, *parts)) if is_moved else to), values
 
 
 WRITERS: dict[str, Spoil] = {
@@ -145,7 +151,8 @@ def spoil_rank(module: ModuleType, defect: str) -> None:
                 "replica_off": state.get_data_parallel_rank() > 0,
             }
             if is_spoiled.get(defect):
-                self.chunks[0].decoder.layers[0].mlp.register_forward_hook(_weaker)
+                layers = (layer for _, halves, layer in iterate_layers(self.chunks[0]) if "mlp" in halves)
+                next(layers).mlp.register_forward_hook(_weaker)
 
         module.PolicyRank.__init__ = build_spoiled
 

@@ -24,7 +24,7 @@ from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
-from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker
+from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, TensorShapes
 from megatron_grpo.generation.engine_processes import (
     await_alive,
     death_as_engine_loss,
@@ -153,6 +153,10 @@ class VllmEngine(Engine):
 
     def take_counts(self) -> EngineCounts:
         return self._statistics.take()
+
+    @phase("trace loaders")
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
+        return await self._call_workers(EngineWorker.trace_weights, mode, tensors, needs_boxes)
 
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:

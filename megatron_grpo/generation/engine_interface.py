@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +12,9 @@ from megatron_grpo.config.generation_schema import RefitMode
 if TYPE_CHECKING:
     from megatron_grpo.generation.engine_canary import CanaryPrompt
     from megatron_grpo.generation.engine_processes import EngineProcesses
+
+TensorShapes = Mapping[str, Sequence[int]]
+"""Shapes of a model's Hugging Face tensors by name, in the order of export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,14 @@ class Engine(Protocol):
     def take_counts(self) -> EngineCounts:
         """Return the counts of the work since the last call."""
 
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
+        """Trace the loaders of every worker: `digest` and packed `boxes` (`RefitWorker.trace_weights`)."""
+
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
 
-        `source` has `model_map` and `rendezvous`; with files, `folder` and `session` in its place. `first_receiver` is
-        the total number of workers of the engines before this one.
+        `source` has `tensors`, `boxes` and `rendezvous`; with files, `folder` and `session` in its place.
+        `first_receiver` is the total number of workers of the engines before this one.
         """
 
     async def receive_weights(self, version: int) -> None:
@@ -76,6 +82,8 @@ class EngineWorker(Protocol):
 
     They return the text of an error and never raise.
     """
+
+    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> dict[str, str] | str: ...
 
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None: ...
 

@@ -60,12 +60,9 @@ class HFFolderReader:
         shape = tuple(tensor.get_shape())
         if shape != part.shape:
             raise ValueError(f"{file}: {part.name} has shape {list(shape)}, but config.json implies {list(part.shape)}")
-        if part.axis is not None and part.start == part.stop:
+        if 0 in part.local_shape:
             return torch.empty(part.local_shape)
-        region = [slice(None)] * len(shape)
-        if part.axis is not None:
-            region[part.axis] = slice(part.start, part.stop)
-        values: Tensor = tensor[tuple(region)].contiguous()
+        values: Tensor = tensor[part.region].contiguous()
         if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
             raise ValueError(f"{file}: {part.name} has values that are not finite")
         return values

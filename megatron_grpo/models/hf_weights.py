@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,59 +14,90 @@ from torch import Tensor
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_folder import HFFolderReader
+from megatron_grpo.models.megatron_names import list_layers, name_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, count_group_rows, is_per_layer, iter_entries
+from megatron_grpo.models.weight_axes import LABELS, list_names, locate_sections, measure_axis
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, cut_sections, iter_entries
 
 
-def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
+def merge_slices(entry: WeightEntry, parts: Sequence[Tensor], model: ModelShape, rows: int) -> Tensor:
     """Merge slices of Hugging Face tensors into a rank's parameter, [rows, ...].
 
-    `parts`: slices in the order of `entry.hf`, each [rows or fewer, ...]; fewer only where the vocabulary is padded.
+    `parts`: slices in the order of `entry.list_slices`, each [rows or fewer, ...]; fewer only where the vocabulary is
+    padded.
     """
+    sizes = _find_local_sizes(entry, [part.shape for part in parts], model)
+    if sizes is None:
+        return torch.cat(list(parts))
+    shape = [measure_axis(axis, sizes) for axis in entry.axes]
+    merged = parts[0].new_zeros([rows, *shape[1:]] if entry.split == "vocab" else shape)
+    targets = _view_sections(merged, entry.axes, sizes)
+    for section, part in zip(cut_sections(entry), parts, strict=True):
+        for names, values in _view_sections(part, section.axes, sizes).items():
+            targets[names].copy_(values)
+    return merged
+
+
+def split_parameter(
+    entry: WeightEntry, local: Tensor, slices: Sequence[WeightSlice], model: ModelShape
+) -> list[Tensor]:
+    """Split a rank's parameter into slices: the inverse of `merge_slices`.
+
+    In its place may be an adapter's matrix with the parameter's rows and other columns.
+    """
+    sections = cut_sections(entry)
+    if len(sections) == 1 and sections[0].axes == entry.axes:
+        return [local[: slices[0].local_shape[0]]] if entry.split == "vocab" else [local]
+    sizes = _find_local_sizes(entry, [part.local_shape for part in slices], model)
+    if sizes is None:
+        return list(local.split([part.local_shape[0] for part in slices]))
+    sizes |= {axis: size for axis, size in zip(entry.axes[1:], local.shape[1:], strict=True) if axis in sizes}
+    sources = _view_sections(local, entry.axes, sizes)
+    parts = []
+    for section in sections:
+        shape = [measure_axis(axis, sizes) for axis in section.axes]
+        text = " ".join(section.axes)
+        if "|" not in text:  # a view where the layout allows it
+            order = [name for name in list_names(text) if name not in LABELS]
+            values = sources[frozenset(list_names(text)) - {"expert"}]
+            parts.append(values.permute([sorted(order).index(name) for name in order]).reshape(shape))
+            continue
+        parts.append(local.new_empty(shape))
+        for names, target in _view_sections(parts[-1], section.axes, sizes).items():
+            target.copy_(sources[names])
+    return parts
+
+
+def _find_local_sizes(entry: WeightEntry, shapes: Sequence[Sequence[int]], model: ModelShape) -> dict[str, int] | None:
+    """Find sizes of a rank's part; None: it cuts a group."""
     # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
     # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
-    if entry.merge == "qkv" and sum(map(len, parts)) >= sum(count_group_rows(model)):
-        widths = count_group_rows(model)
-        group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
-        return torch.cat(group_parts, dim=1).flatten(0, 1)
-    if entry.merge in ("qkv", "gate_up"):  # qkv: the rank has rows of one key/value head's group alone
-        return torch.cat(parts)
-    if entry.merge == "vocab":
-        return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
-    return parts[0]
+    sizes = model.sizes
+    if entry.split is None:
+        return sizes
+    unit, sections = sizes | {entry.split: 1}, zip(cut_sections(entry), shapes, strict=True)
+    counts = {divmod(shape[section.dimension], section.measure(unit)) for section, shape in sections}
+    count, rest = counts.pop()
+    return None if counts or rest else sizes | {entry.split: count}
 
 
-def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
-    """Split a rank's parameter into slices: the inverse of `merge_slices`."""
-    if entry.merge == "qkv" and len(local) < sum(count_group_rows(model)):
-        return list(local.split([part.stop - part.start for part in slices]))
-    if entry.merge == "qkv":
-        widths = count_group_rows(model)
-        grouped = local.view(-1, sum(widths), *local.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
-    if entry.merge == "gate_up":
-        return list(local.chunk(2))
-    if entry.merge == "vocab":
-        return [local[: slices[0].stop - slices[0].start]]
-    return [local]
+def _view_sections(tensor: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[frozenset[str], Tensor]:
+    """View the sections of a tensor, by the names in their axes.
+
+    The dimensions of a view are the factors in the order of their names. The tensor may be longer than its axes say.
+    """
+    views = {}
+    for parts in product(*(locate_sections(axis, sizes) for axis in axes)):
+        located = list(zip(tensor.stride(), parts, strict=True))
+        begin = tensor.storage_offset() + sum(row * stride for stride, (row, _) in located)
+        factors = sorted((name, size, step * stride) for stride, (_, part) in located for name, size, step in part)
+        shape = [size for name, size, _ in factors if name not in LABELS]
+        strides = [stride for name, _, stride in factors if name not in LABELS]
+        views[frozenset(name for name, _, _ in factors) - {"expert"}] = tensor.as_strided(shape, strides, begin)
+    return views
 
 
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")  # in their layer
-
-
-class AdaptedLayer(Protocol):
-    """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS.
-
-    `trainer.model.lora.AdaptedLinear` is one.
-    """
-
-    lora_a: Tensor  # [rank, columns]
-    lora_b: Tensor  # [rows, rank], the rows in the order of the weight's
-    split_matrix: str
-    """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
-
-    def merge_weight(self) -> Tensor:
-        """Compute this rank's weight plus the adapter's product: [rows, columns]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +108,7 @@ class BoundEntry:
     layer: int  # number of the layer in the full model, from 0
     parameter: Tensor
     expert: int = 0  # index among the experts of this rank; also 0 for parameters outside experts
-    adapted: AdaptedLayer | None = None  # the layer that the parameter is the weight of, if it has an adapter
+    adapted: Any = None  # the layer (`trainer.model.lora.AdaptedLinear`) that the parameter is the weight of, if any
 
     def compute_weight(self) -> Tensor:
         """Compute the weight that the model uses: adapter merged, FP8 dequantised."""
@@ -105,17 +137,16 @@ def _bind_chunk(model: Any, shape: ModelShape) -> list[BoundEntry]:
         del parameters[name]
     # Biases of expert selection have no gradient, so they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _list_rank_experts(model, shape)
     # A stage may lack parameters outside layers, such as the embedding; a chunk that is the full model may not, except
     # for the copy of a tied embedding.
     is_full_model = model.pre_process and model.post_process
     bound: list[BoundEntry] = []
-    for entry, layer, local in iter_entries(build_weight_map(shape), shape, layers):
+    for entry, layer, local in iter_entries(build_weight_map(shape), shape, list_layers(model)):
         for expert in range(len(experts) if entry.per_expert else 1):
-            names = [name.format(layer=local, expert=expert) for name in entry.megatron]
+            names = [name.format(expert=expert) for name in name_parameter(local, entry.half, entry.name)]
             present = [name for name in names if name in parameters]
-            is_required = is_per_layer(entry.megatron[0]) or (is_full_model and not entry.copy)
+            is_required = entry.half is not None or (is_full_model and not entry.copy)
             assert present or not is_required, f"the model has no parameter {names} (layer {layer})"
             for name in present:
                 module, _, last = name.rpartition(".")
@@ -154,7 +185,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
             continue
         parts = [reader.read(part) for part in slices]
         merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
-        assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
+        assert merged.shape == bound.parameter.shape, (entry.name, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
         if _is_quantised(bound.parameter):
             # The optimizer's float32 copy would start from the random initial values.
@@ -174,25 +205,68 @@ def iter_hf_tensors(
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
         Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
-    process_groups, rank_experts = chunks[0].pg_collection, len(_list_rank_experts(chunks[0], shape))
-    for bound in bind_entries(chunks, shape):
-        local = None if bound.entry.copy else value(bound)
-        if local is None:
-            continue
-        # Process groups of the ranks that together hold the row, that split one matrix, and that hold equal parts.
-        holders, splitters, replicas = process_groups.tp, process_groups.tp, process_groups.dp_cp
-        if bound.entry.per_expert:
-            holders, splitters, replicas = process_groups.tp_ep, process_groups.expt_tp, process_groups.expt_dp
-        # Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
-        size, is_split = splitters.size(), bound.entry.axis is not None or bound.entry.per_expert
-        shards = _gather(local, holders, is_split=is_split) if replicas.rank() == 0 else []
-        for part in range(holders.size() // size):
-            expert = part * rank_experts + bound.expert
-            names = [tensor.name for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1, expert)]
-            if shards:
-                yield from zip(names, _join_shards(bound, shards[part * size : (part + 1) * size], shape), strict=True)
-            else:
-                yield from ((name, None) for name in names)
+    # A tensor of all experts is complete with the last expert of the rank.
+    for _, bounds in groupby(
+        bind_entries(chunks, shape),
+        lambda bound: (bound.entry, bound.layer, None if bound.entry.is_stacked else bound.expert),
+    ):
+        names: list[str] = []
+        tensors: dict[str, Tensor] = {}
+        for bound in bounds:
+            local = None if bound.entry.copy else value(bound)
+            if local is not None:
+                names += _gather_tensors(bound, local, chunks[0], shape, tensors)
+        yield from ((name, tensors.get(name)) for name in dict.fromkeys(names))
+
+
+def _gather_tensors(
+    bound: BoundEntry, local: Tensor, model: Any, shape: ModelShape, tensors: dict[str, Tensor]
+) -> list[str]:
+    """Gather a parameter's tensors in `tensors` of the first rank; return names."""
+    entry, process_groups = bound.entry, model.pg_collection
+    # Process groups of the ranks that together hold the row, that split one matrix, and that hold equal parts.
+    holders, splitters, replicas = process_groups.tp, process_groups.tp, process_groups.dp_cp
+    if entry.per_expert:
+        holders, splitters, replicas = process_groups.tp_ep, process_groups.expt_tp, process_groups.expt_dp
+    # Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
+    size, is_split = splitters.size(), entry.axis is not None or entry.per_expert
+    shards = _gather(local, holders, is_split=is_split) if replicas.rank() == 0 else []
+    names = []
+    for part in range(holders.size() // size):
+        expert = part * len(_list_rank_experts(model, shape)) + bound.expert
+        names += entry.name_tensors(bound.layer, expert)
+        if shards:
+            join_shards(entry, bound.layer, shards[part * size : (part + 1) * size], shape, expert, tensors)
+    return names
+
+
+def join_shards(
+    entry: WeightEntry,
+    layer: int,
+    shards: Sequence[Tensor],
+    shape: ModelShape,
+    expert: int = 0,
+    tensors: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Join the parts of a parameter, or of an adapter's matrix, to full tensors.
+
+    `shards` are by rank. `tensors`: by name, those that earlier experts began.
+    """
+    tensors = {} if tensors is None else tensors
+    for rank, shard in enumerate(shards if entry.axis is not None else shards[:1]):
+        slices = entry.list_slices(shape, layer, rank, len(shards), expert)
+        for part, values in zip(slices, split_parameter(entry, shard, slices, shape), strict=True):
+            is_cut = [index != slice(None) for index in part.region]
+            if not any(is_cut):
+                tensors[part.name] = values.contiguous()
+                continue
+            # Where the weight is not cut, an adapter's matrix may have another size.
+            sizes = [part.shape[axis] if is_cut[axis] else size for axis, size in enumerate(values.shape)]
+            tensor = tensors.get(part.name)
+            if tensor is None:
+                tensor = tensors[part.name] = values.new_empty(sizes)
+            tensor[part.region] = values
+    return tensors
 
 
 @torch.no_grad()
@@ -208,17 +282,18 @@ def iter_adapter_tensors(
     for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
-        names = [tensor.name.removesuffix(".weight") for tensor in bound.entry.list_slices(shape, bound.layer, 0, 1)]
         for part, letter in (("lora_a", "A"), ("lora_b", "B")):
             is_split = bound.adapted.split_matrix == part
             local = value(getattr(bound.adapted, part))
             shards = _gather(local, process_groups.tp, is_split=is_split) if process_groups.dp_cp.rank() == 0 else []
-            tensors: list[Tensor | None] = [None] * len(names)
+            names = bound.entry.name_tensors(bound.layer)
+            tensors: dict[str, Tensor] = {}
             if shards and part == "lora_a" and not is_split:
-                tensors = [local] * len(names)
+                tensors = dict.fromkeys(names, local)
             elif shards:
-                tensors = [*_join_shards(bound, shards if is_split else [local], shape)]
-            yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
+                tensors = join_shards(bound.entry, bound.layer, shards if is_split else [local], shape)
+            for name in names:
+                yield f"{name.removesuffix('.weight')}.lora_{letter}.weight", tensors.get(name)
 
 
 def _list_rank_experts(model: Any, shape: ModelShape) -> range:
@@ -238,16 +313,3 @@ def _gather(local: Tensor, group: dist.ProcessGroup, *, is_split: bool) -> list[
     received = [torch.empty_like(local) for _ in range(group.size())] if is_first else []
     dist.gather(local, received or None, group=group, group_dst=0)
     return received
-
-
-def _join_shards(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    entry, size = bound.entry, len(shards)
-    if entry.axis is None:
-        return [shards[0]]
-    parts = [
-        split_parameter(entry, shard, entry.list_slices(shape, bound.layer, rank, size), shape)
-        for rank, shard in enumerate(shards)
-    ]
-    if size == 1:
-        return [part.contiguous() for part in parts[0]]
-    return [torch.cat(tensor_parts, dim=entry.axis) for tensor_parts in zip(*parts, strict=True)]

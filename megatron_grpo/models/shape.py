@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
 
+LayerKind = Literal["mixer", "attention", "latent", "full_query", "compressed_query", "mlp", "dense", "experts"]
+"""Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
@@ -90,6 +93,33 @@ class ModelShape:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
+
+    def list_kinds(self, layer: int) -> frozenset[LayerKind]:
+        """List the kinds that a layer is of."""
+        mixers: tuple[LayerKind, ...] = ("attention",)
+        if self.latent is not None:
+            mixers = "latent", "full_query" if self.latent.query_rank is None else "compressed_query"
+        return frozenset({"mixer", "mlp", *mixers, "experts" if self.has_experts(layer) else "dense"})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by the names of factors in the weight map (`weight_axes`).
+
+        "query", "key" and "value" count the features of a key/value group; the "latent_..." are features of a head.
+        """
+        features, groups = self.head_dim, self.key_value_heads
+        sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
+        sizes |= {"heads": self.attention_heads, "groups": groups, "head_dim": features}
+        sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
+        if (experts := self.experts) is not None:
+            sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
+            sizes["shared_ffn"] = experts.shared_ffn_hidden
+        if (latent := self.latent) is not None:
+            sizes |= {"query_rank": latent.query_rank or 0, "latent": latent.rank, "latent_value": latent.value_dim}
+            sizes["compressed"] = latent.rank + latent.rope_dim
+            sizes["latent_query"] = latent.plain_dim + latent.rope_dim
+            sizes["latent_key_value"] = latent.plain_dim + latent.value_dim
+        return sizes
 
 
 def read_config_json(file: Path) -> dict[str, Any]:

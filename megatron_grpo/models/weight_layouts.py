@@ -1,15 +1,14 @@
-"""Shards: the layers, the parts of matrices and the experts that each rank of the policy or of an engine holds."""
+"""Shards: the layers, the parts of matrices and the experts that each rank of the policy holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.models.weight_map import WeightEntry
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.generation_schema import GenerationParallelConfig
     from megatron_grpo.config.policy_schema import ParallelConfig
 
 
@@ -35,10 +34,9 @@ class RankShard:
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
         """Whether the rank has a row's parameter (of this layer)."""
-        name = entry.megatron[0]
-        if is_per_layer(name):
+        if entry.half is not None:
             return layer in self.layers
-        return self.has_embedding if name.startswith("embedding.") else self.has_output
+        return self.has_embedding if entry.name.startswith("embedding.") else self.has_output
 
     def find_split(self, entry: WeightEntry) -> Split:
         """Find the rank's part of a row's matrices, if they are split."""
@@ -83,109 +81,3 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
         begin += size
     assert begin == count, f"{begin} of {count} layers are assigned"
     return [tuple(numbers) for numbers in layers]
-
-
-def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
-    """Split the model over an engine's ranks, in vLLM's order."""
-    return _split_engine(shape, parallel.tensor, parallel.pipeline, parallel.expert > 1)
-
-
-def find_worker_shard(parallel: Any, shape: ModelShape) -> RankShard:
-    """Find a vLLM worker's shard; `parallel`: vLLM's `ParallelConfig`."""
-    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return _split_engine(shape, tensor, stages, parallel.enable_expert_parallel)[parallel.rank]
-
-
-def _split_engine(shape: ModelShape, tensor: int, stages: int, has_expert_parallelism: bool) -> list[RankShard]:
-    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
-    sizes = [shape.layers // stages] * stages
-    for stage in range(shape.layers % stages):
-        sizes[-2 - stage] += 1
-    count = shape.experts.count if shape.experts is not None else 1
-    # Each rank has consecutive experts; if there is a remainder, the first ranks have one more each.
-    quotient, remainder = divmod(count, tensor)
-    bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
-    shards = []
-    for stage in range(stages):
-        begin = sum(sizes[:stage])
-        shards += [
-            RankShard(
-                layers=tuple(range(begin, begin + sizes[stage])),
-                # A tied head is the embedding: the last stage has it too.
-                has_embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
-                has_output=stage == stages - 1,
-                tensor=Split(rank, tensor),
-                experts=(bounds[rank], bounds[rank + 1]) if has_expert_parallelism else (0, count),
-                expert_tensor=Split() if has_expert_parallelism else Split(rank, tensor),
-            )
-            for rank in range(tensor)
-        ]
-    return shards
-
-
-# vLLM pads vocabularies to a multiple of this.
-VOCABULARY_MULTIPLE = 64
-
-# Matrices that vLLM joins when queries are compressed too (multi-latent attention).
-_COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The rows of an engine's parameter that hold a tensor's part."""
-
-    parameter: str  # name of vLLM's parameter
-    part: WeightSlice  # the part of the tensor that the rank keeps
-    row: int  # first row of the part in the parameter, or in the expert's matrix within it
-    expert: int | None
-    """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert."""
-
-
-def find_destinations(
-    entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
-) -> list[Destination]:
-    """Find the destinations of a row's tensors on an engine rank."""
-    slot = expert - shard.experts[0] if entry.per_expert else None
-    # Joined matrices lie below each other. vLLM may also join the compressions of queries and of keys and values,
-    # which are two rows of the weight map.
-    row = _find_query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
-    destinations = []
-    for tensor in entry.hf:
-        name = tensor.name.format(layer=layer, expert=expert)
-        part = _find_part(entry, tensor, model, shard.find_split(entry), name)
-        destinations.append(Destination(_name_parameter(entry, model, part.name), part, row, slot))
-        row += part.local_shape[0]
-    return destinations
-
-
-def _find_part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, name: str) -> WeightSlice:
-    shape, axis = tensor.compute_shape(model), entry.axis
-    if axis is None:
-        return WeightSlice(name, shape, None, 0, 0)
-    total = shape[axis]
-    if tensor.dims[axis] == "vocab":
-        width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // part.count
-        return WeightSlice(name, shape, axis, min(part.index * width, total), min((part.index + 1) * width, total))
-    if tensor.dims[axis] == "kv_heads" and part.count > model.key_value_heads:  # several ranks have the same head
-        part = Split(part.index // (part.count // model.key_value_heads), model.key_value_heads)
-    width = total // part.count
-    return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
-
-
-def _name_parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if entry.per_expert:
-        block = module[: module.index(".experts.")]
-        return f"{block}.experts.routed_experts.{'w13' if entry.merge == 'gate_up' else 'w2'}_{kind}"
-    above, _, last = module.rpartition(".")
-    if entry.merge == "qkv":
-        return f"{above}.qkv_proj.{kind}"
-    if entry.merge == "gate_up":
-        return f"{above}.gate_up_proj.{kind}"
-    if last in _COMPRESSED and _find_query_rank(model):
-        return f"{above}.fused_qkv_a_proj.{kind}"
-    return name
-
-
-def _find_query_rank(model: ModelShape) -> int:
-    return (model.latent.query_rank or 0) if model.latent is not None else 0

@@ -2,165 +2,213 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
-from typing import Literal
+from typing import NamedTuple, cast
 
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.megatron_names import Half
+from megatron_grpo.models.shape import LayerKind, ModelShape
+from megatron_grpo.models.weight_axes import list_names, measure_axis, split_sections
 
-Dim = str
-"""Name of a tensor's dimension (size: `resolve_dim`); "heads" and "kv_heads" count features: heads * head_dim.
-
-With latent attention, "latent" is the rank of keys and values, "compressed" that rank plus the length of the rotated
-key, and the other "latent_..." are the features of all heads together."""
-
-# Dimensions that tensor parallelism splits; a tensor has at most one of them.
-_SPLIT_DIMS = {"vocab", "ffn", "heads", "kv_heads", "expert_ffn", "shared_ffn"}
-_SPLIT_DIMS |= {"latent_queries", "latent_keys_values", "latent_values"}
-
-Merge = Literal["plain", "qkv", "gate_up", "vocab"]
-"""How slices of several tensors become one parameter:
-plain: the parameter is the slice;
-qkv: for each key/value group its query heads, then its key, then its value, along dimension 0;
-gate_up: the rank's gate rows, then its up rows;
-vocab: rows are padded with zeros to a multiple of the tensor-parallel size."""
+# Factors that tensor parallelism splits; a parameter has at most one of them.
+_SPLIT = {"vocab", "groups", "heads", "key_heads", "ffn", "expert_ffn", "shared_ffn"}
 
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A tensor of the Hugging Face model."""
 
-    name: str  # with `{layer}` where the number of the layer goes
-    dims: tuple[Dim, ...]
+    name: str  # with `{layer}` where the number of the layer goes, and perhaps `{expert}`
+    dims: tuple[str, ...]  # axes as in `weight_axes`
 
-    def compute_shape(self, model: ModelShape) -> tuple[int, ...]:
-        return tuple(resolve_dim(dim, model) for dim in self.dims)
+    def measure(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Compute the shape; `sizes` are `ModelShape.sizes`."""
+        return tuple(sizes["experts"] if dim == "expert" else measure_axis(dim, sizes) for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Part `start:stop` of a full tensor along `axis`; axis None: all of it."""
+    """A box of a full Hugging Face tensor."""
 
     name: str
-    shape: tuple[int, ...]  # of the full tensor that is cut
-    axis: int | None
-    start: int
-    stop: int
+    shape: tuple[int, ...]  # of the full tensor
+    bounds: tuple[tuple[int, int], ...]  # [begin, end) in each dimension
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        if self.axis is None:
-            return self.shape
-        return (*self.shape[: self.axis], self.stop - self.start, *self.shape[self.axis + 1 :])
+        return tuple(end - begin for begin, end in self.bounds)
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Index of the box in the full tensor."""
+        bounds = zip(self.bounds, self.shape, strict=True)
+        return tuple(slice(None) if bound == (0, size) else slice(*bound) for bound, size in bounds)
+
+
+class CutSection(NamedTuple):
+    """A section of a tensor that tensor parallelism cuts on its own."""
+
+    tensor: HFTensor
+    dimension: int  # with several sections, or that is cut
+    axes: tuple[str, ...]  # of the tensor, but of this section alone
+    before: tuple[str, ...]  # sections before this one in the dimension
+
+    def measure(self, sizes: Mapping[str, int]) -> int:
+        """Measure the section in its dimension."""
+        return measure_axis(self.axes[self.dimension], sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
     """A Megatron parameter and the Hugging Face tensors merged in it."""
 
-    megatron: tuple[str, ...]
-    """Names of the parameter, with `{layer}` and, for an expert's parameter, `{expert}`; several when Transformer
-    Engine's layer spec and the torch one name it differently."""
-    hf: tuple[HFTensor, ...]  # one; gate and up; or query, key and value
+    name: str  # in Megatron-Core's layer or, outside layers, in the model; `{expert}` in that of an expert
+    axes: tuple[str, ...]  # of the parameter, as in `weight_axes`
+    hf: tuple[HFTensor, ...]
     copy: bool = False
     """Whether the parameter is a second copy of another entry's tensors (tied embeddings): loaded, but not exported."""
     zero_if_absent: bool = False  # a folder may lack these tensors, which then start at zero
-    layers: Literal["all", "dense", "experts"] = "all"
-    """Layers that have the parameter: all, those with a dense feed-forward network, or those with experts."""
+    kind: LayerKind | None = None  # of the layers with the parameter; None: it is outside layers
+
+    @property
+    def half(self) -> Half | None:
+        """Half of the layer with the parameter; None: it is outside layers."""
+        if self.kind is None:
+            return None
+        return "mlp" if self.kind in ("mlp", "dense", "experts") else "mixer"
+
+    @property
+    def split(self) -> str | None:
+        """Factor that tensor parallelism splits; None: every rank has all."""
+        return _find_split(self.axes)[1]
 
     @property
     def axis(self) -> int | None:
-        """Dimension that tensor parallelism splits; None: every rank has all."""
-        return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT_DIMS), None)
-
-    @property
-    def merge(self) -> Merge:
-        several: dict[int, Merge] = {2: "gate_up", 3: "qkv"}
-        return several.get(len(self.hf), "vocab" if "vocab" in self.hf[0].dims else "plain")
+        """Dimension of the parameter that tensor parallelism splits."""
+        return _find_split(self.axes)[0]
 
     @property
     def per_expert(self) -> bool:
         """Whether every expert has a parameter of its own."""
-        return "{expert}" in self.megatron[0]
+        return "{expert}" in self.name
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether a Hugging Face tensor holds this parameter of all experts."""
+        return "expert" in self.hf[0].dims
+
+    def name_tensors(self, layer: int, expert: int = 0) -> list[str]:
+        return [tensor.name.format(layer=layer, expert=expert) for tensor in self.hf]
 
     def list_slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
-        """List the slice of each tensor that a rank holds.
+        """List the boxes of tensors that a rank holds: one a section.
 
         `rank` of `size` is the rank's number in its tensor-parallel group or, for experts, in its expert-tensor group.
         """
-        axis, slices = self.axis, []
-        for index, tensor in enumerate(self.hf):
-            shape, name = tensor.compute_shape(model), tensor.name.format(layer=layer, expert=expert)
-            start, stop = (0, 0) if axis is None else self._find_range(index, shape[axis], model, rank, size)
-            slices.append(WeightSlice(name, shape, axis, start, stop))
+        slices = []
+        for section, shape, bounds in _compute_boxes(self, tuple(model.sizes.items()), rank, size):
+            dims = zip(section.tensor.dims, bounds, strict=True)
+            local = tuple((expert, expert + 1) if dim == "expert" else bound for dim, bound in dims)
+            slices.append(WeightSlice(section.tensor.name.format(layer=layer, expert=expert), shape, local))
         return slices
 
-    def _find_range(self, index: int, total: int, model: ModelShape, rank: int, size: int) -> tuple[int, int]:
-        if self.merge == "vocab":  # padded at its end: the last ranks may hold fewer entries, or none
-            width = -(-total // size)
-            return min(rank * width, total), min((rank + 1) * width, total)
-        if self.merge == "qkv" and size > model.key_value_heads:
-            # The merged rows are cut evenly, through the middle of a group: a rank has some rows of one group, which
-            # may be queries, its key or its value.
-            widths = count_group_rows(model)
-            pieces = size // model.key_value_heads
-            group, piece = divmod(rank, pieces)
-            rows = sum(widths) // pieces
-            begin = sum(widths[:index])
-            inside = [min(max(end - begin, 0), widths[index]) for end in (piece * rows, (piece + 1) * rows)]
-            return group * widths[index] + inside[0], group * widths[index] + inside[1]
+
+@cache
+def _find_split(axes: tuple[str, ...]) -> tuple[int | None, str | None]:
+    names = ((axis, name) for axis, text in enumerate(axes) for name in list_names(text) if name in _SPLIT)
+    return next(names, (None, None))
+
+
+@cache
+def cut_sections(entry: WeightEntry) -> tuple[CutSection, ...]:
+    """List the sections of an entry's tensors."""
+    sections: list[CutSection] = []
+    for tensor in entry.hf:
+        split = [dimension for dimension, text in enumerate(tensor.dims) if entry.split in list_names(text)]
+        several = [dimension for dimension, text in enumerate(tensor.dims) if len(split_sections(text)) > 1]
+        dimension = [*split, *several, 0][0]
+        texts = split_sections(tensor.dims[dimension])
+        for position, text in enumerate(texts):
+            axes = (*tensor.dims[:dimension], text, *tensor.dims[dimension + 1 :])
+            sections.append(CutSection(tensor, dimension, axes, tuple(texts[:position])))
+    return tuple(sections)
+
+
+@cache
+def _compute_boxes(
+    entry: WeightEntry, sizes: tuple[tuple[str, int], ...], rank: int, size: int
+) -> list[tuple[CutSection, tuple[int, ...], list[tuple[int, int]]]]:
+    """Compute the full shape of each section's tensor, and the rank's bounds in it."""
+    by_name, boxes = dict(sizes), []
+    for index, section in enumerate(cut_sections(entry)):
+        shape = section.tensor.measure(by_name)
+        bounds = [(0, length) for length in shape]
+        before = sum(measure_axis(text, by_name) for text in section.before)
+        begin, end = _find_range(entry, index, by_name, rank, size)
+        bounds[section.dimension] = before + begin, before + end
+        boxes.append((section, shape, bounds))
+    return boxes
+
+
+def _find_range(entry: WeightEntry, index: int, sizes: Mapping[str, int], rank: int, size: int) -> tuple[int, int]:
+    """Find a rank's range within a section."""
+    lengths = [section.measure(sizes) for section in cut_sections(entry)]
+    total = lengths[index]
+    if entry.split is None:
+        return 0, total
+    if entry.split == "vocab":  # padded at its end: the last ranks may hold fewer entries, or none
+        width = -(-total // size)
+        return min(rank * width, total), min((rank + 1) * width, total)
+    count = sizes[entry.split]
+    if size <= count:
         return rank * (total // size), (rank + 1) * (total // size)
+    # The merged rows are cut evenly, through the middle of a group: a rank has some rows of one group, which may be
+    # queries, its key or its value.
+    is_simple = not any("|" in axis for section in cut_sections(entry) for axis in section.axes)
+    assert is_simple, f"{entry.name}: {size} ranks cannot share {count} {entry.split}"
+    widths = [length // count for length in lengths]
+    pieces = size // count
+    group, piece = divmod(rank, pieces)
+    rows = sum(widths) // pieces
+    first = sum(widths[:index])
+    inside = [min(max(end - first, 0), widths[index]) for end in (piece * rows, (piece + 1) * rows)]
+    return group * widths[index] + inside[0], group * widths[index] + inside[1]
 
 
-def map_parameter(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
-    """Map a parameter of each layer, behind "decoder.layers.{layer}.", to its tensors.
+def map_rows(table: str, renamed: Mapping[str, str] | None = None) -> Iterator[WeightEntry]:
+    """Read the rows of a table.
 
-    `megatron` has several names for several layer specs. `hf` has a tensor's name, behind "model.layers.{layer}.", and
-    its dimensions in brackets.
+    A row is `kind: parameter [axes] = tensor [axes]`, and goes on in lines that begin with `=`, `+` or `[`. Layers of
+    this kind have the parameter, whose name is that in the torch layers. Behind `+` follow further tensors that it
+    holds. Names of tensors are those behind "model.layers.{layer}."; without axes they have the parameter's.
+    `renamed`: other texts for parts of these names.
     """
-    names = (megatron,) if isinstance(megatron, str) else megatron
-    tensors = (text.removesuffix("]").split(" [") for text in hf)
-    return WeightEntry(
-        tuple(f"decoder.layers.{{layer}}.{name}" for name in names),
-        tuple(HFTensor(f"model.layers.{{layer}}.{name}", tuple(dims.split(", "))) for name, dims in tensors),
-    )
+    for line in filter(str.strip, re.sub(r"\s*\n\s*([=+[])", r" \1", table).splitlines()):
+        row, tensors = line.split(" = ")
+        kind, parameter = row.strip().split(": ")
+        name, axes = _split_text(parameter)
+        hf = []
+        for text in tensors.split(" + "):
+            tensor, dims = _split_text(text)
+            for part, replacement in (renamed or {}).items():
+                tensor = tensor.replace(part, replacement)
+            hf.append(HFTensor(f"model.layers.{{layer}}.{tensor}", dims or axes))
+        yield WeightEntry(name, axes, tuple(hf), kind=cast(LayerKind, kind))
 
 
-def limit_to(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
-    return tuple(replace(entry, layers=layers) for entry in entries)
+def _split_text(text: str) -> tuple[str, tuple[str, ...]]:
+    name, _, axes = text.strip().removesuffix("]").partition(" [")
+    return name, tuple(axes.split(", ")) if axes else ()
 
 
-def resolve_dim(dim: Dim, model: ModelShape) -> int:
-    sizes = {
-        "vocab": model.vocab,
-        "hidden": model.hidden,
-        "ffn": model.ffn_hidden,
-        "heads": model.attention_heads * model.head_dim,
-        "kv_heads": model.key_value_heads * model.head_dim,
-        "head_dim": model.head_dim,
-        "score": 1,
-    }
-    if model.experts is not None:
-        experts = model.experts
-        sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden, "shared_ffn": experts.shared_ffn_hidden}
-    if model.latent is not None:
-        latent, heads = model.latent, model.attention_heads
-        sizes |= {
-            "query_rank": latent.query_rank or 0,
-            "latent": latent.rank,
-            "compressed": latent.rank + latent.rope_dim,
-            "latent_queries": heads * (latent.plain_dim + latent.rope_dim),
-            "latent_keys_values": heads * (latent.plain_dim + latent.value_dim),
-            "latent_values": heads * latent.value_dim,
-        }
-    return sizes[dim]
-
-
-def count_group_rows(model: ModelShape) -> list[int]:
-    """Count rows of a key/value group: queries, key, value."""
-    heads_per_group = model.attention_heads // model.key_value_heads
-    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
+def can_travel_in_fp8(entry: WeightEntry) -> bool:
+    """True for matrices of layers; not for embeddings, heads, routers, norms, biases."""
+    # Routers and value heads are not converted to FP8.
+    are_matrices = all(len(tensor.dims) == 2 and not {"experts", "score"} & {*tensor.dims} for tensor in entry.hf)
+    return entry.half is not None and are_matrices
 
 
 def pad_vocab(model: ModelShape, tp_size: int) -> int:
@@ -169,12 +217,9 @@ def pad_vocab(model: ModelShape, tp_size: int) -> int:
 
 
 def list_experts(entry: WeightEntry, model: ModelShape) -> range:
-    """List the experts that a row describes; [0] outside experts."""
-    return range(model.experts.count) if entry.per_expert and model.experts is not None else range(1)
-
-
-def is_per_layer(name: str) -> bool:
-    return "{layer}" in name
+    """List the experts with a tensor of their own; [0] elsewhere."""
+    has_tensors = entry.per_expert and not entry.is_stacked and model.experts is not None
+    return range(model.sizes["experts"]) if has_tensors else range(1)
 
 
 def iter_entries(
@@ -184,18 +229,31 @@ def iter_entries(
 
     Runs of per-layer entries are repeated for each layer; both layers are 0 for entries outside layers.
     """
-    for per_layer, run in groupby(entries, lambda entry: is_per_layer(entry.megatron[0])):
+    for per_layer, run in groupby(entries, lambda entry: entry.half is not None):
         repeated = list(run)
         for local, layer in enumerate(layers if per_layer else [0]):
-            kind = "experts" if model.has_experts(layer) else "dense"
+            kinds = model.list_kinds(layer)
             for entry in repeated:
-                if entry.layers in ("all", kind):
+                if entry.kind is None or entry.kind in kinds:
                     yield entry, layer, local
 
 
-@dataclass(frozen=True, slots=True)
-class ModelMap:
-    """Sizes and weight map of a model; engines get it as JSON."""
+class TensorKey(NamedTuple):
+    """The position of a tensor in the weight map."""
 
-    shape: ModelShape
-    entries: tuple[WeightEntry, ...]
+    number: int  # in the order of export
+    row: int
+    tensor: HFTensor
+    layer: int
+    expert: int
+
+
+def index_tensors(entries: tuple[WeightEntry, ...], model: ModelShape) -> dict[str, TensorKey]:
+    """List a model's tensors, by name, in the order of export."""
+    keys: dict[str, TensorKey] = {}
+    rows = {entry: row for row, entry in enumerate(entries)}
+    for entry, layer, _ in iter_entries(entries, model, range(model.layers)):
+        for expert in list_experts(entry, model) if not entry.copy else ():
+            for tensor, name in zip(entry.hf, entry.name_tensors(layer, expert), strict=True):
+                keys[name] = TensorKey(len(keys), rows[entry], tensor, layer, expert)
+    return keys

@@ -22,17 +22,18 @@ from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
+from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, split_engine, split_policy
+from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
-from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedAttention, ShapedNorm, make_shaped_layer
+from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedModules
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker
-from megatron_grpo.trainer.model.layer_spec import TeParts
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import iter_gradients, iter_optimizer_state, iter_weights
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
@@ -41,8 +42,6 @@ from megatron_grpo.weight_sync.links import BUFFERS
 from megatron_grpo.weight_sync.pieces import align, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
-
-SHAPED_PARTS = TeParts(make_shaped_layer, ShapedAttention, ShapedNorm)
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def run_tracked(
         mode.follow(tensor)
         return tensor
 
-    platform = Platform("dry", torch.device("cpu"), "fake", host="meta", move=move, layer_parts=SHAPED_PARTS)
+    platform = Platform("dry", torch.device("cpu"), "fake", host="meta", move=move, layer_modules=ShapedModules())
     parallel = config.policy.parallel
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
@@ -219,7 +218,7 @@ class DryLinks:
     def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
         dtypes = choose_wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
-        engine = split_engine(generation, shape)
+        engine = assume_boxes(shape, generation)
         scheduled = plan_messages(shape, shards, engine, generation.data, dtypes, bucket)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
         layouts = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
@@ -236,15 +235,16 @@ class DryLinks:
 
 def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
     """Let layers multiply in FP8, except those that stay in bfloat16."""
-    layers = [layer for chunk in (*rank.chunks, *(rank.reference or ())) for layer in chunk.decoder.layers]
-    for layer in layers:
-        if fp8.first_layers_bf16 < layer.layer_number <= rank.shape.layers - fp8.last_layers_bf16:
-            for module in layer.modules():
+    layers = [layer for chunk in (*rank.chunks, *(rank.reference or ())) for layer in iterate_layers(chunk)]
+    for layer, halves, layer_module in layers:
+        if fp8.first_layers_bf16 <= layer < rank.shape.layers - fp8.last_layers_bf16:
+            for module in layer_module.modules():
                 if isinstance(module, Quantizable):
                     module.fp8 = fp8
             # Attention keeps its output anyway, so Megatron-Core lets the projection after it save this tensor instead
             # of an FP8 copy, except with delayed scales.
-            layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
+            if "mixer" in halves:
+                layer_module.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
 class _DryMaker(MicrobatchMaker):

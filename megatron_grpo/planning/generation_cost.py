@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import VOCABULARY_MULTIPLE, split_engine
 from megatron_grpo.planning.costs import time_collective
+from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.hardware import Hardware
 
 BLOCK_TOKENS = 16
@@ -23,6 +23,7 @@ BLOCK_TOKENS = 16
 _GRAPHS_BYTES = 1.5e9  # of a rank, assumed: captured graphs, workspaces of attention
 _PROFILED_TOKENS = 8192
 """Tokens of the forward pass with which vLLM measures activations, its default for max_num_batched_tokens on GPUs."""
+_VOCABULARY_MULTIPLE = 64  # vLLM pads vocabularies to a multiple of it
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
@@ -185,7 +186,7 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
         else:
             parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * parameters
-    rows = math.ceil(shape.vocab / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE / tensor
+    rows = math.ceil(shape.vocab / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE / tensor
     heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
     return int(total + heads * width * rows * shape.hidden)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +13,10 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
+from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.weight_sync.boxes import Box
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
@@ -98,6 +101,7 @@ def summarize_refit(
     precision: str,
     bucket_bytes: int,
     fp8_blocks: bool = False,
+    engine: Sequence[Sequence[Box]] | None = None,
 ) -> RefitSummary:
     """Plan a refit and count what it moves.
 
@@ -108,9 +112,10 @@ def summarize_refit(
         precision: type of the policy's weights, "float32" or "bfloat16".
         bucket_bytes: most bytes of a message.
         fp8_blocks: whether matrices of the layers are sent in FP8.
+        engine: traced boxes of an engine's ranks; None: those of `assume_boxes`.
     """
     began = time.perf_counter()
-    sources, engine = split_policy(training, shape), split_engine(generation, shape)
+    sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
     scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes)
     planned_s = time.perf_counter() - began

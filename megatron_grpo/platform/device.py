@@ -31,8 +31,8 @@ class Platform:
     """Device of tensors in host memory; a dry platform distinguishes it from the device."""
     move: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
     """Puts an array of any shape and type on the device."""
-    layer_parts: Any = None
-    """Layers in place of Transformer Engine's (`trainer.model.layer_spec.TeParts`), for a dry run."""
+    layer_modules: Any = None
+    """Modules in place of Transformer Engine's (Megatron-Core's `BackendSpecProvider`), for a dry run."""
 
     @property
     def is_like_cuda(self) -> bool:

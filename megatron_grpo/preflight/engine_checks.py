@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.config.schema import Config
-from megatron_grpo.models.fp8_cuts import find_cut_blocks
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_map import can_travel_in_fp8
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo_kernels.fp8_format import BLOCK
 
 # Bytes that a communicator of NCCL takes on a GPU for all peers on other machines together, measured with NCCL 2.28 and
 # 64 channels (github.com/NVIDIA/nccl/issues/2363); half of that with 32 channels.
@@ -111,8 +113,28 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     yield not is_set, "refit.fp8_blocks=", f"{text}, or use false"
     # A layout that does not fit the model has no cuts to look at; its own check reports it.
     if shape is not None and not any(find_layout_problems(config, shape)):
-        policy_shards = split_policy(config.policy.parallel, shape)
-        cuts = list(find_cut_blocks(shape, policy_shards, split_engine(config.generation.parallel, shape)))
+        cuts = list(find_cut_blocks(shape, config.policy.parallel, config.generation.parallel))
         first_cut = next(iter(cuts), "") + (f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else "")
         text = f"ranks would share a block of 128 x 128: {first_cut}; use fewer tensor-parallel ranks, or false"
         yield cuts, "refit.fp8_blocks=", text
+
+
+def find_cut_blocks(shape: ModelShape, policy: ParallelConfig, engine: GenerationParallelConfig) -> Iterator[str]:
+    """Describe each matrix that a rank cuts inside a block."""
+    # An FP8 block has one scale, computed from its largest number. Ranks that hold parts of one block would compute
+    # different scales, and an engine's layer has room for one; a common scale would take a collective for each matrix
+    # of a refit. So the ranks of neither side may cut a matrix inside a block.
+    # What engines really keep is traced later, and the writer refuses parts of blocks (`model_writer`).
+    engine_experts = 1 if engine.expert > 1 else engine.tensor
+    counts = {"policy": (policy.tensor, policy.expert_tensor), "engine": (engine.tensor, engine_experts)}
+    for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
+        for side, (tensor, expert_tensor) in counts.items():
+            count = expert_tensor if entry.per_expert else tensor
+            # Then vLLM keeps copies of the heads of keys and values, and the policy cuts them.
+            if side == "engine" and entry.split == "groups" and count > shape.key_value_heads:
+                continue
+            for part in (part for rank in range(count) for part in entry.list_slices(shape, 0, rank, count)):
+                bounds = [(*bounds, size) for bounds, size in zip(part.bounds, part.shape, strict=True)]
+                if any(begin % BLOCK or (end % BLOCK and end != size) for begin, end, size in bounds):
+                    cuts = [f"{begin} to {end}" for begin, end, size in bounds if (begin, end) != (0, size)]
+                    yield f"{part.name} on {side} ranks: {' and '.join(cuts)} of {part.shape}"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
-from megatron_grpo.models.weight_map import count_group_rows
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
 
@@ -41,7 +40,7 @@ def _find_undivided(tensor: int, shape: ModelShape) -> str | None:
     if groups % tensor == 0 or shape.latent is not None:
         return None
     # With more ranks than key/value heads every rank has an equal part of one head's queries, key and value.
-    if tensor % groups or sum(count_group_rows(shape)) % (tensor // groups):
+    if tensor % groups or sum(shape.sizes[name] for name in ("query", "key", "value")) % (tensor // groups):
         return f"{groups} key/value heads, nor is it a multiple of them"
     return None
 

@@ -17,7 +17,7 @@ from megatron_grpo.models.families import as_value_model, build_weight_map, read
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_end_tokens, read_settings, read_token_ids
-from megatron_grpo.models.weight_map import iter_entries, list_experts
+from megatron_grpo.models.weight_map import index_tensors
 
 # Most tensors that a message names.
 _MAX_NAMED = 3
@@ -61,11 +61,9 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Yield (name, shape, whether it is required) of tensors."""
-    for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
-        for expert in list_experts(entry, shape):
-            for tensor in entry.hf:
-                name = tensor.name.format(layer=layer, expert=expert)
-                yield name, tensor.compute_shape(shape), not entry.zero_if_absent
+    entries, sizes = build_weight_map(shape), shape.sizes
+    for name, key in index_tensors(entries, shape).items():
+        yield name, key.tensor.measure(sizes), not entries[key.row].zero_if_absent
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:

@@ -23,19 +23,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from megatron_grpo.batch.replay_files import TensorFigure
     from megatron_grpo.batch.step_batch import StepBatch
     from megatron_grpo.batch.token_batch import TokenBatch
     from megatron_grpo.losses.loss import GlobalCounts, LossFunction
     from megatron_grpo.trainer.rank import ModelRank
-    from megatron_grpo.trainer.step_record import StateSketches
 
 
 class RankActor:
     """Ray actor around one rank's model.
 
-    Methods without a docstring forward to the model (`ModelRank`) and its parts (`RankCheckpoint`, `DeviceMemory`,
-    `StepRecorder`). Heavy packages are imported in methods, because the driver imports this module.
+    Heavy packages are imported in methods, because the driver imports this module.
     """
 
     model: ModelRank
@@ -113,6 +110,11 @@ class RankActor:
         with phase(function.__name__.strip("_")):
             return function(self.model, *args, **kwargs)
 
+    def act(self, name: str, action: Callable[..., Any]) -> Any:
+        """Return action(this rank's model), in a phase of this name."""
+        with phase(name):
+            return action(self.model)
+
     @phase("train")
     def train(
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None
@@ -121,45 +123,9 @@ class RankActor:
         batch, microbatches = work
         return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts, limit)
 
-    @phase("save checkpoint")
-    def save_checkpoint(self, folder: str, background: bool) -> None:
-        self.model.checkpoint.save(folder, background)
-
-    @phase("check checkpoint")
-    def is_checkpoint_written(self) -> bool:
-        return self.model.checkpoint.is_written()
-
-    @phase("finish checkpoint")
-    def finish_checkpoint(self) -> None:
-        self.model.checkpoint.finish()
-
-    @phase("load checkpoint")
-    def load_checkpoint(self, folder: str) -> None:
-        self.model.checkpoint.load(folder)
-
-    @phase("offload")
-    def offload(self, weights: bool) -> None:
-        self.model.memory.offload(weights)
-
-    @phase("onload")
-    def onload(self) -> None:
-        self.model.memory.onload()
-
-    @phase("begin record")
-    def begin_record(self) -> None:
-        self.model.recorder.begin()
-
-    @phase("end record")
-    def end_record(self) -> list[TensorFigure]:
-        return self.model.recorder.end()
-
     @phase("watch states")
     def watch_states(self, in_replica: NDArray[np.int64], in_step: NDArray[np.int64]) -> None:
         self.model.recorder.watch(in_replica, in_step)
-
-    @phase("end states")
-    def end_states(self) -> list[StateSketches]:
-        return self.model.recorder.end_states()
 
     def compute(self, work: ReplicaWork, field: str) -> ForwardResult | None:
         """Store a field of `ModelRank.outputs`; None except on the output rank."""

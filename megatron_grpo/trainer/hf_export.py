@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFo
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import is_untied_by_weights
 from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
-from megatron_grpo.models.hf_weights import bind_entries, iter_hf_tensors, load_hf_weights, split_parameter
+from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
 
 if TYPE_CHECKING:
@@ -110,18 +110,12 @@ def write_peft_folder(
     chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
 ) -> None:
     """Write a whole model's adapters as a folder, new or empty, for peft."""
-    # Hugging Face matrices of one Megatron parameter share its A: each is written with its own rows of B and a copy of
-    # A, because safetensors refuses to write shared memory.
-    tensors = {}
-    for bound in bind_entries(chunks, shape):
-        if bound.adapted is None:
-            continue
-        slices = bound.entry.list_slices(shape, bound.layer, 0, 1)
-        rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
-        for matrix, lora_b in zip(slices, rows_of_b, strict=True):
-            name = f"base_model.model.{matrix.name.removesuffix('.weight')}"  # in peft's wrapper
-            tensors[f"{name}.lora_A.weight"] = bound.adapted.lora_a.detach().to("cpu", copy=True).contiguous()
-            tensors[f"{name}.lora_B.weight"] = lora_b.to("cpu", copy=True).contiguous()
+    # Copies, because matrices of one Megatron parameter share its A, and safetensors refuses to write shared memory.
+    tensors = {
+        f"base_model.model.{name}": tensor.to("cpu", copy=True).contiguous()  # in peft's wrapper
+        for name, tensor in iter_adapter_tensors(chunks, shape, Tensor.detach)
+        if tensor is not None
+    }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

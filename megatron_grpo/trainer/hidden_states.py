@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch, find_token_indices
+from megatron_grpo.models.megatron_names import find_final_norm, iterate_layers
 from megatron_grpo.trainer.model.packed_sequences import select_source
 
 if TYPE_CHECKING:
@@ -102,14 +103,15 @@ def capture_states(
 def _iter_points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     if chunk.pre_process:
         yield EMBEDDING, chunk.embedding
-    for layer in chunk.decoder.layers:
-        modules = dict(layer.named_modules())
+    for layer, halves, layer_module in iterate_layers(chunk):
+        modules = dict(layer_module.named_modules())
         for inner, name in LAYER_POINTS.items():
             module = modules.get(inner)
-            if module is not None and not isinstance(module, IdentityOp):
-                yield f"layers.{layer.layer_number - 1}{'.' if name else ''}{name}", module
-    if chunk.post_process and chunk.decoder.final_layernorm is not None:
-        yield NORM, chunk.decoder.final_layernorm
+            if module is not None and not isinstance(module, IdentityOp) and (name or "mlp" in halves):
+                yield f"layers.{layer}{'.' if name else ''}{name}", module
+    final_norm = find_final_norm(chunk)
+    if chunk.post_process and final_norm is not None:
+        yield NORM, final_norm
 
 
 # A microbatch's tokens on this rank, by index in the whole batch and -1 on padding: [tokens of this context-parallel

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 # Seconds to wait, once a rank has failed, for the ends of other ranks to become known.
 SETTLE_S = 3.0
@@ -165,19 +166,19 @@ class ModelRanks:
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
         """Write all state to an empty folder; in the background, `finish_checkpoint` has to follow."""
-        self._gather(self._call(RankActor.save_checkpoint, folder, background), "checkpoint")
+        self._ask("save checkpoint", lambda rank: rank.checkpoint.save(folder, background), "checkpoint")
 
     def is_checkpoint_written(self) -> bool:
         """True once every rank has written its part."""
-        return all(self._gather(self._call(RankActor.is_checkpoint_written), "checking the checkpoint"))
+        return all(self._ask("check checkpoint", lambda rank: rank.checkpoint.is_written(), "checking the checkpoint"))
 
     def finish_checkpoint(self) -> None:
         """Complete a checkpoint in the background, else raise a RunError."""
-        self._gather(self._call(RankActor.finish_checkpoint), "completing a checkpoint")
+        self._ask("finish checkpoint", lambda rank: rank.checkpoint.finish(), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote, also in another layout."""
-        self._gather(self._call(RankActor.load_checkpoint, folder), "loading the checkpoint")
+        self._ask("load checkpoint", lambda rank: rank.checkpoint.load(folder), "loading the checkpoint")
 
     def list_devices(self) -> list[str]:
         """List Ray's ids of the ranks' GPUs, started or not."""
@@ -186,19 +187,19 @@ class ModelRanks:
 
     def offload(self, *, weights: bool) -> None:
         """Move optimizer state and optionally weights to the host; drop gradients."""
-        self._gather(self._call(RankActor.offload, weights), "moving to host memory")
+        self._ask("offload", lambda rank: rank.memory.offload(weights), "moving to host memory")
 
     def onload(self) -> None:
         """Move weights and optimizer state back; gradients are zero."""
-        self._gather(self._call(RankActor.onload), "moving back from host memory")
+        self._ask("onload", lambda rank: rank.memory.onload(), "moving back from host memory")
 
     def begin_record(self) -> None:
         """Record the weights, and every gradient until `end_record`."""
-        self._gather(self._call(RankActor.begin_record), "recording the weights")
+        self._ask("begin record", lambda rank: rank.recorder.begin(), "recording the weights")
 
     def end_record(self) -> list[TensorFigure]:
         """Collect figures of weights, gradients since `begin_record`, and weight changes."""
-        by_rank = self._gather(self._call(RankActor.end_record), "recording the update")
+        by_rank = self._ask("end record", lambda rank: rank.recorder.end(), "recording the update")
         return [figure for figures in by_rank for figure in figures]
 
     def watch_states(self, batch: StepBatch) -> None:
@@ -215,7 +216,7 @@ class ModelRanks:
 
     def end_states(self) -> list[StateFigure]:
         """Collect the sketches of the watched tokens' hidden states."""
-        return sum_states(self._gather(self._call(RankActor.end_states), "recording hidden states"))
+        return sum_states(self._ask("end states", lambda rank: rank.recorder.end_states(), "recording hidden states"))
 
     def begin_profile(self) -> None:
         """Record operators and memory of every rank until `end_profile`."""
@@ -243,6 +244,9 @@ class ModelRanks:
             text = str(error)
             unnamed = [name(rank) for rank in lost_ranks if name(rank) not in text]
             raise ModelLostError(f"{text}; {join_names(unnamed)} is gone" if unnamed else text) from error
+
+    def _ask(self, name: str, action: Callable[[PolicyRank], T], phase_name: str) -> list[T]:
+        return self._gather(self._call(RankActor.act, name, action), phase_name)
 
     def _find_suspects(
         self, batch: StepBatch, schedules: Sequence[StepMicrobatches], results: Sequence[RankTrainResult]
@@ -293,10 +297,6 @@ class ModelRanks:
         ]
 
 
-def _sync_reference(model: PolicyRank, alpha: float) -> None:
-    model.sync_reference(alpha)
-
-
 class MegatronPolicy(ModelRanks):
     """The policy; its checkpoints hold the reference once that has moved."""
 
@@ -305,7 +305,7 @@ class MegatronPolicy(ModelRanks):
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference: alpha * policy + (1 - alpha) * reference (TR-DPO)."""
-        self._gather(self.submit(_sync_reference, alpha), "moving the reference policy")
+        self._ask("sync_reference", lambda rank: rank.sync_reference(alpha), "moving the reference policy")
 
 
 class MegatronValue(ModelRanks):

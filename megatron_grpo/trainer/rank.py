@@ -1,7 +1,7 @@
 """One rank of a model in training: its shard, forward passes, optimizer steps, the reference policy. Without Ray.
 
 `planning/` builds the same ranks on tensors without numbers. It passes in
-- a `Platform` whose `move` makes such tensors, and whose `layer_parts` (`TeParts`) replace Transformer Engine's layers;
+- a `Platform` whose `move` makes such tensors, and whose `layer_modules` replace Transformer Engine's;
 - `maker`, a maker of microbatches that leaves the dry run's tensor modes;
 and sets `PolicyRank.head_kernel`, which turns hidden states into log-probabilities.
 """

@@ -109,13 +109,20 @@ class RebuiltLayer:
         self._reload: Any = layerwise
         self._info = layerwise.get_layerwise_info(layer)
 
+    def restore_plain(self) -> Any:
+        """Give the layer plain parameters without storage until `abandon`, and return it."""
+        info, layer = self._info, self._layer
+        if info.restore_metadata[0]:  # empty for a model that vLLM has not loaded: its parameters are plain
+            info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            self._reload.restore_layer_on_meta(layer, info)
+        return layer
+
     def open(self) -> Any:
         """Give the layer plain weights, unless it has them already, and return it."""
         info, layer = self._info, self._layer
         if info.kernel_tensors is None:
-            info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
-            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            self._reload.restore_layer_on_meta(layer, info)
+            self.restore_plain()
             for name in self._fp8_parameters:  # vLLM may load wider weights and round them
                 shape = getattr(layer, name).shape
                 values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")

@@ -6,28 +6,30 @@ Every worker of every engine imports this module, so it and all that it needs im
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from pydantic import TypeAdapter
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.models.weight_layouts import find_worker_shard
-from megatron_grpo.models.weight_map import ModelMap
+from megatron_grpo.weight_sync.boxes import Box, compute_digest, pack_boxes, unpack_boxes
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
     from megatron_grpo.config.generation_schema import RefitMode
-    from megatron_grpo.generation.engine_interface import EngineWorker
+    from megatron_grpo.generation.engine_interface import EngineWorker, TensorShapes
     from megatron_grpo.weight_sync.fingerprints import Fingerprint
 
     class Worker(VllmWorker, EngineWorker): ...
 else:
     Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
+
+logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
@@ -44,7 +46,7 @@ class Receiver(Protocol):
         """Restore the previous weights of incomplete layers."""
 
 
-def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dict[str, Any], number: int) -> Receiver:
+def make_receiver(worker: Any, mode: RefitMode, boxes: Sequence[Box], source: dict[str, Any], number: int) -> Receiver:
     """Make the receiver of a mode, importing only its module."""
     if mode == "files":
         from megatron_grpo.weight_sync.weights_folder import FileReceiver
@@ -52,8 +54,9 @@ def make_receiver(worker: Any, mode: RefitMode, model_map: ModelMap, source: dic
         return FileReceiver(worker, source)
     from megatron_grpo.weight_sync.shard_receiver import ShardReceiver, TensorReceiver
 
-    receiver_class = ShardReceiver if mode == "reshard" else TensorReceiver
-    return receiver_class(worker, model_map, source, number)
+    if mode == "broadcast":
+        return TensorReceiver(worker, source, number)
+    return ShardReceiver(worker, boxes, source, number)
 
 
 class RefitWorker(Worker):
@@ -68,20 +71,40 @@ class RefitWorker(Worker):
     """The complete version that this worker holds; None before the first refit and after a failed one."""
     # Once the refit is connected:
     receiver: Receiver | None = None
-    model_map: ModelMap | None = None
+    boxes: Sequence[Box] = ()
+
+    @phase("trace loaders")
+    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> dict[str, str] | str:
+        """Trace the model's loaders; return digest and, if needed, packed boxes."""
+        from megatron_grpo.weight_sync.weight_trace import trace_model
+
+        try:
+            config, model = self.vllm_config, self.model_runner.get_model()
+            with set_current_vllm_config(config):
+                trace = trace_model(model, tensors, config.model_config.dtype)
+            if trace.unexplained:  # other modes use boxes for the comparison of weights only
+                text = f"parameters whose loading is no copy of boxes: {trace.describe_unexplained()}"
+                if mode == "reshard":
+                    raise ValueError(f"refit.mode=reshard cannot fill {text}; use broadcast")
+                logger.warning("weights are not compared with the policy's in %s", text)
+            packed = pack_boxes(trace.boxes)
+        except Exception as error:  # noqa: BLE001 - see the class
+            return self._describe_failure(error)
+        return {"digest": compute_digest(packed), "boxes": packed if needs_boxes else ""}
 
     @phase("connect the refit")
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None:
         """Connect to the policy.
 
-        `source`: `model_map`, and the address that the mode's receiver needs, in types that vLLM's messages carry.
+        `source`: shapes of the model's `tensors`, by name, `boxes` of the engine's ranks, and the address that the
+        mode's receiver needs, in types that vLLM's messages carry.
         `first_receiver`: total number of workers of the engines before this one.
         """
         self.receiver = None
         try:
-            self.model_map = TypeAdapter(ModelMap).validate_python(source["model_map"])
-            number = first_receiver + self.parallel_config.rank
-            self.receiver = make_receiver(self, mode, self.model_map, source, number)
+            rank = self.parallel_config.rank
+            self.boxes = unpack_boxes(source["boxes"][rank])
+            self.receiver = make_receiver(self, mode, self.boxes, source, first_receiver + rank)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
         return None
@@ -114,11 +137,10 @@ class RefitWorker(Worker):
         from megatron_grpo.weight_sync.fingerprints import fingerprint_engine
 
         try:
-            assert self.model_map is not None, "connect_refit() comes first"
+            assert self.receiver is not None, "connect_refit() comes first"
             config, model = self.vllm_config, self.model_runner.get_model()
-            shard = find_worker_shard(config.parallel_config, self.model_map.shape)
             with set_current_vllm_config(config), set_forward_context(None, config):
-                return fingerprint_engine(model, config.model_config.dtype, self.model_map, shard)
+                return fingerprint_engine(model, config.model_config.dtype, self.boxes)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -26,9 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
-from megatron_grpo.models.weight_map import ModelMap, iter_entries
+from megatron_grpo.weight_sync.boxes import Box, Range, to_slices
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +48,9 @@ OUTPUT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5
 QUANTISED_TOLERANCE = 0.12
 # Experts with quantised weights, whose inputs and intermediate values are rounded too.
 QUANTISED_OUTPUT_TOLERANCE = 0.25
+
+# Ends the name of a matrix that latent attention derives from a tensor.
+_IN_ATTENTION = " in attention"
 
 # DIRECTIONS projections and the squared norm; from an engine also the largest difference that rounding explains.
 Fingerprint = list[float]
@@ -81,9 +82,9 @@ class Sketch:
         return list(torch.nan_to_num(self._sums, nan=torch.finfo(torch.float64).max).tolist())
 
 
-def compute_fingerprint(matrix: Tensor) -> Fingerprint:
-    """Compute the fingerprint of a matrix, [rows, columns], or of a vector, [rows]."""
-    matrix = matrix if matrix.dim() == 2 else matrix[:, None]
+def compute_fingerprint(values: Tensor) -> Fingerprint:
+    """Compute the fingerprint of a matrix, [..., columns], or of a vector, [rows]."""
+    matrix = values[:, None] if values.dim() == 1 else values.reshape(-1, values.shape[-1])
     sketch = Sketch(len(matrix))
     for block in matrix.split(max(_ELEMENTS // max(len(matrix), 1), 1), dim=1):
         sketch.add(block)
@@ -107,24 +108,32 @@ def find_differing(
     `expected` are the policy's, cut as one worker keeps them; `actual` are that worker's, with tolerances. `rounding`
     is added to these if the two sides have different dtypes.
     """
-    # Engines add derived matrices, "NAME in attention", which must equal the tensor NAME.
-    errors = {name: measure_difference(expected[name.partition(" ")[0]], values) for name, values in actual.items()}
+    # Engines add derived matrices, which must equal the tensor.
+    errors = {
+        name: measure_difference(expected[name.removesuffix(_IN_ATTENTION)], values) for name, values in actual.items()
+    }
     # "not <=", so that NaN counts as a difference.
     return {name: error for name, error in errors.items() if not error <= actual[name][DIRECTIONS + 1] + rounding}
 
 
-def list_kept_parts(model_map: ModelMap, shard: RankShard) -> Iterator[Destination]:
-    """List the parts of tensors that an engine's rank keeps."""
-    shape = model_map.shape
-    for entry, layer, _ in iter_entries(model_map.entries, shape, list(range(shape.layers))):
-        if not entry.copy and shard.keeps(entry, layer):
-            for expert in range(*shard.experts) if entry.per_expert else [0]:
-                yield from find_destinations(entry, shape, shard, layer, expert)
+def name_boxes(boxes: Sequence[Box]) -> Iterator[tuple[str, Box]]:
+    """Name the boxes of a rank for fingerprints.
+
+    The name is that of the tensor, with the indices if it has several boxes. Boxes of experts have the name of the
+    expert ("model.layers.0.mlp.experts.3").
+    """
+    counts = Counter(box.tensor for box in boxes)
+    for box in boxes:
+        if is_expert(box):
+            yield box.tensor.rsplit(".", 2)[0], box
+        elif box.tensor:
+            spans = [f"{indices.begin}:{indices.end}:{indices.step}" for indices in box.cut.tensor]
+            yield box.tensor + (f" [{', '.join(spans)}]" if counts[box.tensor] > 1 else ""), box
 
 
-def name_expert(tensor: str) -> str:
-    """Name the expert that has a tensor: "model.layers.0.mlp.experts.3"."""
-    return tensor.rsplit(".", 2)[0]
+def is_expert(box: Box) -> bool:
+    """True for matrices of experts, which are compared by their experts' outputs."""
+    return box.parameter.endswith((".w13_weight", ".w2_weight")) and bool(box.tensor)
 
 
 @cache
@@ -141,67 +150,65 @@ def _draw_vectors(kind: str, size: int, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def fingerprint_engine(
-    model: nn.Module, dtype: torch.dtype, model_map: ModelMap, shard: RankShard
-) -> dict[str, Fingerprint]:
-    """Compute fingerprints of the weights in a worker's kernels.
+def fingerprint_engine(model: nn.Module, dtype: torch.dtype, boxes: Sequence[Box]) -> dict[str, Fingerprint]:
+    """Compute fingerprints of the weights in a worker's kernels, by the names of `name_boxes`.
 
-    They are by the name of a Hugging Face tensor, or of an expert ("model.layers.0.mlp.experts.3"). The matrix that
-    latent attention derives from a tensor has the tensor's name plus " in attention". vLLM's configuration has to be
-    set (`set_current_vllm_config`); `dtype` is that of the model's activations.
+    The matrix that latent attention derives from a tensor has the tensor's name plus " in attention". vLLM's
+    configuration has to be set (`set_current_vllm_config`); `dtype` is that of the model's activations.
     """
     fingerprints: dict[str, Fingerprint] = {}
-    parts_by_module: defaultdict[str, list[Destination]] = defaultdict(list)
-    for part in list_kept_parts(model_map, shard):
-        parts_by_module[part.parameter.rpartition(".")[0]].append(part)
+    by_module: defaultdict[str, dict[str, Box]] = defaultdict(dict)
+    for name, box in name_boxes(boxes):
+        by_module[box.parameter.rpartition(".")[0]][name] = box
     layers: dict[str, Any] = dict(model.named_modules())
-    for module, parts in parts_by_module.items():
-        if module not in layers:  # broadcast and files load models whose layers our table of parameters does not know
-            logger.warning("%s is not compared with the policy: vLLM's model has no such layer", module)
-        elif parts[0].expert is not None:
-            fingerprints |= _fingerprint_experts(module, layers[module], parts, dtype, model_map.shape, shard)
+    for module, named in by_module.items():
+        if is_expert(next(iter(named.values()))):
+            fingerprints |= _fingerprint_experts(module, layers[module], named, dtype)
         else:
-            fingerprints |= _fingerprint_layer(layers[module], parts, dtype)
+            fingerprints |= _fingerprint_layer(layers[module], named, dtype)
     for name, attention in layers.items():
         if isinstance(getattr(attention, "W_UV", None), Tensor):
             origin = f"{name.split('.self_attn')[0]}.self_attn.kv_b_proj.weight"
             # The projection from latent vectors that decoding uses, in the order of kv_b_proj:
             # [heads * (length of a key's plain part + length of a value), rank].
             absorbed = torch.cat([attention.W_UK_T, attention.W_UV.transpose(1, 2)], dim=1).flatten(0, 1)
-            fingerprints[f"{origin} in attention"] = [*compute_fingerprint(absorbed), fingerprints[origin][-1]]
+            fingerprints[f"{origin}{_IN_ATTENTION}"] = [*compute_fingerprint(absorbed), fingerprints[origin][-1]]
     return fingerprints
 
 
-def _fingerprint_layer(layer: Any, parts: Sequence[Destination], dtype: torch.dtype) -> dict[str, Fingerprint]:
+def _fingerprint_layer(layer: Any, boxes: Mapping[str, Box], dtype: torch.dtype) -> dict[str, Fingerprint]:
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-    fingerprints, matrix_parts = {}, []
-    for part in parts:
-        parameter = part.parameter.rpartition(".")[2]
+    fingerprints, regions = {}, {}
+    for name, box in boxes.items():
+        parameter = box.parameter.rpartition(".")[2]
         if parameter == "weight" and isinstance(layer, LinearBase | ParallelLMHead):
-            matrix_parts.append(part)
+            regions[name] = box.cut.parameter
         else:
-            rows = slice(part.row, part.row + part.part.local_shape[0])
-            fingerprints[part.part.name] = [*compute_fingerprint(getattr(layer, parameter).data[rows]), EXACT_TOLERANCE]
-    if not matrix_parts:
+            values = getattr(layer, parameter).data[to_slices(box.cut.parameter)]
+            fingerprints[name] = [*compute_fingerprint(values), EXACT_TOLERANCE]
+    if not regions:
         return fingerprints
     is_exact = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
     limit = EXACT_TOLERANCE if is_exact else QUANTISED_TOLERANCE
-    sketches = {part.part.name: Sketch(part.part.local_shape[0]) for part in matrix_parts}
-    inputs, device = matrix_parts[0].part.local_shape[1], next(layer.parameters()).device
+    sketches = {name: Sketch(rows.size) for name, (rows, _) in regions.items()}
+    inputs, device = max(columns.end for _, columns in regions.values()), next(layer.parameters()).device
     for begin in range(0, inputs, _COLUMNS):
         width = min(_COLUMNS, inputs - begin)
         unit_vectors = torch.zeros(width, inputs, dtype=getattr(layer, "params_dtype", dtype), device=device)
         unit_vectors[:, begin:].fill_diagonal_(1.0)
-        columns = layer.quant_method.apply(layer, unit_vectors).T
-        for part in matrix_parts:
-            sketches[part.part.name].add(columns[part.row : part.row + part.part.local_shape[0]])
+        outputs = layer.quant_method.apply(layer, unit_vectors).T
+        for name, (rows, columns) in regions.items():
+            common = columns.find_overlap(Range(begin, begin + width))
+            if common is not None:
+                indices = slice(common.begin - begin, common.end - begin, common.step)
+                sketches[name].add(outputs[slice(*rows), indices])
     return fingerprints | {name: [*sketch.compute(), limit] for name, sketch in sketches.items()}
 
 
 def _fingerprint_experts(
-    module: str, layer: Any, parts: Sequence[Destination], dtype: torch.dtype, shape: ModelShape, shard: RankShard
+    module: str, layer: Any, experts: Mapping[str, Box], dtype: torch.dtype
 ) -> dict[str, Fingerprint]:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -209,12 +216,12 @@ def _fingerprint_experts(
     if method.is_monolithic:
         logger.warning("%s is not compared with the policy: vLLM's kernel for it chooses the experts itself", module)
         return {}
-    names = dict.fromkeys(name_expert(part.part.name) for part in parts)
     limit = OUTPUT_TOLERANCES[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUT_TOLERANCE
     device = next(layer.parameters()).device
-    inputs = functional.pad(draw_probes(shape.hidden, device), (0, layer.hidden_size - shape.hidden)).to(dtype)
-    fingerprints = {}
-    for expert, name in enumerate(names, start=shard.experts[0]):
+    hidden, fingerprints = next(iter(experts.values())).cut.tensor[0].end, {}  # of a down projection, the last one
+    inputs = functional.pad(draw_probes(hidden, device), (0, layer.hidden_size - hidden)).to(dtype)
+    for name in experts:
+        expert = int(name.rpartition(".")[2])
         # The expert gets all inputs with a weight of 1; a token's other choices are other experts with a weight of 0.
         chosen = (torch.arange(layer.top_k, device=device) + expert) % layer.global_num_experts
         chosen = chosen.to(method.topk_indices_dtype or torch.int32).expand(PROBES, -1).contiguous()
@@ -222,5 +229,5 @@ def _fingerprint_experts(
         weights[:, 0] = 1.0
         routing = {"topk_weights": weights, "topk_ids": chosen, "shared_experts": None, "shared_experts_input": None}
         outputs = method.apply(layer=layer, x=inputs.clone(), **routing)
-        fingerprints[name] = [*compute_fingerprint(outputs[:, : shape.hidden]), limit]
+        fingerprints[name] = [*compute_fingerprint(outputs[:, :hidden]), limit]
     return fingerprints

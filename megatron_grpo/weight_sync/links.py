@@ -17,15 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.weight_map import WeightEntry
-from megatron_grpo.weight_sync.pieces import (
-    PIECE,
-    TRAILER_BYTES,
-    align,
-    format_tensor_name,
-    lay_out_pieces,
-    split_messages,
-)
+from megatron_grpo.weight_sync.pieces import PIECE, TRAILER_BYTES, align, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer, TransferGroup, Watch, join_group
 from megatron_grpo.weight_sync.shared_memory import choose_shared_memory
 
@@ -47,10 +39,10 @@ class Links(ABC):
     side: ClassVar[Side]
     peer_side: ClassVar[Side]
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, names: Sequence[str]) -> None:
         self._store = store = rendezvous.connect()
         plan = json.loads(store.get("plan"))
-        self._rank, self._entries = rank, entries
+        self._rank, self._names = rank, names  # of all tensors, by number
         self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]  # on the wire, by row of the weight map
         # The rank's messages by turn: their pieces, the rank at the other end, the pieces' positions, and their bytes.
         self.messages = split_messages(np.frombuffer(zlib.decompress(store.get(f"{self.side}/{rank}")), dtype=PIECE))
@@ -113,7 +105,7 @@ class Links(ABC):
             for transfer in pending.pop(number):
                 self._wait(transfer)
         except RuntimeError as error:
-            first = format_tensor_name(self._entries, self.messages[number][0])
+            first = self._names[self.messages[number][0]["tensor"]]
             verb = "reach" if self.side == "source" else "come from"
             message = f"message {number} of {len(self.messages)}, which begins with {first},"
             raise RuntimeError(f"{message} did not {verb} {self._name_peer(self._peers[number])}: {error}") from error

@@ -6,16 +6,16 @@ into a plain parameter, and vLLM converts the layer when its last slice has come
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
-from megatron_grpo.models.weight_map import ModelMap, is_per_layer
+from megatron_grpo.weight_sync.boxes import Box, Cut, Ranges, count_elements, to_slices
 from megatron_grpo.weight_sync.engine_layers import (
     RebuiltLayer,
     finish_model,
@@ -24,31 +24,32 @@ from megatron_grpo.weight_sync.engine_layers import (
     require_plain,
     uses_fp8_blocks,
 )
-from megatron_grpo.weight_sync.pieces import Pieces, find_box
+from megatron_grpo.weight_sync.pieces import Pieces, read_ranges
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 class _Region(NamedTuple):
-    """The rows and columns of a parameter that a piece is written to."""
+    """The part of a parameter that a piece is written to."""
 
     module: str
     name: str  # of the parameter in the module
-    expert: int | None
-    rows: slice
-    columns: slice
+    ranges: Ranges
+    cut: Cut
     has_scales: bool  # the piece comes in FP8, with scales
 
     @property
     def size(self) -> int:
-        return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+        return count_elements(self.ranges)
 
     @property
-    def blocks(self) -> tuple[slice, slice]:
-        """Rows and columns of the region's scales; it starts with a block (`find_cut_blocks`)."""
-        for part in (self.rows, self.columns):
-            assert part.start % BLOCK == 0, f"{self} begins inside a block"
-        rows, columns = (slice(part.start // BLOCK, count_blocks(part.stop)) for part in (self.rows, self.columns))
-        return rows, columns
+    def blocks(self) -> tuple[slice, ...]:
+        """Indices of the region's scales; ValueError: it begins inside a block."""
+        *leading, rows, columns = self.ranges
+        if rows.begin % BLOCK or columns.begin % BLOCK:
+            text = f"{self.module}.{self.name} at {rows.begin}, {columns.begin}; use false"
+            raise ValueError(f"refit.fp8_blocks=true, and workers would get a part of a block of 128 x 128: {text}")
+        blocks = (slice(part.begin // BLOCK, count_blocks(part.end)) for part in (rows, columns))
+        return *to_slices(tuple(leading)), *blocks
 
 
 class ModelWriter:
@@ -56,6 +57,7 @@ class ModelWriter:
 
     Args:
         dtype: dtype of the model's activations.
+        boxes: the source of every element of the model's parameters.
         messages: for each message of a refit its pieces, [pieces], PIECE.
         scaled: rows of the weight map whose tensors come in FP8, with scales.
 
@@ -68,14 +70,13 @@ class ModelWriter:
         self,
         model: torch.nn.Module,
         dtype: torch.dtype,
-        model_map: ModelMap,
-        shard: RankShard,
+        boxes: Sequence[Box],
         messages: Sequence[Pieces],
         scaled: Collection[int] = (),
     ) -> None:
         require_plain(model)
         self._model, self._dtype = model, dtype
-        self._messages = _find_regions(model_map, shard, messages, scaled)
+        self._messages = [[_find_region(boxes, piece, scaled) for piece in pieces] for pieces in messages]
         regions = [region for message in self._messages for region in message]
         self._expected, self._written = Counter[str](), Counter[str]()  # numbers of elements in a refit, by module
         fp8_parameters: defaultdict[str, set[str]] = defaultdict(set)
@@ -93,14 +94,12 @@ class ModelWriter:
             for name, layer in self._layers.items()
             if name in fp8_parameters or is_derived(layer)
         }
-        # Parameters outside layers that only other stages compute with.
-        unused = {
-            destination.parameter
-            for entry in model_map.entries
-            if not is_per_layer(entry.megatron[0]) and not shard.keeps(entry)
-            for destination in find_destinations(entry, model_map.shape, shard)
-        }
-        self._require_filled(regions, unused)
+        # Boxes that no tensor fills, by module: other parameters keep what vLLM has given them.
+        self._constants: defaultdict[str, list[Box]] = defaultdict(list)
+        for box in boxes:
+            if box.constant is not None:
+                self._constants[box.parameter.rpartition(".")[0]].append(box)
+        self._require_filled(regions)
 
     def begin(self) -> None:
         self._written.clear()
@@ -108,15 +107,20 @@ class ModelWriter:
     def write(self, message: int, index: int, values: Tensor, scales: Tensor | None = None) -> None:
         """Write a piece, by its message and index there.
 
-        `values`: [rows, columns]. `scales`: [blocks of rows, blocks of columns], float32, of a piece in FP8.
+        `values` are in the tensor's dimensions. `scales`: [blocks of rows, blocks of columns], float32, of a piece in
+        FP8.
         """
         region = self._messages[message][index]
         rebuilt = self._rebuilt.get(region.module)
         layer = self._layers[region.module] if rebuilt is None else rebuilt.open()
-        _view_matrix(layer, region.name, region.expert)[region.rows, region.columns].copy_(values)
+        if rebuilt is not None and not self._written[region.module]:
+            for box in self._constants[region.module]:
+                parameter = getattr(layer, box.parameter.rpartition(".")[2])
+                parameter.data[to_slices(box.cut.parameter)] = box.constant
+        getattr(layer, region.name).data[to_slices(region.ranges)].copy_(region.cut.compute(values))
         if scales is not None:
-            _view_matrix(layer, name_scales(region.name), region.expert)[region.blocks].copy_(scales)
-        self._written[region.module] += values.numel()
+            getattr(layer, name_scales(region.name)).data[region.blocks].copy_(region.cut.arrange(scales))
+        self._written[region.module] += region.size
         if rebuilt is not None and self._written[region.module] == self._expected[region.module]:
             rebuilt.close()
 
@@ -128,51 +132,33 @@ class ModelWriter:
         for layer in self._rebuilt.values():
             layer.abandon()
 
-    def _require_filled(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    def _require_filled(self, regions: Sequence[_Region]) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        received: Counter[str] = Counter()
+        received, constant = Counter[str](), Counter[str]()
         for region in regions:
             received[f"{region.module}.{region.name}"] += region.size
             if region.has_scales:
-                rows, columns = region.blocks
-                scales = (rows.stop - rows.start) * (columns.stop - columns.start)
+                blocks = region.blocks
+                scales = math.prod(len(range(*part.indices(part.stop))) for part in blocks)
                 received[f"{region.module}.{name_scales(region.name)}"] += scales
+        for box in itertools.chain(*self._constants.values()):
+            constant[box.parameter] += count_elements(box.cut.parameter)
         problems = []
+        # A head that is tied to the embedding may be another parameter in the same memory.
+        first_names = {parameter.data_ptr(): name for name, parameter in reversed([*self._model.named_parameters()])}
         for module, layer in self._model.named_modules():
-            for parameter_name, parameter in get_layerwise_info(layer).restore_metadata[0].items():
+            plain = {} if is_derived(layer) else dict(layer.named_parameters(recurse=False))
+            for parameter_name, parameter in (plain | get_layerwise_info(layer).restore_metadata[0]).items():
                 name, expected = f"{module}.{parameter_name}", parameter.numel()
-                count = received[name]
-                # Vocabularies are padded; some models keep an embedding, a norm or a head on stages that do not use it.
-                is_padded = count < expected and isinstance(layer, VocabParallelEmbedding)
-                if count != expected and not is_padded and (count or name not in unused):
-                    problems.append(f"{name}: {count} of {expected} numbers")
+                is_tied = parameter_name in plain and first_names[plain[parameter_name].data_ptr()] != name
+                if expected not in (received[name], received[name] + constant[name]) and not is_tied:
+                    problems.append(f"{name}: {received[name]} of {expected} numbers")
         if problems:
             raise ValueError(f"refit.mode=reshard does not fill vLLM's model; use broadcast. {'; '.join(problems)}")
 
 
-def _find_regions(
-    model_map: ModelMap, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
-) -> list[list[_Region]]:
-    @cache
-    def find_cached(entry: int, layer: int, expert: int) -> list[Destination]:
-        return find_destinations(model_map.entries[entry], model_map.shape, shard, layer, expert)
-
-    def find_region(piece: Any) -> _Region:
-        entry = int(piece["entry"])
-        destination = find_cached(entry, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
-        box = find_box(destination.part)
-        rows = (piece["rows"] - box.row + destination.row).tolist()
-        columns = (piece["columns"] - box.column).tolist()
-        module, _, name = destination.parameter.rpartition(".")
-        return _Region(module, name, destination.expert, slice(*rows), slice(*columns), entry in scaled)
-
-    return [[find_region(piece) for piece in pieces] for pieces in messages]
-
-
-def _view_matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
-    parameter: Tensor = getattr(layer, name).data
-    if expert is not None:
-        parameter = parameter[expert]
-    return parameter if parameter.dim() == 2 else parameter[:, None]
+def _find_region(boxes: Sequence[Box], piece: Any, scaled: Collection[int]) -> _Region:
+    box = boxes[piece["box"]]
+    module, _, name = box.parameter.rpartition(".")
+    return _Region(module, name, box.cut.locate(read_ranges(piece)), box.cut, int(piece["entry"]) in scaled)

@@ -1,4 +1,4 @@
-"""Messages of a refit: pieces, which are boxes of Hugging Face tensors, and the checksum behind them.
+"""Messages of a refit: pieces, which are parts of Hugging Face tensors, and the checksum behind them.
 
 The driver plans pieces, ranks of the policy pack them into messages, and workers of engines read them there.
 """
@@ -6,17 +6,21 @@ The driver plans pieces, ranks of the policy pack them into messages, and worker
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
+from megatron_grpo.weight_sync.boxes import Range, Ranges
 from megatron_grpo_kernels.fp8_format import count_blocks
+
+if TYPE_CHECKING:
+    from megatron_grpo.models.weight_map import WeightSlice
 
 # Dtype of pieces whose elements are followed by a float32 scale for each block.
 FP8 = "float8_e4m3fn"
@@ -30,17 +34,19 @@ CHUNK_WORDS = 1 << 20
 # 2^64 divided by the golden ratio, as int64: spreads position over all bits (Knuth, TAOCP vol. 3, 6.4).
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
-# A box of a Hugging Face tensor that one rank sends to another.
+# Most dimensions of a tensor.
+_DIMENSIONS = 4
+
+# A part of a Hugging Face tensor that one rank sends to another.
 PIECE = np.dtype(
     [
         ("source", np.int32),  # rank of the policy
         ("target", np.int32),  # rank among those of all engines, engine by engine
         ("entry", np.int16),  # row of the weight map
-        ("tensor", np.int8),  # index among the entry's tensors
-        ("layer", np.int16),
-        ("expert", np.int16),
-        ("rows", np.int32, 2),  # [begin, end) in the full Hugging Face tensor
-        ("columns", np.int32, 2),  # [begin, end) in the full tensor; (0, 1) for a vector
+        ("tensor", np.int32),  # number of the tensor (`TensorKey`)
+        ("section", np.int8),  # index in `WeightEntry.list_slices`
+        ("ranges", np.int32, (_DIMENSIONS, 3)),  # `Range` in each dimension of the full tensor, then (0, 0, 0)
+        ("box", np.int32),  # index of the target's box that holds the part
         ("bytes", np.int64),
         ("turn", np.int32),  # turn of the message, for its source as for its target
     ]
@@ -48,9 +54,14 @@ PIECE = np.dtype(
 Pieces = NDArray[Any]  # [pieces], PIECE
 
 
-def format_tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
-    name = entries[piece["entry"]].hf[piece["tensor"]].name
-    return name.format(layer=piece["layer"], expert=piece["expert"])
+def find_ranges(part: WeightSlice) -> Ranges:
+    """Find the indices of a slice."""
+    return tuple(Range(*bounds) for bounds in part.bounds)
+
+
+def read_ranges(piece: Any) -> Ranges:
+    """Read the indices of a piece in the full tensor."""
+    return tuple(Range(*indices) for indices in piece["ranges"].tolist() if indices[2])
 
 
 def split_messages(scheduled: Pieces) -> list[Pieces]:
@@ -63,41 +74,6 @@ def mark_changes(values: NDArray[Any]) -> NDArray[np.bool_]:
     return np.append(True, values[1:] != values[:-1])
 
 
-class Box(NamedTuple):
-    """Rows [row, row_end) and columns [column, column_end) of a tensor."""
-
-    row: int
-    row_end: int
-    column: int
-    column_end: int
-
-    @property
-    def rows(self) -> int:
-        """Number of rows; 0 or less: the box is empty."""
-        return self.row_end - self.row
-
-    @property
-    def columns(self) -> int:
-        """Number of columns; 0 or less: the box is empty."""
-        return self.column_end - self.column
-
-    def find_overlap(self, box: Box) -> Box:
-        """Compute the common rows and columns of two boxes, perhaps none."""
-        rows = max(self.row, box.row), min(self.row_end, box.row_end)
-        columns = max(self.column, box.column), min(self.column_end, box.column_end)
-        return Box(*rows, *columns)
-
-
-def find_box(part: WeightSlice) -> Box:
-    """Find the rows and columns of a slice; a vector has one column."""
-    rows, columns = part.shape[0], part.shape[1] if len(part.shape) > 1 else 1
-    if part.axis == 0:
-        return Box(part.start, part.stop, 0, columns)
-    if part.axis == 1:
-        return Box(0, rows, part.start, part.stop)
-    return Box(0, rows, 0, columns)
-
-
 def align(sizes: Any) -> Any:
     """Round sizes of pieces in bytes, an int or an array, to the alignment."""
     return -(-sizes // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -108,22 +84,21 @@ class PackedPiece:
     """The position and layout of a piece in its message."""
 
     begin: int  # bytes of the message before the piece
-    rows: int
-    columns: int
+    sizes: tuple[int, ...]
     dtype: torch.dtype
 
     def view_values(self, message: Tensor) -> Tensor:
-        """View the piece's elements in a message, [bytes], uint8: [rows, columns]."""
-        end = self.begin + self.rows * self.columns * self.dtype.itemsize
-        return message[self.begin : end].view(self.dtype).view(self.rows, self.columns)
+        """View the piece's elements in a message, [bytes], uint8: [*sizes]."""
+        end = self.begin + math.prod(self.sizes) * self.dtype.itemsize
+        return message[self.begin : end].view(self.dtype).view(self.sizes)
 
     def view_scales(self, message: Tensor) -> Tensor | None:
-        """View an FP8 piece's scales, float32: [blocks of rows, blocks of columns]."""
+        """View the scales of an FP8 matrix, float32: [blocks of rows, of columns]."""
         if self.dtype != torch.float8_e4m3fn:
             return None
-        shape = count_blocks(self.rows), count_blocks(self.columns)
-        begin = self.begin + align(self.rows * self.columns)
-        return message[begin : begin + SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
+        shape = [count_blocks(size) for size in self.sizes]
+        begin = self.begin + align(math.prod(self.sizes))
+        return message[begin : begin + SCALE_BYTES * math.prod(shape)].view(torch.float32).view(shape)
 
 
 def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
@@ -132,9 +107,9 @@ def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[
     `dtypes` are by row of the weight map. Returns the positions of the pieces, and the bytes of the message.
     """
     ends = np.cumsum(align(pieces["bytes"])).tolist()
-    rows, columns = (np.diff(pieces[axis])[:, 0].tolist() for axis in ("rows", "columns"))
+    sizes = [tuple(indices.size for indices in read_ranges(piece)) for piece in pieces]
     piece_dtypes = [dtypes[entry] for entry in pieces["entry"].tolist()]
-    layouts = zip([0, *ends[:-1]], rows, columns, piece_dtypes, strict=True)
+    layouts = zip([0, *ends[:-1]], sizes, piece_dtypes, strict=True)
     return [PackedPiece(*layout) for layout in layouts], int(ends[-1])
 
 

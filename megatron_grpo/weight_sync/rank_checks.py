@@ -14,16 +14,15 @@ from torch.nn import functional
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
-from megatron_grpo.models.families import build_model_map
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
-from megatron_grpo.models.weight_layouts import Destination, RankShard
+from megatron_grpo.weight_sync.boxes import Box, to_slices, unpack_boxes
 from megatron_grpo.weight_sync.fingerprints import (
     Fingerprint,
     compute_fingerprint,
     draw_probes,
-    list_kept_parts,
-    name_expert,
+    is_expert,
+    name_boxes,
 )
 
 if TYPE_CHECKING:
@@ -72,47 +71,53 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-def fingerprint_policy(rank: PolicyRank, engine: Sequence[RankShard]) -> list[dict[str, Fingerprint]]:
+def fingerprint_policy(rank: PolicyRank, engine: Sequence[str]) -> list[dict[str, Fingerprint]]:
     """Compute fingerprints of this stage's weights for each rank of an engine.
 
-    They are by the names of `fingerprint_engine`. Collective over the stage; empty except on its first rank.
+    `engine` are the packed boxes of an engine's ranks. Fingerprints are by the names of `fingerprint_engine`.
+    Collective over the stage; empty except on its first rank.
     """
-    model_map = build_model_map(rank.shape)
-    parts_by_tensor: defaultdict[str, list[tuple[int, Destination]]] = defaultdict(list)
-    for engine_rank, shard in enumerate(engine):
-        for part in list_kept_parts(model_map, shard):
-            parts_by_tensor[part.part.name].append((engine_rank, part))
-    experts = _ExpertOutputs(rank.shape.hidden, _ACTIVATIONS[rank.shape.activation])
+    by_tensor: defaultdict[str, list[tuple[int, str, Box]]] = defaultdict(list)
+    experts: dict[tuple[int, str], _ExpertOutput] = {}
     fingerprints: list[dict[str, Fingerprint]] = [{} for _ in engine]
     for name, tensor in iter_hf_tensors(rank.gather_chunks(), rank.shape):
         if tensor is None:
             continue
-        by_bounds: dict[tuple[int, int], Fingerprint | None] = {}
-        for engine_rank, part in parts_by_tensor[name]:
-            is_expert, bounds = part.expert is not None, (part.part.start, part.part.stop)
-            if bounds not in by_bounds:  # several ranks may keep the same part
-                start, stop = bounds
-                values = tensor if part.part.axis is None else tensor.narrow(part.part.axis, start, stop - start)
-                by_bounds[bounds] = experts.add(part, values) if is_expert else compute_fingerprint(values)
-            fingerprint = by_bounds[bounds]
-            if fingerprint is not None:
-                fingerprints[engine_rank][name_expert(name) if is_expert else name] = fingerprint
+        if not by_tensor:  # on the first rank of the stage only
+            for engine_rank, text in enumerate(engine):
+                for box_name, box in name_boxes(unpack_boxes(text)):
+                    by_tensor[box.tensor].append((engine_rank, box_name, box))
+        by_cut: dict[object, Fingerprint] = {}
+        for engine_rank, box_name, box in by_tensor[name]:
+            if is_expert(box):
+                values = box.cut.compute(tensor[to_slices(box.cut.tensor)])
+                new = _ExpertOutput(rank.shape.hidden, _ACTIVATIONS[rank.shape.activation])
+                output = experts.setdefault((engine_rank, box_name), new).add(box, values)
+                if output is not None:
+                    fingerprints[engine_rank][box_name] = output
+                continue
+            cut = box.cut._replace(parameter=())
+            if cut not in by_cut:  # several ranks may keep the same part
+                by_cut[cut] = compute_fingerprint(box.cut.compute(tensor[to_slices(box.cut.tensor)]))
+            fingerprints[engine_rank][box_name] = by_cut[cut]
     return fingerprints
 
 
-class _ExpertOutputs:
-    """Outputs of experts, whose tensors come one at a time: gate, up, then down."""
+class _ExpertOutput:
+    """Output of an expert, whose matrices come one at a time, down last."""
 
     def __init__(self, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
         self._hidden, self._activation = hidden, activation
-        # [PROBES, width of the part], float32, by expert and begin of the part: the gate, then the gated values.
-        self._values: dict[tuple[str, int], Tensor] = {}
+        self._projected: list[Tensor] = []  # [PROBES, width of the part], float32, by the gate and by up
 
-    def add(self, part: Destination, values: Tensor) -> Fingerprint | None:
-        """Add a part of a tensor; an expert's last one completes its fingerprint."""
-        key, weight = (name_expert(part.part.name), part.part.start), values.float()
-        if not part.parameter.endswith(".w13_weight"):
-            return compute_fingerprint(self._values.pop(key) @ weight.T)
+    def add(self, box: Box, values: Tensor) -> Fingerprint | None:
+        """Add values of a box, [1, rows, columns]; the last ones complete the fingerprint."""
+        weight = values[0].float()
+        if box.parameter.endswith(".w2_weight"):
+            gate, up = self._projected
+            self._projected = []
+            return compute_fingerprint((self._activation(gate) * up) @ weight.T)
         projected = draw_probes(self._hidden, values.device) @ weight.T
-        self._values[key] = self._values[key] * projected if key in self._values else self._activation(projected)
+        is_gate = box.cut.parameter[1].begin == 0  # vLLM has the gate above
+        self._projected.insert(0 if is_gate else 1, projected)
         return None

@@ -49,6 +49,8 @@ class RefitCalls:
         self.policy, self.generation = policy, generation
         # Store of the current links: their plan, and the first failure, which ends the waits of all processes.
         self.store: TCPStore | None = None
+        self.engine_boxes: list[str] = []
+        """Packed boxes of an engine's ranks, once they are traced; all engines have these."""
 
     def wait(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str

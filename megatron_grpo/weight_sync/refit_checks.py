@@ -20,6 +20,7 @@ import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -29,7 +30,6 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import split_engine
 from megatron_grpo.weight_sync.fingerprints import find_differing
 from megatron_grpo.weight_sync.rank_checks import (
     check_rank_adapters,
@@ -226,9 +226,8 @@ class RefitChecks:
 
     def find_differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """Describe the tensors of engines that differ beyond rounding."""
-        shape = self._calls.policy.settings.shape
-        shards = split_engine(self._calls.generation.config.parallel, shape)
-        stages = self._calls.policy.submit(fingerprint_policy, shards)
+        boxes: Any = ray.put(self._calls.engine_boxes)  # once, not for every rank
+        stages = self._calls.policy.submit(fingerprint_policy, boxes)
         calls = self._calls.generation.submit_to(engines, Engine.fingerprint_weights)
         answers = self._calls.wait(stages, calls, deadline, "comparing weights")
         expected = [ChainMap(*parts) for parts in zip(*answers[: len(stages)], strict=True)]

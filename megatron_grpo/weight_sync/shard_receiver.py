@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.weight_layouts import find_worker_shard
-from megatron_grpo.models.weight_map import ModelMap, WeightEntry
+from megatron_grpo.weight_sync.boxes import Box, to_slices
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 from megatron_grpo.weight_sync.links import BUFFERS, Links
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.pieces import find_checksum_problem, format_tensor_name
+from megatron_grpo.weight_sync.pieces import find_checksum_problem, read_ranges
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 
 
@@ -26,8 +25,8 @@ class TargetLinks(Links):
 
     side, peer_side = "target", "source"
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
-        super().__init__(rendezvous, rank, device, entries)
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, names: Sequence[str]) -> None:
+        super().__init__(rendezvous, rank, device, names)
         self._connect(rendezvous)
         if not self._shared.keys() >= set(self._peers):  # some messages do not come in shared memory
             self._buffers = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
@@ -48,7 +47,7 @@ class TargetLinks(Links):
                 buffer = self.view_buffer(number)
                 problem = find_checksum_problem(buffer, version)
                 if problem is not None:
-                    first = format_tensor_name(self._entries, self.messages[number][0])
+                    first = self._names[self.messages[number][0]["tensor"]]
                     problems.append(f"message {number} from {self._name_peer(peer)}: {problem}; it begins with {first}")
                 if not problems:
                     load(number, buffer)
@@ -87,12 +86,11 @@ class TargetLinks(Links):
 class ShardReceiver:
     """Receives the worker's slices, and writes them to its model."""
 
-    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
-        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
-        shard = find_worker_shard(worker.vllm_config.parallel_config, model_map.shape)
+    def __init__(self, worker: Any, boxes: Sequence[Box], source: dict[str, Any], number: int) -> None:
+        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, list(source["tensors"]))
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
         model, dtype = worker.model_runner.get_model(), worker.vllm_config.model_config.dtype
-        self._writer = ModelWriter(model, dtype, model_map, shard, self._links.messages, scaled)
+        self._writer = ModelWriter(model, dtype, boxes, self._links.messages, scaled)
 
     def receive(self, version: int) -> None:
         self._writer.begin()
@@ -110,10 +108,12 @@ class ShardReceiver:
 class TensorReceiver:
     """Receives whole tensors, of which vLLM's loaders take the worker's shard."""
 
-    def __init__(self, worker: Any, model_map: ModelMap, source: dict[str, Any], number: int) -> None:
-        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, model_map.entries)
-        self._map, self._reload = model_map, ModelReload(worker)
-        self._incomplete: dict[str, Tensor] = {}  # tensors, [rows, columns], of which some pieces have come
+    def __init__(self, worker: Any, source: dict[str, Any], number: int) -> None:
+        self._tensors = list(source["tensors"].items())
+        names = [name for name, _ in self._tensors]
+        self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, names)
+        self._reload = ModelReload(worker)
+        self._incomplete: dict[str, Tensor] = {}  # tensors of which some pieces have come
         self._missing: dict[str, int] = {}  # number of elements of these tensors that have not come yet
 
     def receive(self, version: int) -> None:
@@ -126,18 +126,15 @@ class TensorReceiver:
 
     def _load(self, number: int, message: Tensor) -> None:
         complete: list[tuple[str, Tensor]] = []
-        entries = self._map.entries
         for piece, packed in zip(self._links.messages[number], self._links.packed_pieces[number], strict=True):
-            name = format_tensor_name(entries, piece)
-            shape = entries[piece["entry"]].hf[piece["tensor"]].compute_shape(self._map.shape)
+            name, shape = self._tensors[piece["tensor"]]
             if name not in self._incomplete:
                 tensor = torch.empty(shape, dtype=packed.dtype, device=message.device)
-                self._incomplete[name], self._missing[name] = tensor.view(shape[0], -1), tensor.numel()
+                self._incomplete[name], self._missing[name] = tensor, tensor.numel()
             values = packed.view_values(message)
-            rows, columns = piece["rows"].tolist(), piece["columns"].tolist()
-            self._incomplete[name][slice(*rows), slice(*columns)].copy_(values)
+            self._incomplete[name][to_slices(read_ranges(piece))].copy_(values)
             self._missing[name] -= values.numel()
             if not self._missing[name]:
-                complete.append((name, self._incomplete.pop(name).view(shape)))
+                complete.append((name, self._incomplete.pop(name)))
         if complete:
             self._reload.load(complete)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families import build_weight_map, measure_tensors
 from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
+from megatron_grpo.models.megatron_names import list_layers
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
+from megatron_grpo.models.weight_map import WeightSlice, index_tensors
+from megatron_grpo.weight_sync.boxes import Range, to_slices
 from megatron_grpo.weight_sync.links import BUFFERS, Links
-from megatron_grpo.weight_sync.pieces import PackedPiece, find_box, write_checksum
+from megatron_grpo.weight_sync.pieces import PackedPiece, find_ranges, read_ranges, write_checksum
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 from megatron_grpo.weight_sync.shared_memory import SharedMemory
 from megatron_grpo_kernels.fp8_blocks import quantise
@@ -28,8 +30,8 @@ class SourceLinks(Links):
 
     side, peer_side = "source", "target"
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, entries: Sequence[WeightEntry]) -> None:
-        super().__init__(rendezvous, rank, device, entries)
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, names: Sequence[str]) -> None:
+        super().__init__(rendezvous, rank, device, names)
         self._answers = torch.arange(BUFFERS)  # notices that come back when a buffer in shared memory has been read
         self._offered: SharedMemory | None = None if self._memory is None else self._memory(self._buffer_bytes)
         if self._offered is None:
@@ -78,7 +80,7 @@ class SourceLinks(Links):
 
 
 def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
-    """Write values, [rows, columns], to a piece's message; FP8 is rounded block by block."""
+    """Write values to a piece's message; matrices in FP8 are rounded block by block."""
     scales = packed.view_scales(message)
     if scales is not None:
         values, block_scales = quantise(values)
@@ -88,8 +90,8 @@ def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
 
 # Key of a parameter of the full model: (row of the weight map, layer, expert).
 _Key = tuple[int, int, int]
-# Position of a piece in this rank's parameters: (parameter, index of one of its tensors, rows, columns).
-_Cut = tuple[_Key, int, slice, slice]
+# Position of a piece in this rank's parameters: (parameter, index of one of its slices, indices there).
+_Position = tuple[_Key, int, tuple[slice, ...]]
 
 
 class ShardSender:
@@ -98,7 +100,8 @@ class ShardSender:
     def __init__(self, rank: PolicyRank, shard: RankShard, links: SourceLinks) -> None:
         self._rank, self._shard, self.links = rank, shard, links
         self._entries = build_weight_map(rank.shape)
-        self._cuts = [[self._find_cut(piece) for piece in pieces] for pieces in links.messages]
+        self._tensors = list(index_tensors(self._entries, rank.shape).values())
+        self._positions = [[self._locate(piece) for piece in pieces] for pieces in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}  # the model's parameters at the start of the current send
         self._split_key: _Key | None = None  # the parameter that was split last, into `_split_tensors`
         self._split_tensors: list[Tensor] = []
@@ -113,23 +116,26 @@ class ShardSender:
         }
         self.links.send(self._fill, version)
         self._split_key, self._split_tensors = None, []
-        return sum(self.links.sizes), sum(map(len, self._cuts)), len(self._cuts)
+        return sum(self.links.sizes), sum(map(len, self._positions)), len(self._positions)
 
     def _fill(self, number: int, message: Tensor) -> None:
-        for cut, packed in zip(self._cuts[number], self.links.packed_pieces[number], strict=True):
-            key, tensor_index, rows, columns = cut
+        for position, packed in zip(self._positions[number], self.links.packed_pieces[number], strict=True):
+            key, section, indices = position
             if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
-                bound = self._bound[key]
-                tensors = split_parameter(bound.entry, bound.compute_weight(), self._list_slices(key), self._rank.shape)
+                bound, slices = self._bound[key], self._list_slices(key)
+                self._split_tensors = split_parameter(bound.entry, bound.compute_weight(), slices, self._rank.shape)
                 self._split_key = key
-                self._split_tensors = [values if values.dim() == 2 else values[:, None] for values in tensors]
-            pack_piece(packed, message, self._split_tensors[tensor_index][rows, columns])
+            pack_piece(packed, message, self._split_tensors[section][indices])
 
-    def _find_cut(self, piece: Any) -> _Cut:
-        key, tensor_index = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
-        box = find_box(self._list_slices(key)[tensor_index])
-        rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
-        return key, tensor_index, slice(*rows), slice(*columns)
+    def _locate(self, piece: Any) -> _Position:
+        _, row, _, layer, expert = self._tensors[piece["tensor"]]
+        ranges, section = read_ranges(piece), int(piece["section"])
+        key = row, layer, ranges[0].begin if self._entries[row].is_stacked else expert
+        indices = (
+            Range(index.begin - first.begin, index.end - first.begin, index.step)
+            for index, first in zip(ranges, find_ranges(self._list_slices(key)[section]), strict=True)
+        )
+        return key, section, to_slices(tuple(indices))
 
     def _list_slices(self, key: _Key) -> list[WeightSlice]:
         entry, layer, expert = self._entries[key[0]], key[1], key[2]
@@ -144,11 +150,11 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
 
     number = torch.distributed.get_rank()
     # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
-    layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
+    layers = tuple(layer for chunk in rank.chunks for layer in list_layers(chunk))
     tensor = parallel_state.get_tensor_model_parallel_rank()
     shard = split_policy(rank.config.parallel, rank.shape)[number]
     assert (layers, tensor) == (shard.layers, shard.tensor.index), f"planned for {shard}, has {layers}, {tensor}"
-    links = SourceLinks(rendezvous, number, rank.platform.device, build_weight_map(rank.shape))
+    links = SourceLinks(rendezvous, number, rank.platform.device, list(measure_tensors(rank.shape)))
     rank.weight_sender = ShardSender(rank, shard, links)
 
 

@@ -11,20 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import RefitConfig
-from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.families import build_model_map
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.platform.device import open_store
+from megatron_grpo.weight_sync.boxes import list_full_boxes, unpack_boxes
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
 from megatron_grpo.weight_sync.refit_group import Rendezvous
@@ -58,6 +60,11 @@ class TransferMode(ABC):
         self.calls, self.config = calls, config
         self.bucket_bytes = int(config.bucket_mib * 2**20)
 
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's tensors by name."""
+        return measure_tensors(self.calls.policy.settings.shape)
+
     @abstractmethod
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
         """Connect the policy and these engines, and no others; AttemptError: that failed.
@@ -80,11 +87,31 @@ class TransferMode(ABC):
     def close(self) -> None:  # noqa: B027 - most modes keep nothing
         """Delete files that the mode has written; idempotent."""
 
+    def trace_engines(self, engines: tuple[int, ...]) -> None:
+        """Let engines trace vLLM's loaders, unless an earlier connection has the boxes.
+
+        A replaced engine has the same configuration, so it is given the boxes of the first ones.
+        """
+        if self.calls.engine_boxes:
+            return
+        calls: dict[int, ray.ObjectRef] = {}
+        for index, engine in enumerate(engines):
+            arguments = self.config.mode, self.tensors, index == 0
+            calls |= self.calls.generation.submit_to([engine], Engine.trace_weights, *arguments)
+        deadline = time.monotonic() + self.config.timeout_s
+        answers = self.calls.wait([], calls, deadline, "tracing vLLM's loaders")
+        digests = [[worker["digest"] for worker in workers] for workers in answers]
+        for engine, engine_digests in zip(engines, digests, strict=True):
+            if engine_digests != digests[0]:
+                text = f"{ENGINE_NAME(engine)} loads weights in other places than {ENGINE_NAME(engines[0])}"
+                raise AttemptError(f"{text}; engines need one version of vLLM and one configuration", {})
+        self.calls.engine_boxes = [worker["boxes"] for worker in answers[0]]
+
     def connect_engines(self, sends: list[ray.ObjectRef], engines: tuple[int, ...], source: dict[str, Any]) -> None:
         """Connect engines to a source, in types of JSON; wait for both sides."""
         mode, generation = self.config.mode, self.calls.generation
         ranks = generation.config.parallel.ranks_per_engine
-        source = {**source, "model_map": asdict(build_model_map(self.calls.policy.settings.shape))}
+        source = {**source, "tensors": self.tensors, "boxes": self.calls.engine_boxes}
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
             calls |= generation.submit_to([engine], Engine.connect_weights, mode, source, index * ranks)
@@ -99,19 +126,23 @@ class LinkMode(TransferMode):
     """
 
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
+        self.trace_engines(engines)
         settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
         shape, receivers = settings.shape, generation.parallel.ranks_per_engine * len(engines)
         same_gpus = generation.is_colocated
         policy_shards = split_policy(settings.config.parallel, shape)
         if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
-            engine_shards = split_policy(ParallelConfig(), shape)
+            engine_boxes = [list_full_boxes(self.tensors)]
         else:
-            engine_shards = split_engine(generation.parallel, shape)
+            engine_boxes = [unpack_boxes(text) for text in self.calls.engine_boxes]
         dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
-        engine_count = receivers // len(engine_shards)
-        scheduled = plan_messages(
-            shape, policy_shards, engine_shards, engine_count, dtypes, self.bucket_bytes, same_devices=same_gpus
-        )
+        try:
+            engine_count = receivers // len(engine_boxes)
+            scheduled = plan_messages(
+                shape, policy_shards, engine_boxes, engine_count, dtypes, self.bucket_bytes, same_devices=same_gpus
+            )
+        except ValueError as error:
+            raise AttemptError(str(error), {}) from error
         try:
             store = self.calls.store = open_store(find_node_address(), config.timeout_s)
             write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
@@ -152,6 +183,7 @@ class FilesMode(TransferMode):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
+        self.trace_engines(engines)
         writers = []
         if anew:  # no engine reads the folder now
             with _disk_errors_as_attempts(self.folder):

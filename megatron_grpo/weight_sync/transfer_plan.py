@@ -9,6 +9,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 from torch.distributed import Store
 
 from megatron_grpo.models.families import build_weight_map
-from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, find_destinations
-from megatron_grpo.models.weight_map import WeightEntry, is_per_layer, iter_entries
-from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Box, Pieces, align, find_box, mark_changes
+from megatron_grpo.models.weight_layouts import RankShard
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, can_travel_in_fp8, cut_sections, index_tensors
+from megatron_grpo.weight_sync.boxes import Box, Range, Ranges, count_elements, find_overlap
+from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, align, find_ranges, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
@@ -29,7 +30,7 @@ def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> l
     """Choose dtypes in messages by row of the weight map."""
     dtypes = []
     for entry in build_weight_map(shape):
-        if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
+        if entry.name.endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
             dtypes.append("float32")
         else:
             dtypes.append(FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision)
@@ -39,7 +40,7 @@ def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> l
 def plan_messages(
     shape: ModelShape,
     policy_shards: Sequence[RankShard],
-    engine_shards: Sequence[RankShard],
+    engine: Sequence[Sequence[Box]],
     engine_count: int,
     dtypes: Sequence[str],
     bucket_bytes: int,
@@ -50,22 +51,28 @@ def plan_messages(
 
     Args:
         policy_shards: shards of the policy's ranks, in their order.
-        engine_shards: shards of the ranks of one engine, in their order.
+        engine: boxes of the ranks of one engine, in their order.
         engine_count: number of engines, which all have this layout.
         dtypes: dtype in which tensors are sent, by row of the weight map.
         bucket_bytes: most bytes of a message, unless a single row (in FP8, the rows of a block) is longer than half.
-        same_devices: whether policy rank n and engine rank n share a device; a box that both hold is then sent by that
+        same_devices: whether policy rank n and engine rank n share a device; a part that both hold is then sent by that
             policy rank and no other.
 
     Returns:
         Pieces by turn of their message (`schedule_messages`).
+
+    Raises:
+        ValueError: an engine has no place for a tensor.
     """
     holders = _HolderSets(policy_shards)
-    planned = list(_plan_engine(shape, engine_shards, dtypes, bucket_bytes // 2, holders))
+    planned = list(_plan_engine(shape, engine, dtypes, bucket_bytes // 2, holders))
     engine_pieces = np.concatenate([pieces for pieces, _ in planned])
     holder_sets = np.concatenate([numbers for _, numbers in planned])
+    # Parameters are complete soon after they were begun, since boxes are in the order of the tensors.
+    order = np.lexsort((engine_pieces["box"], engine_pieces["target"]))
+    engine_pieces, holder_sets = engine_pieces[order], holder_sets[order]
     pieces = np.tile(engine_pieces, engine_count)
-    pieces["target"] += np.repeat(np.arange(engine_count, dtype=np.int32) * len(engine_shards), len(engine_pieces))
+    pieces["target"] += np.repeat(np.arange(engine_count, dtype=np.int32) * len(engine), len(engine_pieces))
     pieces["source"] = holders.assign_senders(holder_sets, engine_pieces["bytes"], engine_count)
     if same_devices:
         is_local = holders.contain(np.tile(holder_sets, engine_count), pieces["target"])
@@ -75,64 +82,77 @@ def plan_messages(
 
 def _plan_engine(
     shape: ModelShape,
-    engine_shards: Sequence[RankShard],
+    engine: Sequence[Sequence[Box]],
     dtypes: Sequence[str],
     piece_bytes: int,
     holders: _HolderSets,
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
     """Yield an engine's pieces, and each one's set of holders."""
     entries = build_weight_map(shape)
-    indices = {entry: index for index, entry in enumerate(entries)}
-    for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
-        if entry.copy:
-            continue
-        index, parts = indices[entry], holders.shards[0].find_split(entry).count
-        for rank, shard in enumerate(engine_shards):
-            if not shard.keeps(entry, layer):
-                continue
-            experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
-            for tensor, part, box, nbytes in _find_routes(entry, shape, parts, shard, dtypes[index], piece_bytes):
-                pieces = np.zeros(len(experts), dtype=PIECE)
-                pieces["target"], pieces["entry"], pieces["tensor"] = rank, index, tensor
-                pieces["layer"], pieces["expert"] = layer, experts
-                pieces["rows"], pieces["columns"], pieces["bytes"] = box[:2], box[2:], nbytes
-                yield pieces, holders.find_sets(entry, layer, part, experts)
+    keys = index_tensors(entries, shape)
+    unread = keys.keys() - {box.tensor for boxes in engine for box in boxes}
+    if unread:
+        raise ValueError(f"vLLM's model has no place for {', '.join(sorted(unread)[:3])} ({len(unread)} tensors)")
+    # Boxes that differ only in their layer or expert are planned together: (rank, row, tensor, part of the tensor) to
+    # (number of the tensor, layer, expert, index of the box).
+    groups: defaultdict[tuple[int, int, HFTensor, Ranges], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for rank, boxes in enumerate(engine):
+        for index, box in enumerate(boxes):
+            if box.tensor:
+                key = keys[box.tensor]
+                groups[rank, key.row, key.tensor, box.cut.tensor].append((key.number, key.layer, key.expert, index))
+    for (rank, row, tensor, part), members in groups.items():
+        entry, dtype = entries[row], dtypes[row]
+        numbers, layers, experts, indices = np.array(members).T
+        split_count = holders.shards[0].find_split(entry).count
+        for section, split, common in _find_routes(entry, tensor, part, shape, split_count):
+            if entry.is_stacked:
+                experts = np.full_like(layers, common[0].begin)
+            sets = holders.find_sets(entry, split, layers, experts)
+            for ranges, nbytes in _cut_strips(common, dtype, piece_bytes):
+                pieces = np.zeros(len(members), dtype=PIECE)
+                pieces["target"], pieces["entry"], pieces["section"] = rank, row, section
+                pieces["tensor"], pieces["box"] = numbers, indices
+                pieces["ranges"][:, : len(ranges)], pieces["bytes"] = ranges, nbytes
+                yield pieces, sets
 
 
 def _find_routes(
-    entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, piece_bytes: int
-) -> Iterator[tuple[int, int, Box, int]]:
-    """Find the boxes of a row, in every layer, that an engine rank receives.
+    entry: WeightEntry, tensor: HFTensor, part: Ranges, shape: ModelShape, count: int
+) -> Iterator[tuple[int, int, Ranges]]:
+    """Cut a part of a tensor by its sections and the policy's ranks.
 
-    Yields (index of the tensor in the row, tensor-parallel part of the policy that holds the box, box, its bytes); a
-    box has at most `piece_bytes`, unless a row is longer.
+    Yields (index of the section in `WeightEntry.list_slices`, tensor-parallel part of the policy, of `count`, that
+    holds the indices, indices).
     """
-    # Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.list_slices` for Megatron-Core's ranks,
-    # and `find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so the data that travel
-    # between two ranks are the intersection of their two boxes, whatever the two layouts are. So no pair of layouts
-    # needs code of its own, and no rank ever holds a full matrix. The boxes of one replica of the policy tile the full
-    # tensor without overlap, so their intersections tile the engine rank's part: it receives each byte exactly once.
-    sent_boxes = [
-        [find_box(part_slice) for part_slice in entry.list_slices(shape, 0, part, parts)]
-        for part in range(parts if entry.axis is not None else 1)
-    ]
-    destinations = find_destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
-    element_bytes = getattr(torch, dtype).itemsize
-    for tensor, destination in enumerate(destinations):
-        kept_box = find_box(destination.part)
-        for part, boxes in enumerate(sent_boxes):
-            common = boxes[tensor].find_overlap(kept_box)
-            if common.rows <= 0 or common.columns <= 0:
-                continue
-            rows = piece_bytes // (common.columns * element_bytes)
-            # At least one row; in FP8 at least the rows of one block.
-            height = max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
-            for row in range(common.row, common.row_end, height):
-                strip = common._replace(row=row, row_end=min(row + height, common.row_end))
-                nbytes = strip.rows * strip.columns * element_bytes
-                if dtype == FP8:
-                    nbytes = align(nbytes) + SCALE_BYTES * count_blocks(strip.rows) * count_blocks(strip.columns)
-                yield tensor, part, strip, nbytes
+    # `WeightEntry.list_slices` says what Megatron-Core's ranks hold of each Hugging Face tensor, and traced boxes say
+    # what vLLM's keep of it. Both are indices of the same full tensor, so the data that travel between two ranks are
+    # the intersection of the two, whatever the two layouts are. So no pair of layouts needs code of its own, and no
+    # rank ever holds a full matrix. The slices of one replica of the policy tile the full tensor without overlap, so
+    # their intersections tile the engine rank's box: it receives each byte exactly once.
+    experts = range(*part[0]) if entry.is_stacked else range(1)
+    for expert, split in product(experts, range(count if entry.axis is not None else 1)):
+        slices = entry.list_slices(shape, 0, split, count, expert)
+        for number, (section, rank_part) in enumerate(zip(cut_sections(entry), slices, strict=True)):
+            common = find_overlap(part, find_ranges(rank_part)) if section.tensor == tensor else None
+            if common is not None:
+                yield number, split, common
+
+
+def _cut_strips(part: Ranges, dtype: str, piece_bytes: int) -> Iterator[tuple[Ranges, int]]:
+    """Cut a part of a tensor into strips of rows, with their bytes.
+
+    A strip has at most `piece_bytes`, unless a row (in FP8, the rows of a block) is longer.
+    """
+    rows, row_bytes = part[0], count_elements(part[1:]) * getattr(torch, dtype).itemsize
+    height = max(piece_bytes // row_bytes, 1) if dtype != FP8 else max(piece_bytes // row_bytes // BLOCK, 1) * BLOCK
+    for begin in range(rows.begin, rows.end, height * rows.step):
+        strip = rows.find_overlap(Range(begin, begin + height * rows.step))
+        assert strip is not None, "a strip has rows"
+        nbytes = strip.size * row_bytes
+        if dtype == FP8:
+            nbytes = align(nbytes) + SCALE_BYTES * count_blocks(strip.size) * count_blocks(part[1].size)
+        yield (strip, *part[1:]), nbytes
 
 
 class _HolderSets:
@@ -144,12 +164,15 @@ class _HolderSets:
         self._numbers: dict[tuple[object, ...], int] = {}
         self._experts = max(shards[0].experts[1] - shards[0].experts[0], 1)
 
-    def find_sets(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the number of the set that holds each expert's part: [experts]."""
-        parameter = layer if is_per_layer(entry.megatron[0]) else entry.megatron
-        first_experts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
+    def find_sets(
+        self, entry: WeightEntry, part: int, layers: NDArray[np.int64], experts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Find the set that holds a part of each layer's and expert's parameter: [n]."""
+        keys = np.stack([layers, experts // self._experts * self._experts])
+        unique_keys, inverse = np.unique(keys, axis=1, return_inverse=True)
         numbers = []
-        for first_expert in first_experts.tolist():
+        for layer, first_expert in unique_keys.T.tolist():
+            parameter = entry.name if entry.half is None else layer
             key = (parameter, entry.per_expert, entry.axis is None, part, first_expert)
             if key not in self._numbers:
                 ranks = tuple(
@@ -161,7 +184,7 @@ class _HolderSets:
                 )
                 self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
             numbers.append(self._numbers[key])
-        return np.array(numbers)[inverse]
+        return np.array(numbers)[inverse.reshape(-1)]
 
     def assign_senders(
         self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engine_count: int

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_grpo.weight_sync.boxes import Range, to_slices
 from megatron_grpo.weight_sync.engine_worker import RefitWorker
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 
 WRITE = ModelWriter.write
+EXPERTS = ("w13_weight", "w2_weight")
 FLIPPED = ("model.layers.1.self_attn.o_proj", "weight")
 """The parameter whose sign a fault changes."""
 
@@ -42,10 +44,11 @@ class FaultyWorker(RefitWorker):
             to = regions[position]
             if fault == "flipped" and (to.module, to.name) == FLIPPED:
                 values = -values
-            if fault == "swapped" and ".layers.1." in to.module and to.expert in (0, 1):
-                regions[position] = to._replace(expert=1 - to.expert)
+            slot = to.ranges[0].begin
+            if fault == "swapped" and ".layers.1." in to.module and to.name in EXPERTS and slot in (0, 1):
+                regions[position] = to._replace(ranges=(Range(1 - slot, 2 - slot), *to.ranges[1:]))
             if fault == "stale" and to.module.endswith("layers.0.post_attention_layernorm"):
-                values = self._model.get_submodule(to.module).weight.data[to.rows, None].clone()
+                values = self._model.get_submodule(to.module).weight.data[to_slices(to.ranges)].clone()
             WRITE(self, message, position, values, scales)
             regions[position] = to
 

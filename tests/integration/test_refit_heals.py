@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from ray.exceptions import RayTaskError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import build_model_map
+from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
+from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
 from megatron_grpo.weight_sync.transfer_modes import FilesMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
@@ -118,11 +119,11 @@ def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_p
     calls = RefitCalls(policy, generation)
     mode = FilesMode(calls, config, tmp_path / "run")
     WeightTransport(calls, mode, config).connect()
-    model_map = asdict(build_model_map(policy.shape))
-    other = {"folder": str(mode.folder), "session": "x", "model_map": model_map}
+    sizes = measure_tensors(policy.shape)
+    other = {"folder": str(mode.folder), "session": "x", "tensors": sizes, "boxes": [pack_boxes([])]}
     with pytest.raises(RayTaskError, match=r"another run writes to .*/shared/run-"):
         ray.get(generation.submit(Engine.connect_weights, "files", other, 0))
-    nowhere = {"folder": str(tmp_path / "mine"), "session": "x", "model_map": model_map}
+    nowhere = {**other, "folder": str(tmp_path / "mine")}
     with pytest.raises(
         RayTaskError, match=r"cannot be read: No such file .*; refit\.directory has to be a folder that"
     ):

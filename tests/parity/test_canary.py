@@ -17,31 +17,29 @@ from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
 from megatron_grpo.generation.engine_canary import CanaryPrompt
-from megatron_grpo.models.families import build_model_map
-from megatron_grpo.models.weight_layouts import RankShard, split_engine
 from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weight_sync.boxes import Box, pack_boxes, to_slices
 from megatron_grpo.weight_sync.fingerprints import (
     OUTPUT_TOLERANCES,
     Fingerprint,
     compute_fingerprint,
     draw_probes,
-    list_kept_parts,
     measure_difference,
-    name_expert,
 )
 from megatron_grpo.weight_sync.rank_checks import fingerprint_policy, score_canary
 from megatron_grpo.weight_sync.refit_checks import CANARY_LENGTHS, draw_canary
 from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.engine_table import table_boxes
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 Sequences = tuple[tuple[int, ...], ...]
 Found = tuple[list[dict[str, Fingerprint]], tuple[tuple[float, ...], ...] | None]
 
 
-def checks_of_rank(layout: Layout, model: TinyModel, engine: list[RankShard], sequences: Sequences) -> Found:
+def checks_of_rank(layout: Layout, model: TinyModel, engine: list[str], sequences: Sequences) -> Found:
     """A rank's fingerprints for each rank of an engine, and its log-probabilities of the canary."""
     config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
     folder = str(model.path)
@@ -62,11 +60,11 @@ def test_ranks_compute_what_the_folder_says(
     name: str, layout: Layout, generation: GenerationParallelConfig, tmp_path: Path
 ) -> None:
     tiny = make_tiny_model(name, tmp_path)
-    engine = split_engine(generation, tiny.shape)
+    engine = table_boxes(generation, tiny.shape)
     sequences = draw_canary(1, tiny.shape.vocab, 32)
-    by_rank = run_on_ranks(layout, checks_of_rank, tiny, engine, sequences)
-    for number, shard in enumerate(engine):
-        expected = _of_folder(tiny, shard)
+    by_rank = run_on_ranks(layout, checks_of_rank, tiny, list(map(pack_boxes, engine)), sequences)
+    for number, boxes in enumerate(engine):
+        expected = _of_folder(tiny, boxes)
         parts = [part[number] for part, _ in by_rank]
         found = {name: one for part in parts for name, one in part.items()}
         assert found.keys() == expected.keys()
@@ -126,17 +124,16 @@ def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: P
     assert CanaryPrompt(1, sequences[:1], alone, limit=1e-4).require_agreement(theirs[:1]) < 1e-5
 
 
-def _of_folder(tiny: TinyModel, shard: RankShard) -> dict[str, Fingerprint]:
+def _of_folder(tiny: TinyModel, boxes: list[Box]) -> dict[str, Fingerprint]:
     """Fingerprints of the tensors in the folder that a rank of an engine keeps, and of the outputs of its experts."""
     whole, found = tiny.tensors(), dict[str, Fingerprint]()
     experts: defaultdict[str, list[Tensor]] = defaultdict(list)
-    for kept in list_kept_parts(build_model_map(tiny.shape), shard):
-        part, tensor = kept.part, whole[kept.part.name]
-        cut = tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
-        if kept.expert is None:
-            found[part.name] = compute_fingerprint(cut)
+    for box in filter(lambda box: box.tensor, boxes):
+        cut = whole[box.tensor][to_slices(box.cut.tensor)]
+        if ".experts." in box.tensor:
+            experts[box.tensor.rsplit(".", 2)[0]].append(cut)
         else:
-            experts[name_expert(part.name)].append(cut)
+            found[box.tensor] = compute_fingerprint(cut)
     inputs = draw_probes(tiny.shape.hidden, torch.device("cpu"))
     for name, (gate, up, down) in experts.items():
         found[name] = compute_fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)

@@ -20,19 +20,21 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import OptimizerConfig
 from megatron_grpo.export import main
-from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weight_sync.boxes import to_slices
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
-from megatron_grpo.weight_sync.pieces import format_tensor_name, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.pieces import lay_out_pieces, read_ranges, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged
+from tests.support.engine_table import table_boxes
 from tests.support.tiny_models import TinyModel
 
 Precision = Literal["float32", "bfloat16"]
@@ -53,22 +55,21 @@ class RecordedLinks:
     def __post_init__(self) -> None:
         shape, config = self.rank.shape, self.rank.config
         dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
-        sources, engine = split_policy(config.parallel, shape), split_engine(GenerationParallelConfig(), shape)
+        sources, engine = split_policy(config.parallel, shape), table_boxes(GenerationParallelConfig(), shape)
         pieces = plan_messages(shape, sources, engine, 1, dtypes, BUCKET_BYTES)
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
         laid = [lay_out_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
         self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
-        entries = build_weight_map(self.rank.shape)
+        tensors = list(measure_tensors(self.rank.shape).items())
         for number, pieces in enumerate(self.messages):
             message = torch.zeros(self.sizes[number], dtype=torch.uint8)
             fill(number, message)
             for piece, packed in zip(pieces, self.packed_pieces[number], strict=True):
-                shape = entries[piece["entry"]].hf[piece["tensor"]].compute_shape(self.rank.shape)
-                whole = self.tensors.setdefault(format_tensor_name(entries, piece), torch.full(shape, torch.nan))
-                rows, columns = (slice(*piece[name].tolist()) for name in ("rows", "columns"))
-                whole.view(shape[0], -1)[rows, columns] = packed.view_values(message).float()
+                name, shape = tensors[piece["tensor"]]
+                whole = self.tensors.setdefault(name, torch.full(shape, torch.nan))
+                whole[to_slices(read_ranges(piece))] = packed.view_values(message).float()
 
 
 def expected_weight(layers: dict[int, Any], bound: BoundEntry) -> Tensor:

@@ -41,7 +41,7 @@ def write_weights(file: Path, config: dict[str, Any]) -> None:
     header, end = {}, 0
     for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
         for tensor in entry.hf:
-            sizes = tensor.compute_shape(shape)
+            sizes = tensor.measure(shape.sizes)
             begin, end = end, end + 4 * math.prod(sizes)
             header[tensor.name.format(layer=layer)] = {"dtype": "F32", "shape": sizes, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

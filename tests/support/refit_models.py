@@ -77,12 +77,12 @@ class Held:
         self.shape, self.place = shape, place
         self.rank, self.size = place.tensor.index, place.tensor.count
         self.tensors = {
-            tensor.name.format(layer=layer, expert=expert): tensor.compute_shape(shape)
+            tensor.name.format(layer=layer, expert=expert): tensor.measure(shape.sizes)
             for entry in build_weight_map(shape)
             for tensor in entry.hf
             for layer in place.layers
             for expert in range(shape.experts.count if shape.experts and entry.per_expert else 1)
-            if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(layer)
+            if entry.kind is None or entry.kind in shape.list_kinds(layer)
         }
 
     def whole(self, name: str) -> Tensor:

@@ -20,13 +20,15 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
-from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_weight_map, measure_tensors, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.weight_sync.boxes import compute_digest, pack_boxes
 from megatron_grpo.weight_sync.links import Links, Side
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from tests.support import nccl_like
+from tests.support.engine_table import table_boxes
 from tests.support.refit_faults import inject
 from tests.support.refit_models import DENSE
 
@@ -146,7 +148,7 @@ class Member:
     def _connect(self, rendezvous: Rendezvous, side: Side, rank: int) -> None:
         self.links = None
         links = SourceLinks if side == "source" else TargetLinks
-        self.links = links(rendezvous, rank, self._device, ENTRIES)
+        self.links = links(rendezvous, rank, self._device, list(measure_tensors(SHAPE)))
 
     def _value(self, number: int, version: int) -> int:
         """Each byte of a message."""
@@ -173,6 +175,11 @@ class Worker(Member):
 
     received: int | None = None
     served: int | None = None
+
+    def trace_weights(self, mode: str, tensors: dict[str, Any], needs_boxes: bool) -> list[dict[str, str]]:
+        """As the engine's."""
+        [boxes] = table_boxes(GenerationParallelConfig(), SHAPE)
+        return [{"digest": compute_digest(pack_boxes(boxes)), "boxes": pack_boxes(boxes) if needs_boxes else ""}]
 
     def connect_weights(self, mode: str, source: dict[str, Any], first: int) -> None:
         """As the engine's."""

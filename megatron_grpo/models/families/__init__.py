@@ -12,15 +12,20 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families import deepseek_v3, gemma3, llama, mixtures
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
-from megatron_grpo.models.stored_tensors import has_own_head
-from megatron_grpo.models.weight_map import HFTensor, ModelMap, WeightEntry, iter_entries
+from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
+from megatron_grpo.models.weight_axes import measure_axis
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, iter_entries, map_rows
 
-_EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
-_INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
-_NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),))
-_SCORE = HFTensor("score.weight", ("score", "hidden"))
+
+def _map_outer(name: str, tensor: str, *axes: str, copy: bool = False, zero_if_absent: bool = False) -> WeightEntry:
+    """Map a parameter outside layers."""
+    return WeightEntry(name, axes, (HFTensor(tensor, axes),), copy, zero_if_absent)
+
+
+_INPUT = _map_outer("embedding.word_embeddings.weight", EMBEDDING, "vocab", "hidden")
+_NORM = _map_outer("final_norm.weight", "model.norm.weight", "hidden")
 # Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks.
-_BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), zero_if_absent=True)
+_BIAS = _map_outer("output_layer.bias", "score.bias", "score", zero_if_absent=True)
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
@@ -30,10 +35,6 @@ def as_value_model(shape: ModelShape) -> ModelShape:
 
 _ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
-_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
-_BY_REWARD_PREFIX = {
-    family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
-}
 
 # Keys of the config.json of models that read images, video or sound; those of text alone have none of them.
 _MEDIA = {"vision_config", "audio_config", "thinker_config", "visual", "img_processor"}
@@ -45,18 +46,22 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Build the weight map of a model, in the order of export."""
     if shape.value_head is not None:
-        head = WeightEntry(("output_layer.weight",), (_SCORE,), zero_if_absent=shape.value_head == "fresh")
-        outputs = [head, _BIAS]
+        is_new = shape.value_head == "fresh"
+        outputs = [_map_outer("output_layer.weight", "score.weight", "score", "hidden", zero_if_absent=is_new), _BIAS]
     else:
         # A tied head has weights of its own only on a last stage that is not the first.
-        tied = shape.tied_embeddings
-        tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
-        outputs = [WeightEntry(("output_layer.weight",), (tensor,), copy=tied)]
-    return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
+        tensor = EMBEDDING if shape.tied_embeddings else HEAD
+        outputs = [_map_outer("output_layer.weight", tensor, "vocab", "hidden", copy=shape.tied_embeddings)]
+    family = FAMILIES[shape.family]
+    kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
+    rows = (row for table in family.tables for row in map_rows(table, family.renamed) if row.kind in kinds)
+    return (_INPUT, *rows, _NORM, *outputs)
 
 
-def build_model_map(shape: ModelShape) -> ModelMap:
-    return ModelMap(shape, build_weight_map(shape))
+def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Compute the shapes of a model's tensors, by name, in the order of export."""
+    sizes = shape.sizes
+    return {name: key.tensor.measure(sizes) for name, key in index_tensors(build_weight_map(shape), shape).items()}
 
 
 def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
@@ -68,11 +73,11 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. A value model
     counts as the language model that it starts from.
     """
-    weights = 0
+    weights, sizes = 0, shape.sizes
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
         if entry is not _INPUT:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
-            weights += passed * sum(prod(tensor.compute_shape(shape)) for tensor in entry.hf if len(tensor.dims) == 2)
+            weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) == 2 else 0
     windowed = sum(shape.windowed)
     pairs = (shape.layers - windowed) * sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
@@ -137,10 +142,10 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         raise ValueError(f"architectures={to_text(architectures)} must be a list of names")
     architecture = architectures[0]
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
-    family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
+    family = next((family for family in FAMILIES.values() if family.has_architecture(architecture, scores)), None)
     if family is None:
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
-        names = ", ".join(_BY_ARCHITECTURE)
+        names = ", ".join(family.architecture for family in FAMILIES.values())
         raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     model_type = family.model_type or family.name
     if raw.get("model_type", model_type) != model_type:

@@ -9,45 +9,30 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
-from megatron_grpo.models.families.llama import MLP, read_dense
-from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, read_expert_count, read_top_k
+from megatron_grpo.models.families.llama import INPUT_NORM, MLP, MLP_NORM, read_dense
+from megatron_grpo.models.families.mixtures import EXPERTS, read_expert_count, read_top_k
 from megatron_grpo.models.families.options import WINDOW
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, read_number, read_size
-from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
 
-_INPUT_NORM = (map_parameter("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
-_QUERY = (map_parameter("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)
-_COMPRESSED_QUERY = (
-    # Every rank holds the whole compressed query.
-    map_parameter("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight [query_rank, hidden]"),
-    map_parameter("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight [query_rank]"),
-    map_parameter("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight [latent_queries, query_rank]"),
-)
-_KEYS_AND_VALUES = (
-    map_parameter(
-        "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight [compressed, hidden]"
-    ),
-    map_parameter("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight [latent]"),
-    map_parameter("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight [latent_keys_values, latent]"),
-    map_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, latent_values]"),
-)
-
-EXPERTS = QWEN_EXPERTS + limit_to(
-    "experts",
-    map_parameter("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]"),
-    map_parameter(
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_experts.gate_proj.weight [shared_ffn, hidden]",
-        "mlp.shared_experts.up_proj.weight [shared_ffn, hidden]",
-    ),
-    map_parameter("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight [hidden, shared_ffn]"),
-)
-
-
-def _map_layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
-    assert shape.latent is not None
-    query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
-    return _INPUT_NORM + query + _KEYS_AND_VALUES + limit_to("dense", *MLP) + EXPERTS
+# Every rank holds the whole compressed query.
+_ATTENTION = """
+    full_query: self_attention.linear_q_proj.weight [heads * latent_query, hidden] = self_attn.q_proj.weight
+    compressed_query: self_attention.linear_q_down_proj.weight [query_rank, hidden] = self_attn.q_a_proj.weight
+    compressed_query: self_attention.q_layernorm.weight [query_rank] = self_attn.q_a_layernorm.weight
+    compressed_query: self_attention.linear_q_up_proj.weight [heads * latent_query, query_rank]
+        = self_attn.q_b_proj.weight
+    latent: self_attention.linear_kv_down_proj.weight [compressed, hidden] = self_attn.kv_a_proj_with_mqa.weight
+    latent: self_attention.kv_layernorm.weight [latent] = self_attn.kv_a_layernorm.weight
+    latent: self_attention.linear_kv_up_proj.weight [heads * latent_key_value, latent] = self_attn.kv_b_proj.weight
+    latent: self_attention.linear_proj.weight [hidden, heads * latent_value] = self_attn.o_proj.weight
+"""
+SHARED_EXPERTS = """
+    experts: mlp.router.expert_bias [experts] = mlp.gate.e_score_correction_bias
+    experts: mlp.shared_experts.linear_fc1.weight [gate * shared_ffn | up * shared_ffn, hidden]
+        = mlp.shared_experts.gate_proj.weight [gate * shared_ffn, hidden]
+        + mlp.shared_experts.up_proj.weight [up * shared_ffn, hidden]
+    experts: mlp.shared_experts.linear_fc2.weight [hidden, shared_ffn] = mlp.shared_experts.down_proj.weight
+"""
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:
@@ -125,4 +110,9 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     )
 
 
-FAMILY = Family(name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, layers=_map_layers)
+FAMILY = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    read=_read,
+    tables=(INPUT_NORM, _ATTENTION, MLP_NORM, MLP, EXPERTS, SHARED_EXPERTS),
+)

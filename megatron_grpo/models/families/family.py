@@ -1,26 +1,24 @@
 """The parts of a model family: reading its config.json and its weight map.
 
 A family is a `Family(...)` at the end of a file in this folder, alone or with its relatives, listed in `_ALL` of
-`families`. docs/extending.md lists the other places that a family touches. It gives:
+`families`. docs/extending.md shows two and lists the other places that a family touches. It gives:
 
 - `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
   differs; an option that the Megatron model here cannot compute raises ValueError with the key.
-- `layers`: the table, one `WeightEntry` for each Megatron parameter of a layer; `families.build_weight_map` adds those
-  outside layers. Tables of other families are tuples that can be joined: `ATTENTION + MLP`.
+- `tables`: a row for each Megatron parameter of a layer; those of other families can be taken.
+  `families.build_weight_map` adds the rows outside layers.
 
-The table is enough for loading, export, the broadcast and file refits. The reshard refit also needs vLLM's names of
-parameters (`weight_layouts.find_destinations`), which differ from those of Hugging Face only for joined matrices and
-experts. A layer that Megatron-Core's layer spec does not build yet belongs to `trainer/model/layer_spec.py`.
+The table is enough for loading, export and refits: what vLLM makes of the tensors is traced from its own loaders. A
+layer that Megatron-Core's layer spec does not build yet belongs to `trainer/model/layer_spec.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import WeightEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +29,17 @@ class Family:
     architecture: str  # name of the language model's class in config.json (`architectures`)
     read: Callable[[dict[str, Any]], ModelShape]
     """Sizes from the contents of a config.json; ValueError for an option without support."""
-    layers: Callable[[ModelShape], tuple[WeightEntry, ...]]  # in the order of export
+    tables: tuple[str, ...]  # rows of the layers' weights (`weight_map.map_rows`), in the order of export
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of Hugging Face's names in these tables, with those that the family has instead."""
     model_type: str | None = None
     """`model_type` in config.json, by which transformers chooses its class; None: the family's name."""
     reward_prefix: str | None = None
     """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""
+
+    def has_architecture(self, architecture: str, is_reward_model: bool) -> bool:
+        """Whether the name of a class in config.json is the family's."""
+        if not is_reward_model:
+            return architecture == self.architecture
+        prefix = self.reward_prefix or self.architecture.removesuffix("ForCausalLM")
+        return architecture.split("For")[0] == prefix

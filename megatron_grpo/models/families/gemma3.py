@@ -8,10 +8,9 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
-from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, read_dense
+from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
 from megatron_grpo.models.shape import ModelShape, read_number, read_size
-from megatron_grpo.models.weight_map import map_parameter
 
 # transformers' defaults for keys that config.json lacks, where they differ from Llama's.
 _DEFAULTS = {
@@ -27,12 +26,11 @@ _THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}  # transformers' defaults of rope
 _ACTIVATION = "gelu_pytorch_tanh"
 
 # Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
-_NORMS = (
-    map_parameter("self_attention.linear_proj.post_norm.weight", "post_attention_layernorm.weight [hidden]"),
-    map_parameter("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight [hidden]"),
-    map_parameter("mlp.linear_fc2.post_norm.weight", "post_feedforward_layernorm.weight [hidden]"),
-)
-_MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
+_NORMS = """
+    mixer: self_attention.linear_proj.post_norm.weight [hidden] = post_attention_layernorm.weight
+    mlp: pre_mlp_layernorm.weight [hidden] = pre_feedforward_layernorm.weight
+    mlp: mlp.linear_fc2.post_norm.weight [hidden] = post_feedforward_layernorm.weight
+"""
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:
@@ -80,7 +78,7 @@ FAMILY = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
     read=_read,
-    layers=lambda shape: ATTENTION + QK_NORM + _NORMS + _MATRICES,
+    tables=(INPUT_NORM, ATTENTION, QK_NORM, _NORMS, MLP),
     model_type="gemma3_text",
     reward_prefix="Gemma3Text",
 )

@@ -13,44 +13,31 @@ from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_options
 from megatron_grpo.models.families.rotary import read_rotary
 from megatron_grpo.models.shape import ModelShape, read_flag, read_number, read_size
-from megatron_grpo.models.weight_map import map_parameter
 
-ATTENTION = (
-    map_parameter(
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        "input_layernorm.weight [hidden]",
-    ),
-    map_parameter(
-        "self_attention.linear_qkv.weight",
-        "self_attn.q_proj.weight [heads, hidden]",
-        "self_attn.k_proj.weight [kv_heads, hidden]",
-        "self_attn.v_proj.weight [kv_heads, hidden]",
-    ),
-    map_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, heads]"),
-)
-
-_QKV_BIAS = (
-    map_parameter(
-        "self_attention.linear_qkv.bias",
-        "self_attn.q_proj.bias [heads]",
-        "self_attn.k_proj.bias [kv_heads]",
-        "self_attn.v_proj.bias [kv_heads]",
-    ),
-)
-
-QK_NORM = (
-    map_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight [head_dim]"),
-    map_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight [head_dim]"),
-)
-
-MLP = (
-    map_parameter(
-        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        "post_attention_layernorm.weight [hidden]",
-    ),
-    map_parameter("mlp.linear_fc1.weight", "mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]"),
-    map_parameter("mlp.linear_fc2.weight", "mlp.down_proj.weight [hidden, ffn]"),
-)
+INPUT_NORM = "mixer: input_layernorm.weight [hidden] = input_layernorm.weight"
+MLP_NORM = "mlp: pre_mlp_layernorm.weight [hidden] = post_attention_layernorm.weight"
+ATTENTION = """
+    attention: self_attention.linear_qkv.weight [groups * (query | key | value), hidden]
+        = self_attn.q_proj.weight [groups * query, hidden]
+        + self_attn.k_proj.weight [groups * key, hidden]
+        + self_attn.v_proj.weight [groups * value, hidden]
+    attention: self_attention.linear_proj.weight [hidden, groups * query] = self_attn.o_proj.weight
+"""
+_QKV_BIAS = """
+    attention: self_attention.linear_qkv.bias [groups * (query | key | value)]
+        = self_attn.q_proj.bias [groups * query]
+        + self_attn.k_proj.bias [groups * key]
+        + self_attn.v_proj.bias [groups * value]
+"""
+QK_NORM = """
+    attention: self_attention.q_layernorm.weight [head_dim] = self_attn.q_norm.weight
+    attention: self_attention.k_layernorm.weight [head_dim] = self_attn.k_norm.weight
+"""
+MLP = """
+    dense: mlp.linear_fc1.weight [gate * ffn | up * ffn, hidden]
+        = mlp.gate_proj.weight [gate * ffn, hidden] + mlp.up_proj.weight [up * ffn, hidden]
+    dense: mlp.linear_fc2.weight [hidden, ffn] = mlp.down_proj.weight
+"""
 
 
 def read_dense(
@@ -116,18 +103,18 @@ FAMILIES = (
         name="qwen3",
         architecture="Qwen3ForCausalLM",
         read=partial(read_dense, family="qwen3", qk_norm=True, defaults=_QWEN3_DEFAULTS, nullable=_KEY_VALUE_HEADS),
-        layers=lambda shape: ATTENTION + QK_NORM + MLP,
+        tables=(INPUT_NORM, ATTENTION, QK_NORM, MLP_NORM, MLP),
     ),
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
         read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_KEY_VALUE_HEADS),
-        layers=lambda shape: ATTENTION + _QKV_BIAS + MLP,
+        tables=(INPUT_NORM, ATTENTION, _QKV_BIAS, MLP_NORM, MLP),
     ),
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
         read=partial(read_dense, family="llama", nullable=("head_dim", *_KEY_VALUE_HEADS), options=WINDOW),
-        layers=lambda shape: ATTENTION + MLP,
+        tables=(INPUT_NORM, ATTENTION, MLP_NORM, MLP),
     ),
 )

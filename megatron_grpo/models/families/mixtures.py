@@ -8,29 +8,18 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
-from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
+from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, MLP_NORM, QK_NORM, QWEN_DEFAULTS, read_dense
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_flag, read_size
-from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
 
-# An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
-_FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"
-_FC2 = "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"
-
-
-def map_expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
-    """Map a layer's norm, router and experts, in a block like "mlp."."""
-    expert = block + "experts.{expert}."
-    return limit_to(
-        "experts",
-        map_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]"),
-        map_parameter("mlp.router.weight", f"{block}gate.weight [experts, hidden]"),
-        map_parameter(_FC1, f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
-        map_parameter(_FC2, f"{expert}{down}.weight [hidden, expert_ffn]"),
-    )
-
-
-QWEN_EXPERTS = map_expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL_EXPERTS = map_expert_layer("block_sparse_moe.", "w1", "w3", "w2")
+EXPERTS = """
+    experts: mlp.router.weight [experts, hidden] = mlp.gate.weight
+    experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]
+        = mlp.experts.{expert}.gate_proj.weight [gate * expert_ffn, hidden]
+        + mlp.experts.{expert}.up_proj.weight [up * expert_ffn, hidden]
+    experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
+        = mlp.experts.{expert}.down_proj.weight
+"""
+_MIXTRAL_NAMES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def read_expert_count(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
@@ -82,12 +71,13 @@ FAMILIES = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         read=_read_qwen3_moe,
-        layers=lambda shape: ATTENTION + QK_NORM + limit_to("dense", *MLP) + QWEN_EXPERTS,
+        tables=(INPUT_NORM, ATTENTION, QK_NORM, MLP_NORM, MLP, EXPERTS),
     ),
     Family(
         name="mixtral",
         architecture="MixtralForCausalLM",
         read=_read_mixtral,
-        layers=lambda shape: ATTENTION + _MIXTRAL_EXPERTS,
+        tables=(INPUT_NORM, ATTENTION, MLP_NORM, EXPERTS),
+        renamed=_MIXTRAL_NAMES,
     ),
 )

@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -259,38 +252,34 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
         return tensors
 
 
-def make_shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
-    """Make the counterpart of Megatron-Core's layer spec for Transformer Engine."""
-    # As in that spec, norms before dense layers are parts of the linear layers that follow them.
-    of_head = ShapedNorm if qk_layernorm else IdentityOp
-    parts = SelfAttentionSubmodules(
-        linear_qkv=ShapedNormColumnLinear,
-        core_attention=ShapedAttention,
-        linear_proj=ShapedRowLinear,
-        q_layernorm=of_head,
-        k_layernorm=of_head,
-    )
-    causal = {"attn_mask_type": AttnMaskType.causal}
-    submodules = TransformerLayerSubmodules(
-        self_attention=ModuleSpec(SelfAttention, params=causal, submodules=parts),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=IdentityOp if experts is None else ShapedNorm,
-        mlp=_make_dense() if experts is None else _make_experts(),
-        mlp_bda=get_bias_dropout_add,
-    )
-    return ModuleSpec(TransformerLayer, submodules=submodules)
+class ShapedModules(LocalSpecProvider):
+    """Stand-ins for the modules of Transformer Engine that layers are made of."""
 
+    @override
+    def column_parallel_linear(self) -> type:
+        return ShapedColumnLinear
 
-def _make_dense() -> Callable[..., MLP]:
-    parts = MLPSubmodules(linear_fc1=ShapedNormColumnLinear, linear_fc2=ShapedRowLinear)
-    return partial(MLP.as_mlp_submodule, submodules=parts)
+    @override
+    def row_parallel_linear(self) -> type:
+        return ShapedRowLinear
 
+    @override
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
 
-def _make_experts() -> Callable[..., MoELayer]:
-    column, row = (partial(ShapedGroupedLinear, split_axis=axis) for axis in (0, 1))
-    shared = MLPSubmodules(linear_fc1=ShapedColumnLinear, linear_fc2=ShapedRowLinear)
-    parts = MoESubmodules(
-        experts=partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=column, linear_fc2=row)),
-        shared_experts=partial(SharedExpertMLP, submodules=shared),
-    )
-    return partial(MoELayer, submodules=parts)
+    @override
+    def column_parallel_layer_norm_linear(self) -> type:
+        return ShapedNormColumnLinear
+
+    @override
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return ShapedNorm
+
+    @override
+    def core_attention(self) -> type:
+        return ShapedAttention
+
+    @override
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., TEGroupedMLP]:
+        column, row = (partial(ShapedGroupedLinear, split_axis=axis) for axis in (0, 1))
+        return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=column, linear_fc2=row))

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_grpo.config.schema import MoeConfig
+from megatron_grpo.models.megatron_names import count_earlier
 from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
 
 
@@ -166,7 +167,7 @@ class DecoderLayer(TransformerLayer):
             router.membership = None if packed is None else packed.membership
             router.record = None
             if packed is not None and packed.routed is not None:
-                before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for a layer with experts, else 0
+                before = count_earlier(self.config.moe_layer_freq, self.layer_number)  # layers with experts
                 top_k = self.config.moe_router_topk
                 router.record = packed.routed[:, before * top_k : (before + 1) * top_k]
         return self._drop_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal, override
 
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_layer
+from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
@@ -62,24 +71,23 @@ def build_layer_specs(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Build the layer specs of a pipeline stage or chunk."""
-    te: TeParts | None = None
+    modules: BackendSpecProvider = TorchModules()
     if uses_transformer_engine(shape, settings.platform, config.precision):
-        te = settings.platform.layer_parts
+        te = settings.platform.layer_modules
         if te is None:  # imported here because Transformer Engine may not be installed
-            from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+            from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-            layer = partial(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
-            te = TeParts(layer, TEDotProductAttention, TENorm)
-    # With adapters, simulated FP8 or quantisation only attention is Transformer Engine's: its linear layers contain the
-    # norm before them, which hides the input that an adapter needs.
-    is_te_layer = te is not None and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
-    with_experts = dense = _build_layer(shape, None, te, is_te_layer=is_te_layer)
-    if shape.experts is not None:
-        with_experts = _build_layer(shape, shape.experts.count, te, is_te_layer=is_te_layer)
-    first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
+            te = TESpecProvider()
+        # With adapters, simulated FP8 or quantisation only attention is Transformer Engine's: its linear layers contain
+        # the norm before them, which hides the input that an adapter needs.
+        changes_linear = bool(config.lora.rank or config.fp8.is_simulated or config.quantization)
+        modules = TorchModules(te.core_attention()) if changes_linear else te
+    first = get_transformer_layer_offset(settings, vp_stage=vp_stage) + 1
     numbers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
-    specs = [with_experts if shape.has_experts(number) else dense for number in numbers]
-    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=te.norm if te and is_te_layer else RMSNorm)
+    kinds = [shape.list_kinds(translate_layer(number)[0]) for number in numbers]
+    specs = {layer_kinds: _build_layer(shape, layer_kinds, modules) for layer_kinds in set(kinds)}
+    layers = [specs[layer_kinds] for layer_kinds in kinds]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.layer_norm(rms_norm=True))
     if config.fp8.is_simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
         apply_mixin(block, RoundedLinear, fp8=config.fp8)
@@ -90,45 +98,69 @@ def build_layer_specs(
     return block
 
 
-@dataclass(frozen=True, slots=True)
-class TeParts:
-    """Transformer Engine's modules, or in a dry run modules of shapes alone."""
+class TorchModules(LocalSpecProvider):
+    """Modules that layers are made of, in plain torch."""
 
-    layer: Callable[..., ModuleSpec]
-    """Builds a layer's spec from its number of experts (None: dense) and `qk_layernorm`: whether heads are normed."""
-    attention: type
-    norm: type
+    def __init__(self, core_attention: type = TorchCoreAttention) -> None:
+        self._core_attention = core_attention
 
+    @override
+    def core_attention(self) -> type:
+        return self._core_attention
 
-def _build_layer(shape: ModelShape, experts: int | None, te: TeParts | None, *, is_te_layer: bool) -> ModuleSpec:
-    # `is_te_layer`: all of the layer is Transformer Engine's, rather than only its attention.
-    if te is not None and is_te_layer:
-        layer = te.layer(experts, qk_layernorm=shape.qk_norm)
-    else:
-        layer = _build_torch_layer(shape, experts, TorchCoreAttention if te is None else te.attention)
-    if experts is not None:
-        layer.module = DecoderLayer
-        get_submodules(layer.submodules.mlp).router = ExpertRouter
-        # In checkpoints the norm is not renamed, as in Transformer Engine's layers with experts.
-        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-    return layer
+    @override
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return RMSNorm
 
 
-def _build_torch_layer(shape: ModelShape, experts: int | None, core_attention: type) -> ModuleSpec:
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    if shape.latent is not None:
+def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> ModuleSpec:
+    # The two halves are apart, as a hybrid stack takes them: there each is a layer.
+    has_experts = "experts" in kinds
+    names = {} if modules.fuse_layernorm_and_linear() else map_checkpoint_names(has_experts=has_experts)
+    halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
+    parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
+    return ModuleSpec(DecoderLayer if has_experts else TransformerLayer, submodules=parts)
+
+
+def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:
+    """Build a layer's attention and the norm before it: fields of its spec."""
+    fused = None
+    if "latent" in kinds:
         factor = 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]
         sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
-        parts.self_attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
-        return layer
-    attention = parts.self_attention.submodules
-    attention.core_attention = core_attention
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if shape.post_norms:
-        attention.linear_proj = get_submodules(parts.mlp).linear_fc2 = NormedRowParallelLinear
-    if shape.local_rope_theta is not None:
-        parts.self_attention.module = LocalOrGlobalSelfAttention
-    return layer
+        attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
+    else:
+        fused = modules.column_parallel_layer_norm_linear()
+        head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
+        parts = SelfAttentionSubmodules(
+            linear_qkv=fused or modules.column_parallel_linear(),
+            core_attention=modules.core_attention(),
+            linear_proj=NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+        module = SelfAttention if shape.local_rope_theta is None else LocalOrGlobalSelfAttention
+        attention = ModuleSpec(module, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    return {
+        "input_layernorm": modules.layer_norm(rms_norm=True) if fused is None else IdentityOp,
+        "self_attention": attention,
+        "self_attn_bda": get_bias_dropout_add,
+    }
+
+
+def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:
+    """Build a layer's feed-forward network and the norm before it: fields of its spec."""
+    if "experts" in kinds:
+        assert shape.experts is not None
+        mlp = get_moe_module_spec_for_backend(modules, shape.experts.count, moe_grouped_gemm=True)
+        get_submodules(mlp).router = ExpertRouter
+    else:
+        fc1 = modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
+        fc2 = NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear()
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
+    is_fused = modules.fuse_layernorm_and_linear() and "experts" not in kinds
+    return {
+        "pre_mlp_layernorm": IdentityOp if is_fused else modules.layer_norm(rms_norm=True, has_residual=True),
+        "mlp": mlp,
+        "mlp_bda": get_bias_dropout_add,
+    }

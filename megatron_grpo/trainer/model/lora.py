@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.models.megatron_names import iterate_layers
 
 # Dimension along which tensor parallelism splits a matrix, if it does.
 _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
@@ -164,7 +165,7 @@ def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _iter_adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
-    for layer in chunk.decoder.layers:
-        for name, module in layer.named_modules():
+    for layer, _, layer_module in iterate_layers(chunk):
+        for name, module in layer_module.named_modules():
             if isinstance(module, AdaptedLinear):
-                yield f"layers.{layer.layer_number - 1}.{name}", module
+                yield f"layers.{layer}.{name}", module

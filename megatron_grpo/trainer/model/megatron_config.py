@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
+from megatron_grpo.models.megatron_names import count_megatron_layers, list_by_megatron_layer
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
@@ -61,7 +62,7 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
         **_list_expert_settings(shape, uses_te=uses_te),
         recompute_granularity="full" if recomputes else None,
         recompute_method="uniform" if recomputes else None,
-        recompute_num_layers=1 if recomputes else None,
+        recompute_num_layers=count_megatron_layers(1) if recomputes else None,
         **_list_platform_settings(config, shape, platform, uses_te=uses_te),
         platform=platform,
     )
@@ -70,7 +71,7 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
 
 def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
     return {
-        "num_layers": shape.layers,
+        "num_layers": count_megatron_layers(shape.layers),
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.ffn_hidden,
         "num_attention_heads": shape.attention_heads,
@@ -87,7 +88,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "softmax_scale": shape.softmax_scale,
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
-        "window_attn_skip_freq": [int(windowed) for windowed in shape.windowed] or None,
+        "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
     }
 
 
@@ -174,8 +175,10 @@ def _list_parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers
+        and count_megatron_layers(parallel.first_stage_layers),
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers
+        and count_megatron_layers(parallel.last_stage_layers),
         "account_for_embedding_in_pipeline_split": parallel.count_embedding,
         "account_for_loss_in_pipeline_split": parallel.count_loss,
         "context_parallel_size": parallel.context,
@@ -195,7 +198,7 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
-        "moe_layer_freq": [int(has_experts) for has_experts in experts.layers],
+        "moe_layer_freq": list_by_megatron_layer(experts.layers, "mlp"),
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,
         # Softmax over the chosen logits alone is softmax over all of them, scaled so that the chosen add up to one.
@@ -243,7 +246,7 @@ def _list_platform_settings(
             "fp8_amax_history_len": fp8.amax_history,
             "fp8_amax_compute_algo": fp8.amax_algorithm,
             "first_last_layers_bf16": bool(fp8.first_layers_bf16 or fp8.last_layers_bf16),
-            "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
-            "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
+            "num_layers_at_start_in_bf16": count_megatron_layers(fp8.first_layers_bf16),
+            "num_layers_at_end_in_bf16": count_megatron_layers(fp8.last_layers_bf16),
         }
     return settings

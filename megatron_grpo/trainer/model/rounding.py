@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config, QuantizationFormat
+from megatron_grpo.models.megatron_names import iterate_layers
 
 # The largest number of E4M3: 448. Operands are E4M3 in both formats; hybrid differs in gradients (E5M2).
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -86,9 +87,9 @@ class RoundedLinear:
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
     """Switch rounding off in the model's first and last layers."""
-    for layer in chunk.decoder.layers:
-        is_outer = layer.layer_number <= fp8.first_layers_bf16 or layer.layer_number > layers - fp8.last_layers_bf16
-        for module in layer.modules():
+    for layer, _, layer_module in iterate_layers(chunk):
+        is_outer = not fp8.first_layers_bf16 <= layer < layers - fp8.last_layers_bf16
+        for module in layer_module.modules():
             if isinstance(module, RoundedLinear):
                 module.fp8_on = not is_outer
 

@@ -26,7 +26,7 @@ from megatron_grpo.config.schema import (
     PolicyConfig,
     ReferenceConfig,
 )
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.pieces import lay_out_pieces, split_messages
@@ -34,6 +34,7 @@ from megatron_grpo.weight_sync.shard_sender import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from tests.cuda.null.kernels import SELECTIONS, host_waits
 from tests.cuda.null.trial import LENGTHS, Trial, make_trial
+from tests.support.engine_table import table_boxes
 
 TOKENS = sum(map(sum, LENGTHS))
 
@@ -149,7 +150,7 @@ def send_weights(trial: Trial, number: int) -> None:
     """Fill every message of a refit that goes to one engine of one GPU."""
     rank = trial.rank
     config, shape = rank.config, rank.shape
-    shards, engine = split_policy(config.parallel, shape), split_engine(GenerationParallelConfig(), shape)
+    shards, engine = split_policy(config.parallel, shape), table_boxes(GenerationParallelConfig(), shape)
     dtypes = choose_wire_dtypes(shape, config.precision, fp8_blocks=False)
     pieces = plan_messages(shape, shards, engine, 1, dtypes, 1 << 20)
     messages = split_messages(pieces[pieces["source"] == number])
@@ -160,7 +161,7 @@ def send_weights(trial: Trial, number: int) -> None:
         for message, size in enumerate(sizes):
             fill(message, torch.empty(size, dtype=torch.uint8, device="cuda"))
 
-    links: Any = SimpleNamespace(messages=messages, lay_out_pieces=[one for one, _ in packed], sizes=sizes, send=send)
+    links: Any = SimpleNamespace(messages=messages, packed_pieces=[one for one, _ in packed], sizes=sizes, send=send)
     with torch.no_grad():
         sent = ShardSender(rank, shards[number], links).send(1)
     assert sent == (sum(sizes), len(pieces[pieces["source"] == number]), len(messages))

@@ -18,12 +18,14 @@ from vllm.model_executor.model_loader import get_model
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
-from megatron_grpo.models.families import FAMILIES, read_model_shape
+from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
+from megatron_grpo.weight_sync.weight_trace import trace_model
+from tests.support.engine_table import table_boxes
 
 LONGEST = 1024
 
@@ -84,12 +86,15 @@ def test_a_refit_fills_every_parameter(
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)
     dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks)
-    (shard,), policy = split_engine(GenerationConfig().parallel, shape), split_policy(ParallelConfig(), shape)
-    messages = split_messages(plan_messages(shape, policy, [shard], 1, dtypes, 1 << 20))
-    before = addresses(model)
+    policy, before = split_policy(ParallelConfig(), shape), addresses(model)
     with set_current_vllm_config(config), torch.no_grad():
+        trace = trace_model(model, measure_tensors(shape), torch.bfloat16)
+        assert trace.unexplained == {}
+        assert addresses(model) == before
+        assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])
+        messages = split_messages(plan_messages(shape, policy, [trace.boxes], 1, dtypes, 1 << 20))
         scaled = {number for number, dtype in enumerate(dtypes) if dtype == FP8}
-        writer = ModelWriter(model, torch.bfloat16, shape, shard, messages, scaled)  # raises for unfilled parameters
+        writer = ModelWriter(model, torch.bfloat16, trace.boxes, messages, scaled)  # raises for unfilled parameters
         writer.begin()
         for number, message in enumerate(messages):
             packed, size = lay_out_pieces(message, [getattr(torch, dtype) for dtype in dtypes])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import build_weight_map, read_model_shape
-from megatron_grpo.models.fp8_cuts import can_travel_in_fp8
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, find_destinations, split_engine
-from megatron_grpo.models.weight_map import iter_entries
+from megatron_grpo.models.weight_layouts import RankShard
+from megatron_grpo.models.weight_map import can_travel_in_fp8, iter_entries
+from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.preflight.load import check_config
+from megatron_grpo.weight_sync.boxes import count_elements
+from tests.support.engine_table import entry_boxes
 from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
 
 GPU_BYTES = 80e9
@@ -86,8 +86,9 @@ def weights_of(shard: RankShard, shape: ModelShape, fp8_blocks: bool) -> int:
         if entry.copy or not shard.keeps(entry, layer):
             continue
         experts = shard.experts[1] - shard.experts[0] if entry.per_expert else 1
-        parts = [one.part.local_shape for one in find_destinations(entry, shape, shard, layer, shard.experts[0])]
-        total += (1 if fp8_blocks and can_travel_in_fp8(entry) else 2) * experts * sum(map(prod, parts))
+        boxes = entry_boxes(entry, shape, shard, layer, shard.experts[0])
+        numbers = sum(count_elements(box.cut.tensor) for box in boxes)
+        total += (1 if fp8_blocks and can_travel_in_fp8(entry) else 2) * experts * numbers
     return total
 
 

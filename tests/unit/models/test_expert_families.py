@@ -68,7 +68,7 @@ DEEPSEEK_V3: dict[str, Any] = {
 def parameters(raw: dict[str, Any]) -> int:
     shape = parse_model_shape(raw)
     return sum(
-        torch.Size(tensor.compute_shape(shape)).numel() * len(list_experts(entry, shape))
+        torch.Size(tensor.measure(shape.sizes)).numel() * len(list_experts(entry, shape))
         for entry, _, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers)))
         if not entry.copy
         for tensor in entry.hf

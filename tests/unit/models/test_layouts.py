@@ -10,7 +10,8 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
+from megatron_grpo.planning.engine_shards import split_engine
 from tests.support.moe_config import QWEN3_MOE
 
 LAYOUTS = {

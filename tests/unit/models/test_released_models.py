@@ -35,7 +35,7 @@ def _parameters(shape: ModelShape) -> int:
     entries = iter_entries(build_weight_map(shape), shape, range(shape.layers))
     experts = shape.experts.count if shape.experts is not None else 1
     return sum(
-        prod(tensor.compute_shape(shape)) * (experts if entry.per_expert else 1)
+        prod(tensor.measure(shape.sizes)) * (experts if entry.per_expert else 1)
         for entry, _, _ in entries
         for tensor in entry.hf
     )

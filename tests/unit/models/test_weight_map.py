@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_folder import HFFolderReader, write_hf_folder
 from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS, bind_entries, merge_slices, split_parameter
+from megatron_grpo.models.megatron_names import name_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, iter_entries, pad_vocab
 
@@ -40,15 +41,15 @@ SHAPE = ModelShape(
 
 
 def entry(name: str, shape: ModelShape = SHAPE) -> WeightEntry:
-    return next(e for e in build_weight_map(shape) if any(name in megatron for megatron in e.megatron))
+    return next(e for e in build_weight_map(shape) if name in e.name)
 
 
 def full_tensors(of: WeightEntry) -> list[Tensor]:
-    return [torch.randn(tensor.compute_shape(SHAPE)) for tensor in of.hf]
+    return [torch.randn(tensor.measure(SHAPE.sizes)) for tensor in of.hf]
 
 
 def cut(full: Tensor, part: WeightSlice) -> Tensor:
-    return full if part.axis is None else full.narrow(part.axis, part.start, part.stop - part.start)
+    return full[part.region]
 
 
 def local(of: WeightEntry, full: list[Tensor], rank: int, size: int, rows: int = 0) -> Tensor:
@@ -108,7 +109,7 @@ def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
 def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str, size: int) -> None:
     shape = replace(SHAPE, family=family, ffn_hidden=12)
     for of in build_weight_map(shape):
-        full = [torch.randn(tensor.compute_shape(shape)) for tensor in of.hf]
+        full = [torch.randn(tensor.measure(shape.sizes)) for tensor in of.hf]
         collected: list[list[Tensor]] = [[] for _ in full]
         for rank in range(size):
             slices = of.list_slices(shape, 0, rank, size)
@@ -125,10 +126,10 @@ def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str,
 
 def test_stage_numbers_its_layers_from_its_own_first() -> None:
     found = list(iter_entries(build_weight_map(SHAPE), SHAPE, [2, 3]))
-    per_layer = [(layer, position) for e, layer, position in found if "{layer}" in e.megatron[0]]
+    per_layer = [(layer, position) for e, layer, position in found if e.half is not None]
     assert per_layer == sorted(per_layer)
     assert set(per_layer) == {(2, 0), (3, 1)}
-    assert len(found) == len({(e.megatron, layer) for e, layer, _ in found})
+    assert len(found) == len({(e.name, layer) for e, layer, _ in found})
 
 
 def test_tied_embeddings_are_loaded_twice_and_exported_once() -> None:
@@ -137,7 +138,7 @@ def test_tied_embeddings_are_loaded_twice_and_exported_once() -> None:
     assert not any(e.hf[0].name == "lm_head.weight" for e in tied)
 
 
-WANTED = WeightSlice("w", (4, 6), 0, 1, 3)
+WANTED = WeightSlice("w", (4, 6), ((1, 3), (0, 6)))
 
 
 def test_reader_reads_only_the_slice(tmp_path: Path) -> None:
@@ -145,8 +146,8 @@ def test_reader_reads_only_the_slice(tmp_path: Path) -> None:
     save_file({"w": full}, tmp_path / "model.safetensors")
     reader = HFFolderReader(tmp_path)
     assert torch.equal(reader.read(WANTED), full[1:3])
-    assert torch.equal(reader.read(WeightSlice("w", (4, 6), 1, 4, 6)), full[:, 4:])
-    assert torch.equal(reader.read(WeightSlice("w", (4, 6), None, 0, 0)), full)
+    assert torch.equal(reader.read(WeightSlice("w", (4, 6), ((0, 4), (4, 6)))), full[:, 4:])
+    assert torch.equal(reader.read(WeightSlice("w", (4, 6), ((0, 4), (0, 6)))), full)
 
 
 def test_reader_says_what_is_wrong(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
 def test_a_tensor_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, math.nan])}, tmp_path / "model.safetensors")
     reader = HFFolderReader(tmp_path)
-    slices = {name: WeightSlice(name, (2,), None, 0, 0) for name in "ab"}
+    slices = {name: WeightSlice(name, (2,), ((0, 2),)) for name in "ab"}
     assert reader.read(slices["a"]).tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"model.safetensors: b has values that are not finite"):
         reader.read(slices["b"])
@@ -230,7 +231,7 @@ def whole_model(adapted: list[str]) -> torch.nn.Module:
     """A module with every parameter of the weight map for one layer, and adapters at the layers of these names."""
     model: Any = torch.nn.Module()
     model.pre_process = model.post_process = True
-    names = [name.format(layer=0) for entry in build_weight_map(SHAPE) if not entry.copy for name in entry.megatron[:1]]
+    names = [name_parameter(0, row.half, row.name)[0] for row in build_weight_map(SHAPE) if not row.copy]
     for name in [*names, *(f"{layer}.{part}" for layer in adapted for part in ADAPTER_PARAMETERS)]:
         module = model
         for part in name.split(".")[:-1]:

@@ -60,7 +60,7 @@ def test_a_block_that_two_ranks_share_is_named() -> None:
     made = config()
     made.generation.parallel.tensor = 8
     [text] = problems(made)
-    assert "gate_proj.weight on rank 0 of an engine: 0 to 64 of (512, 256) (and " in text
+    assert "gate_proj.weight on engine ranks: 0 to 64 of (512, 256) (and " in text
     assert text.endswith("use fewer tensor-parallel ranks, or false")
 
 

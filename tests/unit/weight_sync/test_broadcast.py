@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_model_map, build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_weight_map, measure_tensors, parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.models.weight_map import ModelMap
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import shard_receiver
-from megatron_grpo.weight_sync.pieces import format_tensor_name
+from megatron_grpo.weight_sync.boxes import list_full_boxes, to_slices
+from megatron_grpo.weight_sync.pieces import read_ranges
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TensorReceiver
 from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
@@ -33,6 +32,7 @@ from tests.support.refit_models import DENSE, full_tensor, made_up_worker
 MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2
 SHAPE = parse_model_shape(MODEL)
 ENTRIES = build_weight_map(SHAPE)
+TENSORS = measure_tensors(SHAPE)
 SOURCES, RECEIVERS = 2, 2
 BUCKET_BYTES = 1024
 """So small that most tensors come in several messages."""
@@ -68,7 +68,7 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
-    shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), split_policy(ParallelConfig(), SHAPE)
+    shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), [list_full_boxes(TENSORS)]
     scheduled = plan_messages(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES)
     write_plan(store, scheduled, SOURCES, RECEIVERS, dtypes, shared_memory=False)
 
@@ -76,10 +76,9 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
         workers = [made_up_worker(model) for model in models]
         with ThreadPoolExecutor(SOURCES + RECEIVERS) as pool:
             device = torch.device("cpu")
-            sources = [pool.submit(SourceLinks, rendezvous, rank, device, ENTRIES) for rank in range(SOURCES)]
-            model_map = TypeAdapter(ModelMap).validate_python(json.loads(json.dumps(asdict(build_model_map(SHAPE)))))
-            source = {"rendezvous": asdict(rendezvous)}
-            targets = [pool.submit(TensorReceiver, one, model_map, source, rank) for rank, one in enumerate(workers)]
+            sources = [pool.submit(SourceLinks, rendezvous, rank, device, list(TENSORS)) for rank in range(SOURCES)]
+            source = json.loads(json.dumps({"rendezvous": asdict(rendezvous), "tensors": TENSORS}))
+            targets = [pool.submit(TensorReceiver, one, source, rank) for rank, one in enumerate(workers)]
         return [one.result() for one in sources], [one.result() for one in targets]
 
     yield make
@@ -91,9 +90,8 @@ def _send(links: SourceLinks, bad_message: int | None = None) -> None:
         if number == bad_message:
             raise RuntimeError("cannot be merged")
         for piece, parcel in zip(links.messages[number], links.packed_pieces[number], strict=True):
-            whole = ENTRIES[piece["entry"]].hf[piece["tensor"]].compute_shape(SHAPE)
-            tensor = full_tensor(format_tensor_name(ENTRIES, piece), whole).view(whole[0], -1)
-            pack_piece(parcel, message, tensor[slice(*piece["rows"]), slice(*piece["columns"])])
+            tensor = full_tensor(*list(TENSORS.items())[piece["tensor"]])
+            pack_piece(parcel, message, tensor[to_slices(read_ranges(piece))])
 
     links.send(fill, 1)
 
@@ -123,7 +121,7 @@ def test_every_worker_receives_all_tensors_whole(members: Any) -> None:
     ] * (SOURCES + RECEIVERS)
     for model in models:
         expected = {
-            tensor.name.format(layer=layer): tensor.compute_shape(SHAPE)
+            tensor.name.format(layer=layer): tensor.measure(SHAPE.sizes)
             for entry in ENTRIES
             if not entry.copy
             for tensor in entry.hf

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_grpo.models.weight_layouts import Destination
-from megatron_grpo.models.weight_map import WeightSlice
+from megatron_grpo.weight_sync.boxes import Box, Cut, Range
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
     EXACT_TOLERANCE,
@@ -24,7 +23,7 @@ from megatron_grpo.weight_sync.fingerprints import (
     find_differing,
     measure_difference,
 )
-from megatron_grpo.weight_sync.rank_checks import _ExpertOutputs
+from megatron_grpo.weight_sync.rank_checks import _ExpertOutput
 
 ROWS, INPUTS = [96, 32], 300
 
@@ -75,19 +74,20 @@ def test_an_expert_is_applied_to_the_probes() -> None:
     torch.manual_seed(0)
     hidden, ffn = 48, 64
     gate, up, down = torch.randn(ffn, hidden), torch.randn(ffn, hidden), torch.randn(hidden, ffn)
-    experts = _ExpertOutputs(hidden, functional.silu)
-
-    def part(name: str, parameter: str, begin: int) -> Destination:
-        tensor = WeightSlice(f"model.layers.0.mlp.experts.7.{name}.weight", (0,), 0, begin, begin + 32)
-        return Destination(f"model.layers.0.mlp.experts.routed_experts.{parameter}_weight", tensor, 0, 7)
-
     total = torch.zeros(DIRECTIONS)
-    for name, parameter, matrix in (("w1", "w13", gate), ("w3", "w13", up)):  # Mixtral's names of gate and up
-        for begin in (0, 32):
-            assert experts.add(part(name, parameter, begin), matrix[begin : begin + 32]) is None
     for begin in (0, 32):  # the parts' outputs add up to the expert's
-        found = experts.add(part("w2", "w2", begin), down[:, begin : begin + 32])
-        total += torch.tensor(found[:DIRECTIONS])
+        rows, columns = slice(begin, begin + 32), Range(0, hidden)
+        expert = _ExpertOutput(hidden, functional.silu)
+
+        def box(parameter: str, *ranges: Range) -> Box:
+            return Box(f"experts.{parameter}_weight", "t", Cut(ranges[1:], ranges, (-1, 0, 1)))
+
+        slot = Range(7, 8)
+        assert expert.add(box("w13", slot, Range(32, 64), columns), up[None, rows]) is None  # whichever comes first
+        assert expert.add(box("w13", slot, Range(0, 32), columns), gate[None, rows]) is None
+        output = expert.add(box("w2", slot, columns, Range(0, 32)), down[None, :, rows])
+        assert output is not None
+        total += torch.tensor(output[:DIRECTIONS])
     inputs = draw_probes(hidden, torch.device("cpu"))
     whole = (functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
     torch.testing.assert_close(total, torch.tensor(compute_fingerprint(whole)[:DIRECTIONS]), rtol=1e-4, atol=1e-3)
@@ -108,12 +108,13 @@ def vllm_config(tmp_path: Path) -> Iterator[None]:
         cleanup_dist_env_and_memory()
 
 
-def _parts() -> list[Destination]:
-    names, begins = ("gate", "up"), (0, ROWS[0])
-    return [
-        Destination("gate_up.weight", WeightSlice(name, (rows, INPUTS), None, 0, 0), begin, None)
-        for name, rows, begin in zip(names, ROWS, begins, strict=True)
-    ]
+def _boxes() -> dict[str, Box]:
+    boxes, begin = {}, 0
+    for name, rows in zip(("gate", "up"), ROWS, strict=True):
+        part = Range(0, rows), Range(0, INPUTS)
+        boxes[name] = Box("gate_up.weight", name, Cut(part, (Range(begin, begin + rows), part[1]), (0, 1)))
+        begin += rows
+    return boxes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -124,7 +125,7 @@ def test_a_layer_that_vllm_has_packed_has_the_fingerprint_of_its_weights(dtype: 
     layer = MergedColumnParallelLinear(INPUTS, ROWS, bias=False, params_dtype=dtype, prefix="gate_up")
     layer.weight.data.copy_(torch.cat(weights))
     layer.quant_method.process_weights_after_loading(layer)
-    found = _fingerprint_layer(layer, _parts(), dtype)
+    found = _fingerprint_layer(layer, _boxes(), dtype)
     assert not find_differing({"gate": compute_fingerprint(weights[0]), "up": compute_fingerprint(weights[1])}, found)
     assert set(
         find_differing({"gate": compute_fingerprint(-weights[0]), "up": compute_fingerprint(weights[1])}, found)
@@ -148,7 +149,7 @@ def test_a_scale_that_was_not_refreshed_is_seen_behind_quantised_weights(vllm_co
         layer.weight.data.copy_((weights / _scales(weights)).round().to(torch.int8))
         layer.weight_scale.data.copy_(scales)
         layer.quant_method.process_weights_after_loading(layer)
-        return _fingerprint_layer(layer, _parts(), torch.bfloat16)
+        return _fingerprint_layer(layer, _boxes(), torch.bfloat16)
 
     before, weights = torch.randn(sum(ROWS), INPUTS), torch.randn(sum(ROWS), INPUTS)
     weights[ROWS[0] :] *= 1.5

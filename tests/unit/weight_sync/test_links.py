@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links
 from megatron_grpo.weight_sync.links import BUFFERS, Side
@@ -24,6 +24,7 @@ from megatron_grpo.weight_sync.shard_sender import SourceLinks
 from megatron_grpo.weight_sync.shared_memory import HostMemory
 from megatron_grpo.weight_sync.transfer_plan import plan_messages, write_plan
 from tests.support import nccl_like
+from tests.support.engine_table import table_boxes
 from tests.support.refit_models import DENSE
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Any]]:
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
     dtypes = ["float32"] * len(build_weight_map(SHAPE))
-    places = split_policy(training, SHAPE), split_engine(generation, SHAPE)
+    places = split_policy(training, SHAPE), table_boxes(generation, SHAPE)
     scheduled = plan_messages(SHAPE, *places, 1, dtypes, 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)

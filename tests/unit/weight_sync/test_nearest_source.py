@@ -8,9 +8,11 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
-from megatron_grpo.models.weight_layouts import split_engine, split_policy
-from megatron_grpo.weight_sync.pieces import find_box
+from megatron_grpo.models.weight_layouts import split_policy
+from megatron_grpo.models.weight_map import index_tensors
+from megatron_grpo.weight_sync.pieces import find_ranges, read_ranges
 from megatron_grpo.weight_sync.transfer_plan import plan_messages
+from tests.support.engine_table import table_boxes
 from tests.support.refit_models import DENSE
 
 
@@ -23,7 +25,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     """Rank n of the policy and rank n of the engines share a device: what it has is not sent by another."""
     shape = parse_model_shape(DENSE)
     sources = split_policy(ParallelConfig(**training), shape)
-    engine = split_engine(GenerationParallelConfig(**generation), shape)
+    engine = table_boxes(GenerationParallelConfig(**generation), shape)
     dtypes = ["float32"] * len(build_weight_map(shape))
     engines = generation["data"]
     plans = [plan_messages(shape, sources, engine, engines, dtypes, 2**21, same_devices=same) for same in (True, False)]
@@ -32,16 +34,15 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     if "tensor" not in training:
         assert near.all()
         return
+    entries = build_weight_map(shape)
+    keys = list(index_tensors(entries, shape).values())
     for piece in plans[0][~near]:
-        entry = build_weight_map(shape)[piece["entry"]]
+        entry = entries[piece["entry"]]
         assert entry.axis is not None, "what is not split is everywhere"
-        parts = [
-            find_box(entry.list_slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)
-        ]
-        own, other = parts[piece["target"] % 2], parts[1 - piece["target"] % 2]
-        inside = [box.row <= piece["rows"][0] and box.column <= piece["columns"][0] for box in (own, other)]
-        held = inside[0] and piece["rows"][1] <= own.row_end and piece["columns"][1] <= own.column_end
-        assert not held
+        slices = [entry.list_slices(shape, keys[piece["tensor"]].layer, part, 2, 0) for part in range(2)]
+        parts = [find_ranges(rank_slices[piece["section"]]) for rank_slices in slices]
+        own, sent = parts[piece["target"] % 2], read_ranges(piece)
+        assert not all(have.begin <= want.begin and want.end <= have.end for have, want in zip(own, sent, strict=True))
         assert piece["source"] % 2 != piece["target"] % 2
     unchanged = [name for name in plans[0].dtype.names or () if name != "source"]
     assert all(np.array_equal(plans[0][name], plans[1][name]) for name in unchanged)

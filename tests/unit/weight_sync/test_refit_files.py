@@ -20,6 +20,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.file_writer import FileWriter
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.transfer_modes import FilesMode, write_manifest
@@ -146,6 +147,7 @@ def made(tmp_path: Path) -> tuple[WeightTransport, Policy, Generation]:
     policy, generation = Policy(), Generation(engines=2)
     config = RefitConfig(mode="files", bucket_mib=0.0001, retries=1)
     calls = InProcess(policy, generation)  # type: ignore[arg-type]
+    calls.engine_boxes = [pack_boxes([])]  # nothing is compared
     transport = WeightTransport(calls, FilesMode(calls, config, tmp_path / "run"), config)
     transport.connect()
     return transport, policy, generation

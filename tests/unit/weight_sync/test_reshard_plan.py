@@ -3,6 +3,7 @@ arithmetic."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,53 +11,57 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_model_map, build_weight_map, parse_model_shape
-from megatron_grpo.models.fp8_cuts import find_cut_blocks
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import (
-    RankShard,
-    find_destinations,
-    split_engine,
-    split_policy,
-)
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
+from megatron_grpo.models.weight_layouts import RankShard, split_policy
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, index_tensors, pad_vocab
+from megatron_grpo.planning.engine_shards import split_engine
+from megatron_grpo.preflight.engine_checks import find_cut_blocks
+from megatron_grpo.weight_sync.boxes import count_elements, to_slices
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.pieces import Pieces, align, find_box, lay_out_pieces, split_messages
+from megatron_grpo.weight_sync.pieces import Pieces, align, find_ranges, lay_out_pieces, read_ranges, split_messages
 from megatron_grpo.weight_sync.shard_sender import pack_piece
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, schedule_messages
+from megatron_grpo.weight_sync.transfer_plan import (
+    choose_wire_dtypes,
+    plan_messages,
+    schedule_messages,
+)
+from tests.support.engine_table import table_boxes
 from tests.support.moe_config import QWEN3_MOE
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 
 
 def cut(part: WeightSlice) -> Tensor:
-    whole = full_tensor(part.name, part.shape)
-    return whole if part.axis is None else whole.narrow(part.axis, part.start, part.stop - part.start)
+    return full_tensor(part.name, part.shape)[part.region]
 
 
 def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
     """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
-    entry, expert = build_weight_map(shape)[piece["entry"]], int(piece["expert"])
+    entries = build_weight_map(shape)
+    key = list(index_tensors(entries, shape).values())[piece["tensor"]]
+    entry = entries[key.row]
     part = place.expert_tensor if entry.per_expert else place.tensor
-    slices = entry.list_slices(shape, int(piece["layer"]), part.index, part.count, expert)
+    slices = entry.list_slices(shape, key.layer, part.index, part.count, key.expert)
     rows = pad_vocab(shape, part.count) // part.count
     parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
-    whole = split_parameter(entry, parameter, slices, shape)[piece["tensor"]]
-    matrix = whole if whole.dim() == 2 else whole[:, None]
-    box = find_box(slices[piece["tensor"]])
-    rows, columns = piece["rows"] - box.row, piece["columns"] - box.column
-    assert min(rows[0], columns[0]) >= 0
-    assert (rows[1], columns[1]) <= tuple(matrix.shape)
-    return matrix[rows[0] : rows[1], columns[0] : columns[1]]
+    whole = split_parameter(entry, parameter, slices, shape)[piece["section"]]
+    first = [indices.begin for indices in find_ranges(slices[piece["section"]])]
+    bounds = [
+        (part.begin - begin, part.end - begin, size)
+        for part, begin, size in zip(read_ranges(piece), first, whole.shape, strict=True)
+    ]
+    assert all(0 <= begin < end <= size for begin, end, size in bounds)
+    return whole[tuple(slice(begin, end) for begin, end, _ in bounds)]
 
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
     dtypes = ["float32"] * len(build_weight_map(shape))
-    engine = split_engine(generation, shape)
+    engine = table_boxes(generation, shape)
     return plan_messages(shape, split_policy(training, shape), engine, generation.data, dtypes, bucket)
 
 
@@ -95,19 +100,19 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
-    scheduled = plan(shape, training, generation, bucket)
+    scheduled, boxes = plan(shape, training, generation, bucket), table_boxes(generation, shape)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
         expected = vllm_parameters(shape, place)
         mine = scheduled[scheduled["target"] == target]
         model = model_of(expected)
-        writer = ModelWriter(model, torch.float32, build_model_map(shape), place, [mine])
+        writer = ModelWriter(model, torch.float32, boxes[target % len(engine)], [mine])
         for position, piece in enumerate(mine):
             writer.write(0, position, sent_piece(piece, sources[piece["source"]], shape))
         held = dict(model.named_parameters())
         assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
         # As many as there are, all of them right: none came twice.
-        brought = sum(int(np.diff(p["rows"])[0] * np.diff(p["columns"])[0]) for p in mine)
+        brought = sum(count_elements(read_ranges(piece)) for piece in mine)
         padding = (-(-shape.vocab // 64) * 64 - shape.vocab) * shape.hidden
         assert (
             sum(t.numel() for t in expected.values()) - 2 * padding
@@ -149,7 +154,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
         assert align(message["bytes"]).sum() <= bucket or len(message) <= 2
 
 
-PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
+PLANNED = ("source", "target", "entry", "tensor", "section", "ranges", "box", "bytes")
 
 DEEPSEEK_V3: dict[str, Any] = LATENT | {
     "num_hidden_layers": 61,
@@ -207,14 +212,13 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
     for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
         place = engine[target % len(engine)]
         mine = pieces[pieces["target"] == target]
-        keys = mine[["entry", "tensor", "layer", "expert"]]
-        order = np.lexsort((mine["columns"][:, 0], mine["rows"][:, 0], *(keys[k] for k in keys.dtype.names[::-1])))
+        keys = mine[["tensor"]]
+        begins = mine["ranges"][:, :2, 0].T
+        order = np.lexsort((*begins[::-1], *(keys[k] for k in keys.dtype.names[::-1])))
         ordered = mine[order]
         same = keys[order][1:] == keys[order][:-1]
         # Strips of one tensor follow each other in rows, or lie side by side in columns.
-        apart = (ordered["rows"][1:, 0] >= ordered["rows"][:-1, 1]) | (
-            ordered["columns"][1:, 0] >= ordered["columns"][:-1, 1]
-        )
+        apart = (ordered["ranges"][1:, :2, 0] >= ordered["ranges"][:-1, :2, 1]).any(axis=1)
         assert (apart | ~same).all()
         assert mine["bytes"].sum() == 4 * owned_numbers(shape, place)
     load = np.bincount(pieces["source"], weights=pieces["bytes"], minlength=training.world_size)
@@ -232,23 +236,23 @@ def owned_numbers(shape: ModelShape, place: RankShard) -> int:
 
 
 def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
-    split = {"vocab", "ffn", "heads", "expert_ffn", "shared_ffn"}
-    split |= {"latent_queries", "latent_keys_values", "latent_values"}
+    split = {"vocab", "ffn", "groups", "heads", "expert_ffn", "shared_ffn"}
     if entry.copy:
         return 0
-    layers = [n for n in place.layers if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(n)]
-    if "{layer}" not in entry.megatron[0]:
-        layers = [0] if (place.has_embedding if entry.megatron[0].startswith("embedding") else place.has_output) else []
+    layers = [n for n in place.layers if entry.kind is None or entry.kind in shape.list_kinds(n)]
+    if entry.half is None:
+        layers = [0] if (place.has_embedding if entry.name.startswith("embedding") else place.has_output) else []
     part = place.expert_tensor if entry.per_expert else place.tensor
     numbers = 0
     for tensor in entry.hf:
-        size = int(np.prod(tensor.compute_shape(shape)))
-        if "kv_heads" in tensor.dims:
+        size = int(np.prod(tensor.measure(shape.sizes)))
+        names = re.findall(r"\w+", " ".join(tensor.dims))
+        if {"key", "value"} & set(names):
             size = size // shape.key_value_heads * max(shape.key_value_heads // part.count, 1)
-        elif "vocab" in tensor.dims:
+        elif "vocab" in names:
             assert shape.vocab % 64 == 0, "no rank has padding"
             size //= part.count
-        elif split & set(tensor.dims):
+        elif split & set(names):
             size //= part.count
         numbers += size
     experts = place.experts[1] - place.experts[0] if entry.per_expert else 1
@@ -259,29 +263,46 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place] = split_engine(layouts[1], shape)
+    [place], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
     model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
-        ModelWriter(model, torch.float32, build_model_map(shape), place, [plan(shape, *layouts, 2**20)])
+        ModelWriter(model, torch.float32, boxes, [plan(shape, *layouts, 2**20)])
 
 
-def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
+def test_a_parameter_of_which_pieces_are_missing_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    shape, layouts = (
-        parse_model_shape({**DENSE, "vocab_size": 64}),
-        (ParallelConfig(), GenerationParallelConfig(pipeline=2)),
-    )
+    shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
+    [place], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, place))
+    record_metadata_for_reloading(model)
     pieces = plan(shape, *layouts, 2**20)
-    for target, place in enumerate(split_engine(layouts[1], shape)):
-        model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
-        record_metadata_for_reloading(model)
-        ModelWriter(model, torch.float32, build_model_map(shape), place, [pieces[pieces["target"] == target]])
-        if place.has_output:  # and nobody computes with one that does not come
-            others = pieces[(pieces["target"] == target) & (pieces["rows"][:, 1] != shape.hidden)]
-            with pytest.raises(ValueError, match=r"model.norm.weight: 0 of \d+ numbers"):
-                ModelWriter(model, torch.float32, build_model_map(shape), place, [others])
+    ModelWriter(model, torch.float32, boxes, [pieces])
+    fewer = pieces[pieces["ranges"][:, 0, 1] != shape.hidden]
+    with pytest.raises(ValueError, match=r"model.norm.weight: 0 of \d+ numbers"):
+        ModelWriter(model, torch.float32, boxes, [fewer])
+
+
+def test_a_tied_head_is_filled_with_the_embedding() -> None:
+    """vLLM's head is a parameter of its own in the memory of the embedding."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
+    [place], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, place) | {"lm_head.weight": torch.zeros(1)})
+    embedding = model.get_parameter("model.embed_tokens.weight")
+    model.get_submodule("lm_head").weight = nn.Parameter(embedding.data, requires_grad=False)
+    record_metadata_for_reloading(model)
+    ModelWriter(model, torch.float32, boxes, [plan(shape, *layouts, 2**20)])
+
+
+def test_a_tensor_without_a_place_is_named() -> None:
+    shape = parse_model_shape(DENSE)
+    engine = [[box for box in table_boxes(GenerationParallelConfig(), shape)[0] if "k_proj.bias" not in box.tensor]]
+    dtypes = ["float32"] * len(build_weight_map(shape))
+    with pytest.raises(ValueError, match=r"no place for model.layers.0.self_attn.k_proj.bias, .*\(4 tensors\)"):
+        plan_messages(shape, split_policy(ParallelConfig(), shape), engine, 1, dtypes, 2**20)
 
 
 BLOCKED: dict[str, dict[str, Any]] = {
@@ -308,9 +329,9 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
     shape, (training, generation) = parse_model_shape({**BLOCKED[family], "num_hidden_layers": 2}), layouts
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
-    assert list(find_cut_blocks(shape, sources, engine)) == []
-    dtypes = choose_wire_dtypes(shape, "float32", fp8_blocks=True)
-    scheduled = plan_messages(shape, sources, engine, 1, dtypes, 2**16)
+    assert list(find_cut_blocks(shape, training, generation)) == []
+    dtypes, boxes = choose_wire_dtypes(shape, "float32", fp8_blocks=True), table_boxes(generation, shape)
+    scheduled = plan_messages(shape, sources, boxes, 1, dtypes, 2**16)
     kinds = [getattr(torch, dtype) for dtype in dtypes]
     for target, place in enumerate(engine):
         expected = vllm_parameters(shape, place)
@@ -326,18 +347,10 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                 scales = parcel.view_scales(buffer)
                 if scales is not None:
                     each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-                    values *= each[: parcel.rows, : parcel.columns]
-                entry = build_weight_map(shape)[piece["entry"]]
-                landing = find_destinations(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[
-                    piece["tensor"]
-                ]
-                parameter = read[landing.parameter]
-                parameter = parameter if landing.expert is None else parameter[landing.expert]
-                parameter = parameter if parameter.dim() == 2 else parameter[:, None]
-                box = find_box(landing.part)
-                row, column = int(piece["rows"][0]) - box.row + landing.row, int(piece["columns"][0]) - box.column
-                parameter[row : row + parcel.rows, column : column + parcel.columns] = values
-                rounded |= {landing.parameter} if scales is not None else set()
+                    values *= each[: values.shape[0], : values.shape[1]]
+                box = boxes[target][piece["box"]]
+                read[box.parameter][to_slices(box.cut.locate(read_ranges(piece)))] = box.cut.compute(values)
+                rounded |= {box.parameter} if scales is not None else set()
         assert {name for name in expected if "proj" in name and name.endswith("weight")} <= rounded
         for name, tensor in expected.items():
             if name not in rounded:
@@ -351,7 +364,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 def test_ranks_that_would_share_a_block_are_named() -> None:
     shape = parse_model_shape({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
     layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
-    cuts = list(find_cut_blocks(shape, split_policy(layouts[0], shape), split_engine(layouts[1], shape)))
+    cuts = list(find_cut_blocks(shape, *layouts))
     assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
-    assert "model.layers.0.mlp.down_proj.weight on rank 1 of an engine: 96 to 192 of (320, 384)" in cuts
+    assert "model.layers.0.mlp.down_proj.weight on engine ranks: 96 to 192 of (320, 384)" in cuts
     assert not any("q_proj" in cut for cut in cuts if "engine" in cut)

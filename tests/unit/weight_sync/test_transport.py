@@ -15,9 +15,11 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig, Ref
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.weight_sync import transfer_modes
+from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.transfer_modes import LinkMode, TransferMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
+from tests.support.engine_table import table_boxes
 
 BAD = AttemptError("a bit was flipped", {})
 
@@ -197,6 +199,7 @@ def test_links_without_a_store_are_tried_again_and_end_as_a_refit_does(
     policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape))
     generation: Any = FakeGeneration()
     calls, config = Answered(policy, generation), RefitConfig(retries=retries)
+    calls.engine_boxes = [pack_boxes(boxes) for boxes in table_boxes(generation.config.parallel, shape)]
     transport = WeightTransport(calls, LinkMode(calls, config), config)
     with pytest.raises(RefitError, match=rf"^the store of the refit failed: {text}"):
         transport.connect()

@@ -17,9 +17,10 @@ from megatron_grpo.weight_sync import engine_worker
 
 mode = sys.argv[1]
 try:  # reaches the receiver's own work, which fails on a worker without a model
-    engine_worker.make_receiver(SimpleNamespace(), mode, SimpleNamespace(), {}, 0)
+    engine_worker.make_receiver(SimpleNamespace(), mode, [], {}, 0)
 except (AttributeError, KeyError):
     pass
+import megatron_grpo.weight_sync.weight_trace
 import megatron_grpo.weight_sync.fingerprints
 names = [name for name in sys.modules if name.partition(".")[0] in ("megatron_grpo", "megatron_grpo_kernels")]
 print("\\n".join(sorted(names)))

@@ -1,0 +1,90 @@
+"""Names and numbers of Megatron-Core's layers, which no other file knows.
+
+Hugging Face numbers layers from 0; Megatron-Core from 1 in the model (`layer_number`), and from 0 in a stage or chunk.
+The constants are those of GPTModel. HybridModel has a layer for each half, `(("mixer",), ("mlp",))`, and `final_norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+Half = Literal["mixer", "mlp"]
+"""Half of a Hugging Face layer: attention or what stands in its place, or the feed-forward network."""
+
+HALVES: tuple[tuple[Half, ...], ...] = (("mixer", "mlp"),)
+"""Halves in each of the layers of Megatron-Core that make up a Hugging Face layer."""
+FINAL_NORM = "final_layernorm"
+
+# Transformer Engine fuses a norm with the product behind it, and has the matrices of experts in one module.
+_ENGINE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
+}
+
+
+def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
+    """Name a parameter in the torch layers and, if that differs, in Transformer Engine's.
+
+    Args:
+        layer: Hugging Face's number, less that of the first layer of the stage for names in a stage.
+        half: the half with the parameter; None: it is outside layers.
+        name: its name in Megatron-Core's layer or, outside layers, in the model; the final norm is "final_norm".
+    """
+    if half is None:
+        return (name.replace("final_norm.", f"decoder.{FINAL_NORM}."),)
+    position = next(position for position, halves in enumerate(HALVES) if half in halves)
+    prefix = f"decoder.layers.{layer * len(HALVES) + position}."
+    return tuple(prefix + alias for alias in (name, _ENGINE_NAMES.get(name)) if alias is not None)
+
+
+def map_checkpoint_names(*, has_experts: bool) -> dict[str, str]:
+    """Map the norms of a torch layer to their names in checkpoints.
+
+    These are Transformer Engine's, in which the norm before experts is a module too.
+    """
+    fused = list(_ENGINE_NAMES.items())[: 1 if has_experts else 2]
+    return {name.removesuffix("weight"): engine_name.removesuffix("weight") for name, engine_name in fused}
+
+
+def translate_layer(number: int) -> tuple[int, tuple[Half, ...]]:
+    """Translate Megatron-Core's `layer_number` to Hugging Face's number and halves."""
+    layer, position = divmod(number - 1, len(HALVES))
+    return layer, HALVES[position]
+
+
+def count_megatron_layers(layers: int) -> int:
+    """Count the layers of Megatron-Core that make up a number of Hugging Face's."""
+    return layers * len(HALVES)
+
+
+def list_by_megatron_layer(flags: Sequence[bool], half: Half) -> list[int]:
+    """List a property of one half by layer of Megatron-Core: 1, or 0.
+
+    `flags` are by layer of Hugging Face.
+    """
+    translated = map(translate_layer, range(1, count_megatron_layers(len(flags)) + 1))
+    return [int(flags[layer] and half in halves) for layer, halves in translated]
+
+
+def count_earlier(flags: Sequence[int], number: int) -> int:
+    """Count a property, listed by layer of Megatron-Core, before its `layer_number`."""
+    return sum(flags[: number - 1])
+
+
+def iterate_layers(chunk: Any) -> Iterator[tuple[int, tuple[Half, ...], Any]]:
+    """Yield the Hugging Face number, the halves and the module of a chunk's layers."""
+    for module in chunk.decoder.layers:
+        yield (*translate_layer(module.layer_number), module)
+
+
+def list_layers(chunk: Any) -> list[int]:
+    """List the Hugging Face numbers of a chunk's layers."""
+    return sorted({layer for layer, _, _ in iterate_layers(chunk)})
+
+
+def find_final_norm(chunk: Any) -> Any:
+    """Find the norm behind a chunk's last layer; None: it has none."""
+    return getattr(chunk.decoder, FINAL_NORM, None)

@@ -1,0 +1,65 @@
+"""What an engine's ranks hold, assumed without vLLM: layers, parts of matrices, experts, and boxes of tensors."""
+
+from __future__ import annotations
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import RankShard, Split
+from megatron_grpo.models.weight_map import HFTensor, index_tensors
+from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements
+from megatron_grpo.weight_sync.pieces import find_ranges
+
+
+def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
+    """Split the model over an engine's ranks, in vLLM's order."""
+    tensor, stages, has_expert_parallelism = parallel.tensor, parallel.pipeline, parallel.expert > 1
+    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
+    sizes = [shape.layers // stages] * stages
+    for stage in range(shape.layers % stages):
+        sizes[-2 - stage] += 1
+    count = shape.experts.count if shape.experts is not None else 1
+    # Each rank has consecutive experts; if there is a remainder, the first ranks have one more each.
+    quotient, remainder = divmod(count, tensor)
+    bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
+    shards = []
+    for stage in range(stages):
+        begin = sum(sizes[:stage])
+        shards += [
+            RankShard(
+                layers=tuple(range(begin, begin + sizes[stage])),
+                # A tied head is the embedding: the last stage has it too.
+                has_embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
+                has_output=stage == stages - 1,
+                tensor=Split(rank, tensor),
+                experts=(bounds[rank], bounds[rank + 1]) if has_expert_parallelism else (0, count),
+                expert_tensor=Split() if has_expert_parallelism else Split(rank, tensor),
+            )
+            for rank in range(tensor)
+        ]
+    return shards
+
+
+def assume_boxes(shape: ModelShape, parallel: GenerationParallelConfig) -> list[list[Box]]:
+    """Assume boxes of an engine's ranks without vLLM: it cuts matrices as Megatron-Core does.
+
+    With more tensor-parallel ranks than heads of keys and values, vLLM's ranks have copies of these.
+    """
+    entries, engine = build_weight_map(shape), []
+    tensors = index_tensors(entries, shape)
+    for shard in split_engine(parallel, shape):
+        cuts: dict[HFTensor, list[Cut]] = {}
+        boxes = []
+        for name, key in tensors.items():
+            entry = entries[key.row]
+            is_kept = shard.experts[0] <= key.expert < shard.experts[1] if entry.per_expert else True
+            if not is_kept or not shard.keeps(entry, key.layer):
+                continue
+            if key.tensor not in cuts:
+                split = shard.find_split(entry)
+                slices = entry.list_slices(shape, key.layer, split.index, split.count, key.expert)
+                parts = [find_ranges(part) for part in slices if part.name == name]
+                cuts[key.tensor] = [Cut(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)]
+            boxes += [Box(name, name, cut) for cut in cuts[key.tensor]]
+        engine.append(boxes)
+    return engine
