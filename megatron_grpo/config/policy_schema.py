@@ -204,8 +204,7 @@ class LoraConfig(Section):
         """The settings as text; equal for equal adapters."""
         if not self.rank:
             return "policy.lora.rank=0"
-        targets = ",".join(self.target_modules)
-        return f"policy.lora.rank={self.rank}, alpha={self.alpha:g}, target_modules=[{targets}]"
+        return f"policy.lora.rank={self.rank}, alpha={self.alpha:g}, target_modules=[{','.join(self.target_modules)}]"
 
 
 class Fp8Config(Section):

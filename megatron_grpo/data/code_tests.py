@@ -212,8 +212,7 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
                 if isinstance(base, ast.Name) and base.id in names:
                     yield f"inherit: class {node.name} from {base.id}, which the program defines"
         elif isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            instances = [side for side in sides if _is_class_call(side, names)]
+            instances = [side for side in (node.left, *node.comparators) if _is_class_call(side, names)]
             if instances and any(isinstance(operator, _COMPARISONS) for operator in node.ops):
                 yield f"compare {ast.unparse(instances[0])}, whose equality the program defines"
         elif isinstance(node, ast.Call):

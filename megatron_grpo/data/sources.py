@@ -49,8 +49,7 @@ def detect_wrong_format(head: bytes) -> str | None:
     binary = detect_binary_format(head)
     if binary is not None:
         return binary
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    first = start.split(b"\n", 1)[0].strip()
+    first = head.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0].strip()
     if not first or (first.startswith(b"{") and first != b"{"):
         return None
     if first == b"{":
@@ -249,8 +248,7 @@ def open_source(config: DatasetConfig) -> Source:
 
 def is_remote(path: str) -> bool:
     """True for a set on the hub."""
-    file_suffixes = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
-    return is_hub_name(path) and Path(path).suffix not in file_suffixes
+    return is_hub_name(path) and Path(path).suffix not in (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
 
 
 def _load_dataset(config: DatasetConfig) -> Source:

@@ -97,16 +97,14 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     data, name = config.data, f"prepare.name={config.prepare.name}"
     columns, longest = rows[0].keys(), max(len(row["prompt"]) for row in rows)  # a token for each character
     for key, column in (("data.prompt_key=", data.prompt_key), ("data.answer_key=", data.answer_key)):
-        text = f"{name} makes rows with {', '.join(columns)}"
-        yield column is not None and column not in columns, key, text
+        yield column is not None and column not in columns, key, f"{name} makes rows with {', '.join(columns)}"
     for task in dict.fromkeys(row["task_name"] for row in rows):
         text = f"{name} makes rows of the task {task}, and env has {', '.join(sorted(config.env))}; use env={task}"
         yield task not in config.env, "env", text
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
     text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
-    is_short = data.max_input_seq_length < longest
-    yield is_short and not data.apply_chat_template, "data.max_input_seq_length=", text
+    yield data.max_input_seq_length < longest and not data.apply_chat_template, "data.max_input_seq_length=", text
 
 
 def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:

@@ -84,8 +84,7 @@ def _find_resume_problems(config: Config) -> Iterator[Rule]:
     text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
     yield reason is None and lacks_policy, subject, text
     lacks_value = config.value_model is not None and not os.path.isdir(Path(resume) / VALUE_FOLDER)
-    text = f"{resume} is not a checkpoint of PPO: it has no value model"
-    yield not lacks_policy and lacks_value, subject, text
+    yield not lacks_policy and lacks_value, subject, f"{resume} is not a checkpoint of PPO: it has no value model"
 
 
 def find_sandbox_problems(config: Config) -> Iterator[Problem]:
@@ -194,8 +193,7 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     cannot_compile = uses_triton and not has_gpus and os.environ.get("TRITON_INTERPRET") != "1"
     yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    needs_gpu = config.ppo.calculate_advantages_on_gpu and not count_visible_gpus()
-    yield needs_gpu, "ppo.calculate_advantages_on_gpu=", text
+    yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
 
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.

@@ -196,8 +196,7 @@ def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> 
             mask += [is_of_model] * len(turn)
         tokens.append(torch.tensor(ids))
         masks.append(torch.tensor(mask))
-    padded = pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD])
-    return padded, pad_sequence(masks, batch_first=True)
+    return pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD]), pad_sequence(masks, batch_first=True)
 
 
 def _encode_text(text: str, vocabulary: Mapping[str, int]) -> list[int]:
