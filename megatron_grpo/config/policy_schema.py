@@ -85,11 +85,6 @@ class OptimizerConfig(Section):
     """Keep moments and main weights in Transformer Engine's Adam, in the types of policy.megatron_optimizer
     (exp_avg_dtype and others; float32 by default). Needs GPUs with Transformer Engine, and distributed=true."""
 
-    @property
-    def is_constant(self) -> bool:
-        """True if the learning rate stays at lr after the warm-up."""
-        return self.decay_style in ("constant", "constant_with_warmup")
-
     def count_warmup_steps(self, schedule_steps: int) -> int:
         """Count the warm-up steps of a schedule with `schedule_steps` optimizer steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
