@@ -124,7 +124,7 @@ def _make_model(
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
         _warm_up(model, name, vocabulary, warmup, probe)
-        accuracy = measure_greedy_accuracy(model, val, vocabulary)
+        accuracy = float(score_turns(model, val, vocabulary)[1].float().mean())
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -154,22 +154,14 @@ def _warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         is_probed = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
-        if is_probed and compute_expected_reward(model, probe, vocabulary) >= recipe["target_reward"]:
+        # The expected reward is the mean probability that the model samples exactly a lesson's turns.
+        if is_probed and float(score_turns(model, probe, vocabulary)[0].exp().mean()) >= recipe["target_reward"]:
             return
 
 
-def compute_expected_reward(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
-    """Average the probability that a model samples exactly the lesson's turns."""
-    return float(_score_turns(model, lessons, vocabulary)[0].exp().mean())
-
-
-def measure_greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
-    """Measure the share of lessons that a model's likeliest tokens solve exactly."""
-    return float(_score_turns(model, lessons, vocabulary)[1].float().mean())
-
-
-def _score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    # [lessons], float32: log-probability of the model's turns; and bool: whether each of their tokens is the likeliest.
+def score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
+    """Compute log-probabilities of lessons' turns, and whether greedy sampling writes them."""
+    # [lessons], float32; and bool.
     import torch
 
     tokens, mask = encode_lessons(lessons, vocabulary)
