@@ -77,14 +77,7 @@ def train(
         RunError: the run failed.
     """
     start_time = time.time()
-    arguments = {
-        "config": config,
-        "rewards": rewards,
-        "environments": environments,
-        "tokenizer": tokenizer,
-        "callbacks": callbacks,
-    }
-    if problems := find_argument_problems(arguments, unknown):
+    if problems := find_argument_problems(config, rewards, environments, tokenizer, callbacks, unknown=unknown):
         raise ConfigError(problems)
     callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
     functions: dict[str, Callable[..., Any]] = {}

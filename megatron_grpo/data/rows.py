@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -184,12 +185,12 @@ class RowCheck:
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
         self.default_task = config.task_name or data.task_name
-        self._data, self._environments = data, environments
+        self._environments = environments
         names = {task: find_processor_name(data, task) for task in {*environments, self.default_task}}
         self._forms = {task: ROW_FORMS[name] for task, name in names.items() if name in ROW_FORMS}
         # Tasks whose rows only a user's processor understands.
         self._opaque = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
-        self._specs: dict[str, TaskDataSpec] = {}
+        self._load_spec = cache(partial(make_task_spec, data))
 
     def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
         """Find prompts or answers that are audio, images or video."""
@@ -237,11 +238,6 @@ class RowCheck:
                 yield _DOUBTFUL, f"whose tests {doubts[0]}"
         elif kind == "math" and is_unreadable(str(answer)):
             yield _UNREAD, to_text(str(answer))
-
-    def _load_spec(self, task: str) -> TaskDataSpec:
-        if task not in self._specs:
-            self._specs[task] = make_task_spec(self._data, task)
-        return self._specs[task]
 
 
 def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:

@@ -30,9 +30,6 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     yield targets_experts, targets, text
 
 
-_NVIDIA_SMI_TIMEOUT_S = 20.0
-
-
 @evaluate_rules
 def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings beside FP8; shape None: unknown."""
@@ -74,7 +71,7 @@ def read_gpu_capability() -> tuple[int, int] | None:
     """Ask nvidia-smi for the lowest compute capability of this machine; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         pairs = [line.strip().split(".") for line in process.stdout.splitlines() if line.strip()]
         return min((int(major), int(minor)) for major, minor in pairs)
     except (OSError, subprocess.SubprocessError, ValueError):

@@ -25,22 +25,20 @@ _INTERFACE = "megatron_grpo.environments.interface.Environment"
 _ADVICE = load_tables("script_arguments.yaml")["arguments"]
 
 
-def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
-    """Check the arguments of `train`, but for overrides and datasets.
-
-    `arguments`: config, rewards, environments, tokenizer and callbacks; `unknown`: arguments that `train` lacks.
-    """
-    config = arguments["config"]
+def find_argument_problems(
+    config: Any, rewards: Any, environments: Any, tokenizer: Any, callbacks: Any, *, unknown: Mapping[str, Any]
+) -> list[Problem]:
+    """Check arguments of `train`, and report those that it lacks (`unknown`)."""
     problems = [Problem(name, f"no such argument; {_advise(name, value)}") for name, value in unknown.items()]
     if config is None and "args" not in unknown:
         problems.append(Problem("config", f"is missing; {_CONFIG}"))
     # A TRL configuration may be passed under either name; its changed fields have counterparts among our keys.
     for name, value in (("config", config), ("args", unknown.get("args"))):
         problems += _find_foreign_settings(name, value)
-    problems += _find_list_problems("rewards", arguments["rewards"], _find_reward_problem, _REWARDS)
-    problems += _find_environment_problems(arguments["environments"])
-    problems += _find_tokenizer_problems(arguments["tokenizer"])
-    problems += _find_list_problems("callbacks", arguments["callbacks"], _find_callback_problem, _CALLBACKS)
+    problems += _find_list_problems("rewards", rewards, _find_reward_problem, _REWARDS)
+    problems += _find_environment_problems(environments)
+    problems += _find_tokenizer_problems(tokenizer)
+    problems += _find_list_problems("callbacks", callbacks, _find_callback_problem, _CALLBACKS)
     return problems
 
 
