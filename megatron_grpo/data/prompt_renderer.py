@@ -127,7 +127,7 @@ class PromptRenderer:
                 raise
             mark_in_text, after = "", ""
         if not mark_in_text and has_results:
-            after = _render_after_calls(render, earlier, messages)
+            after = _render_results(render, earlier, messages)
         elif not mark_in_text:
             raise ValueError("the chat template leaves out the model's last message")
         return self.encode_after(after, last_token)
@@ -267,9 +267,7 @@ class PromptRenderer:
         return "first part" in text and "second part" in text and "'type'" not in text and '"type"' not in text
 
 
-def _render_after_calls(
-    render: Callable[..., str], earlier: Sequence[ChatMessage], messages: Sequence[ChatMessage]
-) -> str:
+def _render_results(render: Callable[..., str], earlier: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> str:
     # Some templates show results only after calls that they can read, so a turn of empty calls stands before them.
     calls = []
     for result in (message for message in messages if message.get("role") == "tool"):

@@ -106,9 +106,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     if report.bad_count > _MAX_REPORTED:
         messages.append(Problem(config.path, f"{report.bad_count - _MAX_REPORTED} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad_count:
-        messages.append(
-            Problem(config.path, f"{report.bad_count} of {len(source)} rows are left out (data.bad_rows=skip)")
-        )
+        messages.append(Problem(config.path, f"{report.bad_count} of {len(source)} rows left out (data.bad_rows=skip)"))
     report.remarks += [Problem(config.path, text) for text in oddities]
     return report
 

@@ -265,9 +265,7 @@ def _check_prompt_text(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"has a brace too many: {error}; write braces of the text as {{{{ and }}}}") from None
     if not fields:
-        raise ValueError(
-            "has neither {} nor a {column}, so all prompts would be the same; write {} where a prompt belongs"
-        )
+        raise ValueError("has neither {} nor a {column}, so all prompts would be the same; write {} for the prompt")
     return text
 
 

@@ -41,9 +41,7 @@ _ROWS_DECODED = 8
 # Forms in which released templates write today's date.
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
 # A tag at the end of a prompt that opens the model's thoughts: <think>, [THINK]; not <|assistant|>, nor </think>.
-_OPENING_TAG = re.compile(
-    r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
-)
+_OPENING_TAG = re.compile(r"(?i)(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$")
 # Types of environments that look for an answer wherever it stands, and for no tag.
 _WITHOUT_TAGS = frozenset(BUILT_IN) - {"format"}
 
@@ -222,9 +220,7 @@ def _find_opened_tags(task: str, environment: EnvironmentConfig, prompt: str) ->
         if tag[1] not in str(pattern):
             return
         section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
-    text = (
-        f"the chat template ends every prompt with {tag[1]}, so no response contains it, and {reader} does not find it"
-    )
+    text = f"the chat template ends every prompt with {tag[1]}, so no response has it, and {reader} does not find it"
     yield Problem(section, f"{text}; match what follows it (docs/rewards.md)")
 
 

@@ -91,16 +91,14 @@ def _find_callback_problem(callback: Any) -> str | None:
     return None if isinstance(callback, Callback) else f"is {_describe_kind(callback)}; give {_CALLBACKS}"
 
 
-def _find_list_problems(
-    name: str, members: Any, find_problem: Callable[[Any], str | None], kinds: str
-) -> Iterator[Problem]:
+def _find_list_problems(name: str, members: Any, check: Callable[[Any], str | None], kinds: str) -> Iterator[Problem]:
     """Check an argument that is one object or a list."""
     if isinstance(members, Sequence) and not isinstance(members, str):
         for number, member in enumerate(members):
-            text = find_problem(member)
+            text = check(member)
             if text is not None:
                 yield Problem(f"{name}[{number}]", text)
-    elif members is not None and (text := find_problem(members)) is not None:
+    elif members is not None and (text := check(members)) is not None:
         list_text = f"is {_describe_kind(members)}; give a list, each {kinds}"
         yield Problem(name, text if _is_pretrained(members) else list_text)
 

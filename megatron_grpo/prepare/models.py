@@ -45,7 +45,7 @@ def prepare(name: str, folder: str | Path) -> None:
         new.mkdir()
         for file, rows in make_prompt_rows(name).items():
             (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        accuracy = _make_model(name, new / PREPARED_FOLDER, *split_lessons(name))
+        accuracy = _make_model(name, new / PREPARED_FOLDER)
         (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):
             os.replace(target, new.with_name("old"))
@@ -104,19 +104,17 @@ def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
     )
 
 
-def _make_model(
-    name: str, folder: Path, warmup: Sequence[Lesson], unseen: Sequence[Lesson], val: Sequence[Lesson]
-) -> float:
+def _make_model(name: str, folder: Path) -> float:
     # Returns the greedy accuracy on the validation lessons.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    recipe = RECIPES[name]
+    recipe, (warmup, unseen, val) = RECIPES[name], split_lessons(name)
     if "warmup_problems" in recipe:
         vocabulary, probe = VOCABULARY, unseen[: recipe["probe_problems"]]
     else:  # a random sample covers several tasks
         vocabulary = CONVERSATION_VOCABULARY
-        probe = random.Random(recipe["seed"]).sample(list(unseen), recipe["probe_problems"])
+        probe = random.Random(recipe["seed"]).sample(unseen, recipe["probe_problems"])
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     # One thread: several threads would round sums differently, and are no faster on matrices this small.
     torch.set_num_threads(1)
@@ -132,9 +130,7 @@ def _make_model(
     return accuracy
 
 
-def _warm_up(
-    model: Any, name: str, vocabulary: Mapping[str, int], lessons: Sequence[Lesson], probe: Sequence[Lesson]
-) -> None:
+def _warm_up(model: Any, name: str, vocabulary: Mapping[str, int], lessons: list[Lesson], probe: list[Lesson]) -> None:
     # The warm-up stops at the target reward, so that reinforcement learning has something left to learn.
     import torch
     from torch.nn import functional as F
