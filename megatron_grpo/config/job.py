@@ -71,8 +71,7 @@ class _JobLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# By field of a job, and by field of its environment: the key that it sets. The environment's remaining fields are keys
-# of env.<name>.
+# By field of a job, and of its environment: the key that it sets. An environment's other fields are keys of env.<name>.
 SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
 # The field for data and scoring: the name of an environment, or a mapping with its name and fields.
 ENVIRONMENT = "environment"

@@ -181,8 +181,7 @@ class PromptReader:
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
         """Read, render and tokenize a set as for validation.
 
-        `key` is that of the set's path, for messages. ConfigError: the set or a row in it cannot be used, or all rows
-        are too long.
+        `key`: of its path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are too long.
         """
         dataset, usable = self._read(key, config)
         subject = f"{key}={config.path}"

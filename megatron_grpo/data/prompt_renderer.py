@@ -184,8 +184,7 @@ class PromptRenderer:
         before, end_in_text, after = text.partition(end)
         if end_in_text and not before.strip():
             text = after
-        # Tokenized together with the token before it, because each tokenizer treats blanks next to special tokens in
-        # another way.
+        # Tokenized together with the token before it, because tokenizers differ in blanks next to special tokens.
         ids = self.encode_rendered(end + text)
         return ids[1:] if ids[:1] == [last_token] else self._encode_without_blank(text)
 

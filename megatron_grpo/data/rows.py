@@ -115,8 +115,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
     """Fill a report; returns remarks about usable rows that look odd."""
     digests = array("Q")
     oddities, details = Counter[str](), dict[str, str]()
-    # A file is identified by its bytes, which is faster; a folder or a hub set by its rows, because the cutting of rows
-    # into files may differ.
+    # A file is identified by its bytes, which is faster; other sets by their rows, whose split into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
     messages = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.read_all()):

@@ -22,8 +22,7 @@ def check_scoring(
 ) -> None:
     """Import all code that scores, and check its options, parameters and columns.
 
-    Raises ConfigError if a class or function cannot be imported or called, its options or parameters do not fit, or a
-    folder is not a reward model.
+    Raises ConfigError if code cannot be imported or called, or does not fit, or if a folder is not a reward model.
 
     Args:
         sets: sets of prompts whose responses are scored; None: the training and validation sets.

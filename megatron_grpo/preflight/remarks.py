@@ -93,8 +93,7 @@ def _find_bounds(config: Config) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-# Keys by the switch that they need, and by the condition under which they change nothing. A name that ends in a point
-# is a section.
+# Keys by the switch that they need, and by the condition under which they change nothing. A section ends in a point.
 NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
 _UNUSED: Any = load_tables("switches.yaml")["unused"]
 
