@@ -186,9 +186,7 @@ def _make_improper(number: re.Match[str]) -> str:
 
 
 def _write_out(text: str, factor: str, exponent: str) -> str:
-    if abs(int(exponent)) > _MAX_EXPONENT:
-        return text
-    return f"{Decimal(factor).scaleb(int(exponent)):f}"
+    return text if abs(int(exponent)) > _MAX_EXPONENT else f"{Decimal(factor).scaleb(int(exponent)):f}"
 
 
 def _divide_percentages(text: str, divisor: int) -> str:

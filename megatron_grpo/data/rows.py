@@ -309,9 +309,7 @@ def _check_math(answer: Any) -> str | None:
         return "is not a number that can be compared; write the answer as text"
     if isinstance(answer, float) and "e" in rewrite_numbers(repr(answer)):
         return f"becomes the text {answer!r}, which is not read as a number; write the answer as text"
-    if isinstance(answer, str) and not answer.strip():
-        return "is empty"
-    return None
+    return "is empty" if isinstance(answer, str) and not answer.strip() else None
 
 
 def _check_addition(answer: Any) -> str | None:

@@ -96,9 +96,7 @@ def parse_line(line: bytes) -> Row | str:
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
     row = strip_messages(row)
-    if "\\ud" in text or "\\uD" in text:
-        return _find_broken_text(row) or row
-    return row
+    return (_find_broken_text(row) or row) if "\\ud" in text or "\\uD" in text else row
 
 
 def _find_broken_text(row: Row) -> str | None:
@@ -203,11 +201,8 @@ class Table:
                 continue
             for name in self._nested:
                 columns[name] = [strip_nulls(value) for value in columns[name]]
-            names = list(columns)
-            for values in zip(*columns.values(), strict=True):
-                yield dict(zip(names, values, strict=True))
-        for _, reason in self._bad:
-            yield reason
+            yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        yield from (reason for _, reason in self._bad)
 
     def _read_row(self, number: int) -> Row | str:
         try:
