@@ -148,9 +148,6 @@ class ParallelConfig(Section):
         return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
-RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
-
-
 class ModelConfig(Section):
     """The model that is trained."""
 
@@ -179,6 +176,8 @@ class MoeConfig(Section):
 
 # Linear layers of Megatron-Core that can have an adapter.
 AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+QuantizationFormat = Literal["int8", "fp8"]
+RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
 class LoraConfig(Section):
@@ -259,9 +258,6 @@ class Fp8Config(Section):
         """Divisor of the tokens of a rank's microbatch."""
         # Tokens are a dimension of the products that compute gradients of weights.
         return self.block if self.is_on_device else 1
-
-
-QuantizationFormat = Literal["int8", "fp8"]
 
 
 class PolicyConfig(Section):

@@ -15,6 +15,20 @@ from typing import Any
 Test = str | tuple[str, str]
 """Python statements, or the input and the output of a program."""
 
+_STANDARD = (
+    "math cmath re json collections itertools functools random datetime string statistics decimal fractions heapq "
+    "bisect operator typing copy os sys time io unittest numpy pandas"
+)
+# Names of modules that tests may use without importing them when the program does.
+_MODULES = {name: name for name in _STANDARD.split()} | {"np": "numpy", "pd": "pandas"}
+_MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
+# Names of mathematics that tests compare with.
+_CHECKING = {"isclose", "isnan", "isinf", "isfinite", "fabs", "pi", "e", "tau", "inf", "nan"}
+_EXECUTING = ("eval", "exec", "compile", "__import__")
+_COMPARISONS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_ASSERTIONS = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
+
 
 def parse_code_tests(answer: Any) -> list[Test]:
     """Parse the tests of a reference answer.
@@ -69,20 +83,6 @@ class PreparedTests:
     @property
     def test_count(self) -> int:
         return sum(test.is_test for test in self.tests)
-
-
-_STANDARD = (
-    "math cmath re json collections itertools functools random datetime string statistics decimal fractions heapq "
-    "bisect operator typing copy os sys time io unittest numpy pandas"
-)
-# Names of modules that tests may use without importing them when the program does.
-_MODULES = {name: name for name in _STANDARD.split()} | {"np": "numpy", "pd": "pandas"}
-_MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
-# Names of mathematics that tests compare with.
-_CHECKING = {"isclose", "isnan", "isinf", "isfinite", "fabs", "pi", "e", "tau", "inf", "nan"}
-_EXECUTING = ("eval", "exec", "compile", "__import__")
-_COMPARISONS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
-_ASSERTIONS = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
 
 
 @lru_cache(maxsize=512)  # the samples of a group share their tests
@@ -194,9 +194,6 @@ def _prepare_test(tree: ast.Module, names: set[str]) -> PythonTest:
     )
     text = ast.unparse(ast.fix_missing_locations(_Identity().visit(tree)))
     return PythonTest(text=text, is_test=bool(collected) or not only_defines, test_names=collected)
-
-
-_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _is_collected(node: ast.stmt) -> bool:

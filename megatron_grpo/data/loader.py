@@ -22,6 +22,7 @@ from megatron_grpo.data.table_values import StreamedRows
 
 # First rows of a stream, whose digest a checkpoint keeps; all rows may be too many.
 COMPARED_ROWS = 100
+Prompts = Dataset[DatumSpec]
 
 
 class PromptSampler(Sampler[int]):
@@ -61,9 +62,6 @@ class PromptSampler(Sampler[int]):
 
     def _count_extra_rows(self, number: int) -> int:
         return round((self.weights[number] % 1) * self.sizes[number])
-
-
-Prompts = Dataset[DatumSpec]
 
 
 class BatchLoader(Protocol):

@@ -23,7 +23,12 @@ from megatron_grpo.data.table_values import (
     view_undecoded,
 )
 
+Row = dict[str, Any]
 HEAD_BYTES = 2**16
+# Rows of a table that are converted to Python objects at a time; with audio, images or video a row may have megabytes.
+BATCH_ROWS, MEDIA_BATCH_ROWS = 1000, 20
+# Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1.
+_UNREADABLE_VALUE = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
 _MAGIC = {
     b"\x1f\x8b": "is compressed with gzip; unpack it first (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first (unzstd)",
@@ -63,15 +68,6 @@ def detect_wrong_format(head: bytes) -> str | None:
             return "looks like a table (CSV); give it a name that ends in .csv (or .tsv, with tabs)"
         return "is not JSONL: its first line is not an object {...}"
     return None
-
-
-# Rows of a table that are converted to Python objects at a time; with audio, images or video a row may have megabytes.
-BATCH_ROWS, MEDIA_BATCH_ROWS = 1000, 20
-# Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1.
-_UNREADABLE_VALUE = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
-
-
-Row = dict[str, Any]
 
 
 class SourceError(ValueError):

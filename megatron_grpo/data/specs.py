@@ -17,6 +17,7 @@ from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data
 
 # A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset.
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
+T = TypeVar("T")
 
 
 def from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
@@ -148,9 +149,6 @@ def _read_text(row: dict[str, Any], column: str) -> str:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-T = TypeVar("T")
 
 
 def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:

@@ -32,6 +32,19 @@ from megatron_grpo.preflight.model_file_checks import find_model_problems, list_
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 
+# By prefix of the section: the library that receives the fields, its package, and our module that checks them.
+_LIBRARIES = {
+    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
+    "generation.": ("vLLM", "vllm", "megatron_grpo.generation.engine_arguments"),
+}
+# The program that imports a library. It prints the problems last, because the import may print lines of its own.
+_CHECK = """
+import dataclasses, json, sys
+from {module} import find_passed_field_problems
+print()
+print(json.dumps([dataclasses.astuple(problem) for problem in find_passed_field_problems(json.load(sys.stdin))]))
+"""
+
 
 def find_folder_problems(config: Config) -> Iterator[Problem]:
     """Check run_dir, prepare.folder, refit.directory and the checkpoint to start from."""
@@ -194,20 +207,6 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
     yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
-
-
-# By prefix of the section: the library that receives the fields, its package, and our module that checks them.
-_LIBRARIES = {
-    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
-    "generation.": ("vLLM", "vllm", "megatron_grpo.generation.engine_arguments"),
-}
-# The program that imports a library. It prints the problems last, because the import may print lines of its own.
-_CHECK = """
-import dataclasses, json, sys
-from {module} import find_passed_field_problems
-print()
-print(json.dumps([dataclasses.astuple(problem) for problem in find_passed_field_problems(json.load(sys.stdin))]))
-"""
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:

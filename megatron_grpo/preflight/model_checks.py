@@ -9,6 +9,10 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
+# Modules that Megatron-Core can recompute only with functions of Transformer Engine.
+_TE_MODULES = ("layernorm", "moe_act", "mla_up_proj")
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
+
 
 @evaluate_rules
 def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
@@ -109,11 +113,6 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
     if shape is not None and (shape.experts is not None or shape.latent is not None):
         model = "for a mixture of experts" if shape.experts is not None else "with latent attention"
         yield True, "policy.quantization=", f"is not supported {model}; use null"
-
-
-# Modules that Megatron-Core can recompute only with functions of Transformer Engine.
-_TE_MODULES = ("layernorm", "moe_act", "mla_up_proj")
-_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 
 
 @evaluate_rules

@@ -19,6 +19,9 @@ from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 
 # Environments whose rewards are 0 or 1.
 _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
+# Keys by the switch that they need, and by the condition under which they change nothing. A section ends in a point.
+NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
+_UNUSED: Any = load_tables("switches.yaml")["unused"]
 
 
 def find_remarks(config: Config) -> Iterator[Problem]:
@@ -91,11 +94,6 @@ def _find_bounds(config: Config) -> tuple[float, float]:
     if name == "reward" and all(environment.type in _ZERO_OR_ONE for environment in config.env.values()):
         return 0.0, 1.0
     return -math.inf, math.inf
-
-
-# Keys by the switch that they need, and by the condition under which they change nothing. A section ends in a point.
-NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
-_UNUSED: Any = load_tables("switches.yaml")["unused"]
 
 
 def find_unused_settings(config: Config) -> Iterator[Problem]:
