@@ -12,12 +12,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
-from megatron_grpo.batch.special_tokens import (
-    StopConditions,
-    find_stop_conditions,
-    find_unstopped_turn_end,
-    list_added_tokens,
-)
+from megatron_grpo.batch import special_tokens
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
@@ -79,7 +74,7 @@ class PromptData:
 
     loader: BatchLoader
     val_prompts: list[DatumSpec]
-    stops: StopConditions
+    stops: special_tokens.StopConditions
     notes: list[str]
     """Remarks about the files for the user."""
     tokenizer: Any = None
@@ -110,12 +105,13 @@ class PromptReader:
         elif (model / TOKENIZER_FILE).is_file():
             # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
             of_model = load_tokenizer(model)
-            difference = find_difference(tokenizer, of_model, make_sample_texts(list_added_tokens(of_model)))
+            texts = make_sample_texts(special_tokens.list_added_tokens(of_model))
+            difference = find_difference(tokenizer, of_model, texts)
             if difference is not None:
                 text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
                 raise ConfigError([Problem("tokenizer", text)])
         self._vocab = read_vocabulary_size(model)
-        self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
+        self.stops = special_tokens.find_stop_conditions(config.generation, self.tokenizer, model)
         self.notes += self._find_unstopped_turns()
 
     def _find_unstopped_turns(self) -> Iterator[str]:
@@ -126,7 +122,7 @@ class PromptReader:
             renderer = PromptRenderer(self.tokenizer, spec)
             if spec.apply_chat_template and renderer.has_template:
                 render = partial(renderer.render, add_generation_prompt=False)
-                ends.add(find_unstopped_turn_end(self.tokenizer, self.stops, render))
+                ends.add(special_tokens.find_unstopped_turn_end(self.tokenizer, self.stops, render))
         for token, number in sorted(filter(None, ends)):
             yield (
                 f"the chat template ends the model's messages with {token}, which ends no response of this run: they "

@@ -39,6 +39,7 @@ _BEGUN = (
 _DOUBTFUL = "tests cannot be trusted (docs/environments.md)"  # a program may pass them undeservedly, or cannot pass
 _UNREAD = "answer cannot be read as mathematics, so that only the same text equals it"
 _ODDITIES = (_REPEATED, _BEGUN, _DOUBTFUL, _UNREAD)
+_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
 
 
 @dataclass(slots=True)
@@ -83,9 +84,6 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
     if identity not in _reports:
         _reports[identity] = _examine(config, data, environments)
     return _reports[identity]
-
-
-_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
 
 
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:

@@ -15,13 +15,7 @@ from typing import Any
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
-from megatron_grpo.data.table_values import (
-    find_media_columns,
-    find_nested_columns,
-    strip_messages,
-    strip_nulls,
-    view_undecoded,
-)
+from megatron_grpo.data import table_values
 
 Row = dict[str, Any]
 HEAD_BYTES = 2**16
@@ -91,7 +85,7 @@ def parse_line(line: bytes) -> Row | str:
         return f"is not JSON that can be read: {error}"
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
-    row = strip_messages(row)
+    row = table_values.strip_messages(row)
     return (_find_broken_text(row) or row) if "\\ud" in text or "\\uD" in text else row
 
 
@@ -172,9 +166,9 @@ class Table:
     """
 
     def __init__(self, dataset: Any, name: str, lines: Sequence[int] = (), bad: Sequence[tuple[int, str]] = ()) -> None:
-        self._dataset, self.name, self._lines, self._bad = view_undecoded(dataset), name, lines, bad
-        self._nested = find_nested_columns(dataset.features)
-        self.media = find_media_columns(dataset.features)
+        self._dataset, self.name, self._lines, self._bad = table_values.view_undecoded(dataset), name, lines, bad
+        self._nested = table_values.find_nested_columns(dataset.features)
+        self.media = table_values.find_media_columns(dataset.features)
 
     def __len__(self) -> int:
         return len(self._dataset) + len(self._bad)
@@ -196,7 +190,7 @@ class Table:
                 yield from map(self._read_row, range(begin, min(begin + batch, len(self._dataset))))
                 continue
             for name in self._nested:
-                columns[name] = [strip_nulls(value) for value in columns[name]]
+                columns[name] = [table_values.strip_nulls(value) for value in columns[name]]
             yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         yield from (reason for _, reason in self._bad)
 
@@ -205,7 +199,7 @@ class Table:
             row = dict(self._dataset[number])
         except _UNREADABLE_VALUE as error:
             return f"has a value that cannot be read: {_read_first_line(error)}"
-        return {**row, **{name: strip_nulls(row[name]) for name in self._nested}}
+        return {**row, **{name: table_values.strip_nulls(row[name]) for name in self._nested}}
 
     def locate(self, number: int) -> str:
         """Locate a row for messages, by line or number."""
