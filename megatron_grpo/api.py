@@ -73,7 +73,7 @@ def train(
         ConfigError: the configuration or another argument has problems.
         RunError: the run failed.
     """
-    start_time = time.time()
+    start = time.time()
     if problems := find_argument_problems(config, rewards, environments, tokenizer, callbacks, unknown=unknown):
         raise ConfigError(problems)
     callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
@@ -86,9 +86,7 @@ def train(
             print(f"{remark.subject} {remark.text}", flush=True)
         # Only now, so that a refused start leaves the run's folder unchanged.
         with files.move_in():
-            run_algorithm(
-                run_config, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start_time
-            )
+            run_algorithm(run_config, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start)
     return FinishedRun(Path(run_config.run_dir))
 
 

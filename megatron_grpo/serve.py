@@ -100,9 +100,7 @@ def _split_model(model_options: Sequence[str], arguments: Sequence[str]) -> tupl
             break
     models = list(dict.fromkeys(models))
     if not models:
-        raise RunError(
-            "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"
-        )
+        raise RunError("the model is missing: write it first (python -m megatron_grpo.serve MODEL) or as --model=MODEL")
     if len(models) > 1:
         raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; keep one")
     return models[0], remaining

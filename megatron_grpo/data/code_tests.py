@@ -224,9 +224,5 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
 
 def _is_class_call(node: ast.expr, names: set[str]) -> bool:
     # A class of the program can only be told by its name, which begins with a capital letter by custom.
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in names
-        and node.func.id[:1].isupper()
-    )
+    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    return name in names and name[:1].isupper()

@@ -301,12 +301,9 @@ def join_content(content: Any, number: int = 1) -> str:
 
 def are_text_parts(content: Any) -> bool:
     """True for a non-empty list of {"type": "text", "text": ...}."""
-    if not isinstance(content, list) or not content:
-        return False
-    return all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    )
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return bool(parts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
 
 
 def _remove_blank(part: Any) -> Any:

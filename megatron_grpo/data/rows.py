@@ -32,10 +32,7 @@ _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.
 _REPEATED = "prompt repeats that of an earlier row"
-_BEGUN = (
-    "prompt ends with a message of the assistant: responses go on from it; leave it out if it is an answer to learn "
-    "from"
-)
+_BEGUN = "prompt ends with a message of the assistant: responses go on from it; leave out an answer to learn from"
 _DOUBTFUL = "tests cannot be trusted (docs/environments.md)"  # a program may pass them undeservedly, or cannot pass
 _UNREAD = "answer cannot be read as mathematics, so that only the same text equals it"
 _ODDITIES = (_REPEATED, _BEGUN, _DOUBTFUL, _UNREAD)

@@ -144,7 +144,7 @@ def test_every_option_of_trls_server_is_one_of_vllm(became: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"),
+        ([], "the model is missing: write it first (python -m megatron_grpo.serve MODEL) or as --model=MODEL"),
         (["--tensor-parallel-size", "8"], "the model is missing"),
         (["--enforce-eager", "some/model"], "the model is missing"),
         (["a/b", "--model", "c/d"], "a server has one model, and these are 2: a/b, c/d; keep one"),
