@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     """
     reader = PromptReader(config, model, tokenizer)
     loader = reader.make_stream() if config.data.streaming else reader.make_loader()
-    val_prompts = list(chain.from_iterable(reader.read_validation()))
+    val_prompts = list(reader.read_validation())
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
@@ -167,12 +166,12 @@ class PromptReader:
             seed=config.training_loop.seed,
         )
 
-    def read_validation(self) -> Iterator[list[DatumSpec]]:
+    def read_validation(self) -> Iterator[DatumSpec]:
         """Read at most max_val_samples validation prompts of each set."""
         for key, validation_set in self.config.data.validation_sets.items():
             prompts = self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]
             is_named = key != "data.val_path"
-            yield [{**prompt, "dataset": key.split(".")[2]} for prompt in prompts] if is_named else prompts
+            yield from [{**prompt, "dataset": key.split(".")[2]} for prompt in prompts] if is_named else prompts
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
         """Read, render and tokenize a set as for validation.

@@ -104,8 +104,7 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
     """Check that this machine can isolate programs as the sandbox requires."""
     kinds = [(environment.type, environment.options.get("tools")) for environment in config.env.values()]
     has_python = any(kind == "tools" and isinstance(tools, list) and "python" in tools for kind, tools in kinds)
-    runs_code = has_python or any(kind == "code" for kind, _ in kinds)
-    if not runs_code or config.cluster.ray_address is not None:
+    if not (has_python or "code" in dict(kinds)) or config.cluster.ray_address is not None:
         return
     try:
         open_sandbox(config.sandbox)

@@ -87,11 +87,10 @@ def _check_threshold(config: Config) -> Iterator[Rule]:
 def _find_bounds(config: Config) -> tuple[float, float]:
     """Find the least and greatest value of the metric of early stopping."""
     name = config.training_loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
-    if name in ("accuracy", "truncation_rate"):
-        return 0.0, 1.0
     if name == "response_length":
         return 0.0, float(config.generation.max_new_tokens)
-    if name == "reward" and all(environment.type in _ZERO_OR_ONE for environment in config.env.values()):
+    has_zero_or_one = name == "reward" and all(task.type in _ZERO_OR_ONE for task in config.env.values())
+    if has_zero_or_one or name in ("accuracy", "truncation_rate"):
         return 0.0, 1.0
     return -math.inf, math.inf
 
