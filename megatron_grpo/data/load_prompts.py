@@ -169,9 +169,9 @@ class PromptReader:
     def read_validation(self) -> Iterator[DatumSpec]:
         """Read at most max_val_samples validation prompts of each set."""
         for key, validation_set in self.config.data.validation_sets.items():
-            prompts = self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]
             is_named = key != "data.val_path"
-            yield from [{**prompt, "dataset": key.split(".")[2]} for prompt in prompts] if is_named else prompts
+            for prompt in self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]:
+                yield {**prompt, "dataset": key.split(".")[2]} if is_named else prompt
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
         """Read, render and tokenize a set as for validation.

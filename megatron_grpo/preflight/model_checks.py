@@ -21,7 +21,6 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     if not lora.rank:
         return
     targets = f"policy.lora.target_modules=[{','.join(lora.target_modules)}]"
-    yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
     yield len(set(lora.target_modules)) < len(lora.target_modules), targets, "names a layer twice; name each once"
     yield from list_conflicts(config, "adapters")
     if shape is None:

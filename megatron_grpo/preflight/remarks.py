@@ -45,8 +45,6 @@ def _check_checkpoints(config: Config) -> Iterator[Rule]:
     checkpointing, period = config.ranked_checkpointing, config.training_loop.val_period
     if not config.has_checkpoints or checkpointing.keep_top_k is None:
         return
-    text = "is of a validation, and this run has none; reward ranks checkpoints"
-    yield checkpointing != config.checkpointing, "checkpointing.metric_name=", text
     name = checkpointing.metric_name
     text = f"saves steps without a validation, of which there is one every LOOP.val_period={period}"
     is_rare = period == 0 or checkpointing.save_period % period

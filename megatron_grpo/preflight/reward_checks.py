@@ -125,8 +125,6 @@ def check_prompts(config: Config) -> Iterator[Rule]:
     for task in data.tasks:
         text = f"sets the prompts of a task that has no environment; env has {environments}"
         yield config.env and task not in config.env, f"data.tasks.{task}", text
-    is_double = data.train_sets and data.train_path not in (MISSING, None)
-    yield is_double, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
     text = "is for a data.train_path that is a hub name; files are not loaded anyway"
     yield data.streaming and (data.train_sets or not is_hub_name(data.train_path)), "data.streaming=", text
     yield from check_system_prompts(config)
