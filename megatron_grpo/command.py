@@ -67,9 +67,8 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
 def _check_start(config: Config) -> Path | None:
     """Make the further checks of a start; return its checkpoint.
 
-    Raises:
-        ConfigError: an environment cannot be created, the checkpoint is damaged or has other LoRA adapters, or too few
-            prompts are short enough.
+    ConfigError: an environment cannot be created, the checkpoint is damaged or has other LoRA adapters, or too few
+    prompts are short enough.
     """
     if config.needs_generation:
         # Imported here, because NumPy takes long to import; torch, below, too.

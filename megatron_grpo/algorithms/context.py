@@ -59,10 +59,6 @@ class GRPOSaveState(TypedDict):
     val_accuracy: NotRequired[float | None]
 
 
-class PPOSaveState(GRPOSaveState):
-    """Progress of a PPO run."""
-
-
 def make_save_state() -> GRPOSaveState:
     """Make the progress of a run before its first step."""
     return GRPOSaveState(
@@ -86,8 +82,7 @@ class SamplingRun:
     rollouts: RolloutPool
     settings: SamplingSettings
     dumps: RolloutDumps
-    loader: BatchLoader
-    """Loader of the training prompts, or a recording, whose rollouts replace sampling."""
+    loader: BatchLoader  # loader of the training prompts, or a recording, whose rollouts replace sampling
     val_prompts: list[DatumSpec]
     logger: RunLogger
     checkpointer: Checkpointer
@@ -133,8 +128,7 @@ class GRPORun(SamplingRun):
     """A run of GRPO."""
 
     policy: MegatronPolicy
-    transport: WeightTransport | None
-    """Transport of the policy's weights to the engines; None: there are no engines."""
+    transport: WeightTransport | None  # transport of the policy's weights to the engines; None: there are no engines
     loss_fn: ClippedPGLossFn
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.algorithms.context import PPORun, PPOSaveState
+from megatron_grpo.algorithms.context import GRPOSaveState, PPORun
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
@@ -21,6 +21,7 @@ from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 
+PPOSaveState = GRPOSaveState  # the progress of a run of PPO has the same form
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "setup", "validate"]
 
 

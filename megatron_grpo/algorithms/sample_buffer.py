@@ -116,16 +116,14 @@ class _BufferedPrompt:
     is_passed_over: bool = False  # True: a step has taken a later prompt before it
 
 
+@dataclass(eq=False)
 class FirstComplete:
-    """Prompts under way, of which a step takes the oldest complete ones.
+    """Prompts under way, of which a step takes the oldest complete ones."""
 
-    Args:
-        prompts_per_take: prompts that are taken together; every step takes at least once.
-        max_age_steps: most steps from the weights with which a prompt is begun to those that learn from it.
-    """
+    prompts_per_take: int  # prompts that are taken together; every step takes at least once
+    max_age_steps: int  # most steps from the weights with which a prompt is begun to those that learn from it
 
-    def __init__(self, prompts_per_take: int, max_age_steps: int) -> None:
-        self._per_take, self._max_age = prompts_per_take, max_age_steps
+    def __post_init__(self) -> None:
         # Prompts that no step has taken, by number, in the order of the data.
         self._prompts: dict[int, _BufferedPrompt] = {}
         self._next_number = 0
@@ -148,7 +146,8 @@ class FirstComplete:
 
     def add(self, row: int, version: int) -> int:
         """Record a prompt that is begun; returns its number."""
-        assert len(self._prompts) < self._per_take * (self._max_age + 1), "prompts begun further ahead become too old"
+        limit = self.prompts_per_take * (self.max_age_steps + 1)
+        assert len(self._prompts) < limit, "prompts begun further ahead become too old"
         self._prompts[self._next_number] = _BufferedPrompt(row, version)
         self._next_number += 1
         return self._next_number - 1
@@ -163,15 +162,15 @@ class FirstComplete:
         None: too few are complete yet. `version`: that of the weights that the step learns with.
         """
         complete = [prompt.complete for prompt in self._prompts.values() if prompt.complete is not None]
-        complete = complete[: self._per_take]
-        if len(complete) < self._per_take or not self._can_meet_deadlines(version):
+        complete = complete[: self.prompts_per_take]
+        if len(complete) < self.prompts_per_take or not self._can_meet_deadlines(version):
             return None
         prompts = [self._prompts.pop(record.number) for record in complete]
         passed_over = [prompt for number, prompt in self._prompts.items() if number < complete[-1].number]
         self.resumed, self.passed_over = sum(prompt.is_passed_over for prompt in prompts), len(passed_over)
         for prompt in passed_over:
             prompt.is_passed_over = True
-        assert all(0 <= version - prompt.version <= self._max_age for prompt in prompts), (version, prompts)
+        assert all(0 <= version - prompt.version <= self.max_age_steps for prompt in prompts), (version, prompts)
         return complete
 
     def _can_meet_deadlines(self, version: int) -> bool:
@@ -180,9 +179,9 @@ class FirstComplete:
         # only young prompts, later steps could be left with more old ones than they can take. A step therefore waits
         # until enough old prompts are complete: for every k, the prompts that it leaves over and that are due within
         # the next k steps must be no more than k steps take.
-        for last in range(version, version + self._max_age):
-            due = [prompt for prompt in self._prompts.values() if prompt.version + self._max_age <= last]
-            later = self._per_take * (last - version)
+        for last in range(version, version + self.max_age_steps):
+            due = [prompt for prompt in self._prompts.values() if prompt.version + self.max_age_steps <= last]
+            later = self.prompts_per_take * (last - version)
             if len(due) - later > sum(prompt.complete is not None for prompt in due):
                 return False
         return True

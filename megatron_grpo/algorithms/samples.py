@@ -33,11 +33,9 @@ class StepSamples:
     equal, so `groups` is [A, C], `sampled` has the outcomes of A, B and C, and `dropped` those of B.
     """
 
-    groups: list[SampledGroup]
-    """Groups to train on, numbered by their position in the step."""
+    groups: list[SampledGroup]  # groups to train on, numbered by their position in the step
     scores: Scores
-    sampled: list[Outcome]
-    """Outcomes of all rollouts that were sampled, including those that dynamic sampling dropped."""
+    sampled: list[Outcome]  # outcomes of all rollouts that were sampled, including those that dynamic sampling dropped
     metrics: dict[str, float]
     engines: dict[str, float] = field(default_factory=dict)  # load and speed of the engines
     dropped: list[Outcome] = field(default_factory=list)  # the part of `sampled` that dynamic sampling dropped
@@ -63,9 +61,8 @@ class StepSamples:
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """Sample the groups of the next step; None: none are left.
 
-    Raises:
-        SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
-            fill the step within its limit.
+    SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not fill
+    the step within its limit.
     """
     run.placement.wake_engines(timer)
     if isinstance(run.loader, RecordedSteps):
@@ -179,8 +176,7 @@ Group = TypeVar("Group")
 class DynamicBatch(Generic[Group]):
     """Result of dynamic sampling after one generation batch."""
 
-    groups: list[Group]
-    """Groups to train on, num_prompts_per_step of them; empty while the batch is not complete."""
+    groups: list[Group]  # groups to train on, num_prompts_per_step of them; empty while the batch is not complete
     is_batch_complete: bool
     batch_cache: list[Group]
     """Groups with a signal that wait for the rest of their step; empty when the batch is complete."""

@@ -63,8 +63,7 @@ def add_logprobs(
     prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy. Returns
     metrics about responses that were left out.
 
-    Raises:
-        RunError: a log-probability that the step uses is not finite, or too far from that of generation.
+    RunError: a log-probability that the step uses is not finite, or too far from that of generation.
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it; others need not be finite.
     needs_all = config.loss_fn.use_kl_in_reward

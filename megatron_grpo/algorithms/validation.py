@@ -21,8 +21,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
 
     Returns metrics of `compute_held_out_metrics` with the prefix val_; none without validation data.
 
-    Raises:
-        SamplingError: an engine or an environment failed, or a reward is not finite.
+    SamplingError: an engine or an environment failed, or a reward is not finite.
     """
     if not run.val_prompts:
         return {}

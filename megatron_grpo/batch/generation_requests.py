@@ -55,8 +55,7 @@ class GenerationRequest:
 
     prompt_ids: NDArray[np.int32]
     """All tokens before the response: [prompt tokens], int32."""
-    seed: int
-    """Seed of this request alone, so that its tokens do not depend on other requests in flight."""
+    seed: int  # seed of this request alone, so that its tokens do not depend on other requests in flight
     max_new_tokens: int  # most tokens of this response; the settings' max_new_tokens limits it too
 
 

@@ -150,8 +150,7 @@ class SequencePadder:
         SequencePadder(microbatch_tokens=8, multiple=1).assign_microbatches([2, 6, 3], replicas=1)  # [[[1], [2, 0]]]
     """
 
-    microbatch_tokens: int
-    """Most tokens of a rectangle; a sequence that is longer alone gets one of its own."""
+    microbatch_tokens: int  # most tokens of a rectangle; a sequence that is longer alone gets one of its own
     multiple: int  # number of columns of which the width of every rectangle is a multiple
 
     def assign_to_replicas(self, lengths: Lengths, replicas: int) -> list[list[int]]:

@@ -17,16 +17,7 @@ from numpy.typing import NDArray
 REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
 # Distributions whose versions are recorded, where they are installed.
-_RECORDED_LIBRARIES = (
-    "megatron_grpo",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "triton",
-    "vllm",
-    "transformers",
-    "numpy",
-)
+_RECORDED_LIBRARIES = "megatron_grpo torch megatron-core transformer-engine triton vllm transformers numpy"
 WATCHED_TOKENS = 32  # most tokens of a step whose hidden states are recorded
 _STATE = "hidden state"
 
@@ -46,7 +37,7 @@ class TensorFigure:
 
 def find_library_versions() -> dict[str, str]:
     versions = {}
-    for name in _RECORDED_LIBRARIES:
+    for name in _RECORDED_LIBRARIES.split():
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.trajectory import ROW_FIELDS, Outcome, Trajectory
+from megatron_grpo.config.errors import select_first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -167,8 +168,7 @@ def _translate_damage(file: Path | None = None) -> Iterator[None]:
     except (pa.ArrowException, LookupError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # pyarrow's have none
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = f"is damaged or was not written to its end: {reason}"
+        problem = f"is damaged or was not written to its end: {select_first_line(error)}"
         # Without a file the caller puts its name in front.
         raise ValueError(problem if file is None else f"{file} {problem}; {DAMAGE_ADVICE}") from None
 

@@ -57,9 +57,8 @@ class RayCluster:
     def start(self, remove_if_killed: FolderRemover | None = None) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
-        Raises:
-            RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
-                process already uses Ray.
+        RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
+        process already uses Ray.
         """
         if ray.is_initialized():
             raise RunError("this process has called ray.init already; call ray.shutdown() before the run is started")

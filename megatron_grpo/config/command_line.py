@@ -34,10 +34,8 @@ class CommandLine:
 
     options: dict[str, Any] = field(default_factory=dict)
     """Converted values of the command's own options, by name: gb_per_s for --gb-per-s=50."""
-    overrides: list[str] = field(default_factory=list)
-    """Arguments that belong to the configuration, unchanged."""
-    words: list[str] = field(default_factory=list)
-    """Arguments without = and without dashes."""
+    overrides: list[str] = field(default_factory=list)  # arguments that belong to the configuration, unchanged
+    words: list[str] = field(default_factory=list)  # arguments without = and without dashes
 
     def require(self, name: str, form: str) -> Any:
         """Return an option; ValueError if it is missing, with its `form`."""
@@ -59,8 +57,7 @@ def parse_arguments(
     bool, and --html FILE or --html=FILE for "--html" of another type. `is_override(name)` is true for the name of an
     argument that belongs to the configuration.
 
-    Raises:
-        ValueError: an argument is unknown, or its value is of another type.
+    ValueError: an argument is unknown, or its value is of another type.
     """
     parsed = CommandLine()
     remaining = iter(arguments)

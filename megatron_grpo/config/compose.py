@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_grpo.config.conversion import convert_values, find_missing_keys
-from megatron_grpo.config.errors import ConfigError, Problem, to_text
+from megatron_grpo.config.errors import ConfigError, Problem, select_first_line, to_text
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import find_key, flatten
 from megatron_grpo.config.loop_schema import COUNTERPART, LOOPS, SHARED, is_foreign_to, switch_algorithm, translate_key
@@ -108,8 +108,7 @@ class ComposedConfig:
     """The typed configuration of a command line, with its problems."""
 
     job: Job
-    config: Config | None = None
-    """None: the values cannot be converted to the schema's types."""
+    config: Config | None = None  # None: the values cannot be converted to the schema's types
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Set and default values, resolved, wrong ones included; empty when Hydra could compose nothing."""
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -186,7 +185,7 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
             subject = to_text((wrong_override or " ".join(accepted) or "conf/").lstrip("+"))
             into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
             into.problems += [*parsed.problems, *job.problems]
-            into.problems.append(Problem(subject, _select_first_line(error.__cause__ or error)))
+            into.problems.append(Problem(subject, select_first_line(error.__cause__ or error)))
             return "grpo", []
         # A wrong algorithm is reported when types are checked.
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
@@ -249,11 +248,6 @@ def _remove_unresolved(composed: DictConfig) -> list[Problem]:
             if isinstance(selected, ListConfig):
                 OmegaConf.resolve(selected)
         except OmegaConfBaseException as error:
-            problems.append(Problem(f"{name}={value}", f"cannot be resolved: {_select_first_line(error)}"))
+            problems.append(Problem(f"{name}={value}", f"cannot be resolved: {select_first_line(error)}"))
             OmegaConf.update(composed, name, None)
     return problems
-
-
-def _select_first_line(error: BaseException) -> str:
-    # The other lines of a message of Hydra or OmegaConf say where it was raised.
-    return str(error).strip().splitlines()[0].strip()

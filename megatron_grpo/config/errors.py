@@ -81,6 +81,12 @@ def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwi
     return f"; there is {', '.join(map(form.format, names)) or 'none'}" if otherwise is None else otherwise
 
 
+def select_first_line(error: BaseException) -> str:
+    """Select the first line of an error's message; its class if it has none."""
+    # The other lines of a library's message often say where it was raised.
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
 def to_text(value: object) -> str:
     """Format a value for a message: None as null, long values cut."""
     try:

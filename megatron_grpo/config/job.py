@@ -80,16 +80,11 @@ class Job:
     """The content of a job file."""
 
     file: str = ""
-    environment: str | None = None
-    """Task name; None: the recipe's environments."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Values by key; shared loop keys have GRPO's name."""
-    fields: dict[str, str] = field(default_factory=dict)
-    """By key, the field that set it."""
-    needs_no_validation: bool = False
-    """True if the job has its own training data but no held-out prompts."""
-    is_environment_name: bool = False
-    """True if `environment` is a name alone, without fields."""
+    environment: str | None = None  # task name; None: the recipe's environments
+    settings: dict[str, Any] = field(default_factory=dict)  # values by key; shared loop keys have GRPO's name
+    fields: dict[str, str] = field(default_factory=dict)  # by key, the field that set it
+    needs_no_validation: bool = False  # True if the job has its own training data but no held-out prompts
+    is_environment_name: bool = False  # True if `environment` is a name alone, without fields
     command_line_keys: set[str] = field(default_factory=set)
     """Keys on the command line, which override those of the job."""
     problems: list[Problem] = field(default_factory=list)

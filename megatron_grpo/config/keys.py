@@ -40,8 +40,7 @@ class Key:
 
     name: str
     """Dotted name, GRPO's if PPO shares the key; a part in angle brackets stands for a name that the user chooses."""
-    type: str
-    """In words: "int > 0", "one of linear, cosine", "text or null"."""
+    type: str  # in words: "int > 0", "one of linear, cosine", "text or null"
     default: Any
     doc: str
 
@@ -61,12 +60,10 @@ class Key:
 class SectionKeys:
     """One section of the configuration, without the sections below it."""
 
-    name: str
-    """Dotted name, GRPO's if PPO shares the section; empty for the top level."""
+    name: str  # dotted name, GRPO's if PPO shares the section; empty for the top level
     doc: str
     keys: tuple[Key, ...]
-    is_shared: bool = False
-    """True if GRPO and PPO share the section."""
+    is_shared: bool = False  # True if GRPO and PPO share the section
 
     @property
     def names(self) -> tuple[str, ...]:

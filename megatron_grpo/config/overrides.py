@@ -101,12 +101,9 @@ def _check_folder(folder: Path) -> str | None:
 class SortedOverrides:
     """The overrides of a command line, sorted."""
 
-    accepted: list[str] = field(default_factory=list)
-    """Overrides in a form that Hydra takes."""
-    unknown: list[str] = field(default_factory=list)
-    """Keys that the schema does not have."""
-    problems: list[Problem] = field(default_factory=list)
-    """Mistakes in the remaining overrides."""
+    accepted: list[str] = field(default_factory=list)  # overrides in a form that Hydra takes
+    unknown: list[str] = field(default_factory=list)  # keys that the schema does not have
+    problems: list[Problem] = field(default_factory=list)  # mistakes in the remaining overrides
     values: dict[str, str] = field(default_factory=dict)
     """All values as text by key, also wrong ones; a section set to {...} adds each of its keys too."""
 

@@ -21,6 +21,10 @@ from megatron_grpo.config.section import (
     Share,
 )
 
+# Shapes of the decay, and three more by their names in transformers.
+DecayStyle = Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial", "cosine_with_restarts"]
+TransformersDecayStyle = Literal["warmup_stable_decay", "constant_with_warmup", "cosine_with_min_lr"]
+
 
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
@@ -40,17 +44,7 @@ class OptimizerConfig(Section):
     decay_steps: Positive | None = None
     """Optimizer steps until min_lr, warm-up included; null: all optimizer steps of max_num_steps steps."""
 
-    decay_style: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "inverse_sqrt",
-        "polynomial",
-        "cosine_with_restarts",
-        "warmup_stable_decay",
-        "constant_with_warmup",
-        "cosine_with_min_lr",
-    ] = "constant"
+    decay_style: Literal[DecayStyle, TransformersDecayStyle] = "constant"
     """Shape of the decay after the warm-up. warmup_stable_decay stays at lr until the last final_decay_steps, which are
     linear. constant_with_warmup and cosine_with_min_lr are transformers' names of constant and cosine."""
 

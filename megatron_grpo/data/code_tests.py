@@ -58,12 +58,9 @@ def parse_code_tests(answer: Any) -> list[Test]:
 class PythonTest:
     """One text of Python tests."""
 
-    text: str
-    """Source, in which `a is b` of two expressions is replaced by `__same__(a, b)`."""
-    is_test: bool
-    """False: the text only has imports and definitions for other texts."""
-    test_names: tuple[str, ...]
-    """Test functions and classes that the text defines and does not call."""
+    text: str  # source, in which `a is b` of two expressions is replaced by `__same__(a, b)`
+    is_test: bool  # False: the text only has imports and definitions for other texts
+    test_names: tuple[str, ...]  # test functions and classes that the text defines and does not call
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +68,12 @@ class PreparedTests:
     """A row's Python tests, ready to run in another process."""
 
     tests: tuple[PythonTest, ...]
-    names: tuple[str, ...]
-    """Names that the tests take from the program."""
+    names: tuple[str, ...]  # names that the tests take from the program
     modules: dict[str, str]
     """Names of modules that the tests use without importing them, each with its module[:attribute]."""
     needs_one_fork: bool
     """True: all tests run in one fork of the program, because a test reads a variable of an earlier test."""
-    doubts: tuple[str, ...]
-    """Reasons why a program could pass the tests undeservedly, or cannot pass them at all."""
+    doubts: tuple[str, ...]  # reasons why a program could pass the tests undeservedly, or cannot pass them at all
 
     @property
     def test_count(self) -> int:

@@ -114,18 +114,13 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     dataset: Subset[dict[str, Any]] | Sequence[dict[str, Any]]
     """Rows; a Subset has the usable rows of a `Source`, which names their places in messages."""
     tokenizer: Any
-    default_task_data_spec: TaskDataSpec
-    """Specification whose task_name is used for rows without one."""
+    default_task_data_spec: TaskDataSpec  # specification whose task_name is used for rows without one
     task_data_processors: Mapping[str, tuple[TaskDataSpec, DataProcessor]]
-    max_seq_length: int
-    """Most tokens of a prompt; a longer one is flagged with loss_multiplier 0."""
+    max_seq_length: int  # most tokens of a prompt; a longer one is flagged with loss_multiplier 0
     _: KW_ONLY
-    skip_refused: bool = False
-    """Flag a row that its processor refuses with loss_multiplier 0, too."""
-    vocab: int | None = None
-    """Number of the model's tokens; None: it is not known."""
-    refused: dict[int, str] = field(default_factory=dict, init=False)
-    """Reasons of refused rows, by row number."""
+    skip_refused: bool = False  # flag a row that its processor refuses with loss_multiplier 0, too
+    vocab: int | None = None  # number of the model's tokens; None: it is not known
+    refused: dict[int, str] = field(default_factory=dict, init=False)  # reasons of refused rows, by row number
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -135,8 +130,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
         With skip_refused, the prompt of a refused row is empty and has loss_multiplier 0.
 
-        Raises:
-            ValueError: no prompt can be made of the row, and skip_refused is false.
+        ValueError: no prompt can be made of the row, and skip_refused is false.
         """
         try:
             return self.make_prompt(self.dataset[idx], idx)
@@ -156,8 +150,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def make_prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
         """Make the prompt of a row, perhaps of another dataset.
 
-        Raises:
-            ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
+        ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
         """
         task = find_task(row, self.default_task_data_spec.task_name)
         try:

@@ -21,8 +21,7 @@ from megatron_grpo.models.source import is_made_before_run
 class SetIdentity:
     """A set of rows at the start of a run."""
 
-    path: str
-    """Path or hub name, with its subset and split where it has some, for messages."""
+    path: str  # path or hub name, with its subset and split where it has some, for messages
     digest: str | None = None  # of the file, or of the rows of a folder or hub set
     rows: int | None = None  # usable or not
     usable: str | None = None  # digest of the indices of the usable rows

@@ -74,10 +74,8 @@ class PromptData:
     loader: BatchLoader
     val_prompts: list[DatumSpec]
     stops: special_tokens.StopConditions
-    notes: list[str]
-    """Remarks about the files for the user."""
-    tokenizer: Any = None
-    """Tokenizer of the prompts, from transformers; None: a recording replaces the prompts."""
+    notes: list[str]  # remarks about the files for the user
+    tokenizer: Any = None  # tokenizer of the prompts, from transformers; None: a recording replaces the prompts
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, select_first_line
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rows import RowCheck, digest_rows
@@ -65,8 +65,7 @@ class PromptSampler(Sampler[int]):
 class BatchLoader(Protocol):
     """A loader of training prompts."""
 
-    epoch: int = 0
-    """Completed epochs."""
+    epoch: int = 0  # completed epochs
     left_out: int = 0
     """Rows of the current epoch, or of the last after its end, that were left out, for example as too long."""
     prompts_per_batch: int
@@ -115,8 +114,7 @@ class PromptLoader(BatchLoader):
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the epoch, then begin the next.
 
-        Raises:
-            RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
+        RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
         """
         self._order.epoch = self.epoch  # first: the loader draws the order of the whole epoch when it is iterated
         rows = iter(self._loader)
@@ -197,7 +195,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
         # A stream opens no file before its first row, and a missing file should fail here rather than in training.
         next(iter(stream), None)
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
-        raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
+        raise ValueError(f"cannot be opened: {select_first_line(error)}") from error
     return stream
 
 
@@ -228,8 +226,7 @@ class StreamLoader(BatchLoader):
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the epoch, then begin the next.
 
-        Raises:
-            RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
+        RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
         """
         if self._drawn == 0:
             self.left_out = 0

@@ -83,9 +83,8 @@ def math_data_processor(
     unchanged and, if there is a reference answer, the answer as text under REFERENCE, and unchanged under "answer"
     unless another column has that name.
 
-    Raises:
-        ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer
-            has no chat template, or its template refuses the prompt.
+    ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer has
+    no chat template, or its template refuses the prompt.
     """
     text = render_prompt(datum_dict, task_data_spec, tokenizer, idx)
     token_ids = PromptRenderer(tokenizer, task_data_spec).encode_prompt(text)
@@ -117,8 +116,7 @@ def math_data_processor(
 def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
     """Render a row's prompt to text.
 
-    Raises:
-        ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
+    ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
     """
     prompt = _apply_prompt_file(row[spec.prompt_key], row, spec, idx)
     renderer = PromptRenderer(tokenizer, spec)

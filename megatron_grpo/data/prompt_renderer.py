@@ -30,10 +30,8 @@ class PromptFormat:
     """How the turns of a task's conversations become text."""
 
     apply_chat_template: bool = True
-    system_prompt: str | None = None
-    """System message for conversations without one."""
-    chat_template: str | None = None
-    """Chat template in Jinja; None: the tokenizer's."""
+    system_prompt: str | None = None  # system message for conversations without one
+    chat_template: str | None = None  # chat template in Jinja; None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
 
@@ -94,8 +92,7 @@ class PromptRenderer:
         model's next message. Without a template they are the texts of the messages. `last_token` is the last of the
         model's turn; an end of message that was sampled is not repeated.
 
-        Raises:
-            ValueError: the template shows no messages of the model.
+        ValueError: the template shows no messages of the model.
         """
         if not self.format.apply_chat_template:
             return self.encode_after("\n".join(str(message["content"]) for message in messages), last_token)
@@ -284,8 +281,7 @@ def join_content(content: Any, number: int = 1) -> str:
 
     Parts are joined with line breaks, as vLLM's server does. `number` is that of the message, for the error.
 
-    Raises:
-        ValueError: a part is not text.
+    ValueError: a part is not text.
     """
     if not isinstance(content, list):
         return "" if content is None else str(content)

@@ -51,13 +51,11 @@ class SetReport:
     duplicates: int = 0  # rows that repeat the prompt of an earlier row
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Columns of each task's rows, after the conversion by data.processor."""
-    common_columns: dict[str, set[str]] = field(default_factory=dict)
-    """Columns that all rows of a task have."""
+    common_columns: dict[str, set[str]] = field(default_factory=dict)  # columns that all rows of a task have
     bad_count: int = 0  # rows that cannot be used
     problems: list[Problem] = field(default_factory=list)
     """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
-    remarks: list[Problem] = field(default_factory=list)
-    """Remarks for the user, with the skipped rows."""
+    remarks: list[Problem] = field(default_factory=list)  # remarks for the user, with the skipped rows
 
 
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:

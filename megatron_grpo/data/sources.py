@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
 from megatron_grpo.data import table_values
 
@@ -198,7 +198,7 @@ class Table:
         try:
             row = dict(self._dataset[number])
         except _UNREADABLE_VALUE as error:
-            return f"has a value that cannot be read: {_read_first_line(error)}"
+            return f"has a value that cannot be read: {select_first_line(error)}"
         return {**row, **{name: table_values.strip_nulls(row[name]) for name in self._nested}}
 
     def locate(self, number: int) -> str:
@@ -225,9 +225,9 @@ def open_source(config: DatasetConfig) -> Source:
     except SourceError:
         raise  # it says already what is wrong
     except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror or _read_first_line(error)}") from None
+        raise SourceError(f"cannot be read: {error.strerror or select_first_line(error)}") from None
     except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
-        reason = _read_first_line(error.__cause__ or error)
+        reason = select_first_line(error.__cause__ or error)
         raise SourceError(f"is not a {path.suffix} file that can be read: {reason}") from error
 
 
@@ -251,7 +251,7 @@ def _load_dataset(config: DatasetConfig) -> Source:
         raise SourceError(f"has no split {config.split!r}") from error
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        text = f"cannot be loaded (split {config.split}): {kind}{_read_first_line(error.__cause__ or error)}"
+        text = f"cannot be loaded (split {config.split}): {kind}{select_first_line(error.__cause__ or error)}"
         raise SourceError(text) from error
     return Table(dataset, config.path)
 
@@ -334,7 +334,3 @@ def _read_good_rows(reader: Any, columns: int, lines: array[int], bad: list[tupl
 
 
 _READERS = {".parquet": _open_parquet, ".arrow": _open_arrow, ".csv": _open_csv, ".tsv": _open_csv}
-
-
-def _read_first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.config.errors import RunError, select_first_line, to_text
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, list_declared_tokens
 
 SAMPLE_TEXTS = (
@@ -49,9 +49,8 @@ def read_tokenizer(model: Path | str) -> tuple[Any, str | None]:
     special_tokens_map.json and added_tokens.json decide which tokens are special, and their roles; tokens that
     tokenizer.json lacks get the numbers after its last. Blanks before punctuation are never removed from decoded texts.
 
-    Raises:
-        RunError: the folder has no tokenizer, or its tokenizer needs code of the model, which is never run, or
-            transformers cannot load it as tokenizer.json describes it.
+    RunError: the folder has no tokenizer, or its tokenizer needs code of the model, which is never run, or transformers
+    cannot load it as tokenizer.json describes it.
     """
     # Imported here: it takes seconds, which are spent while other processes start.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -117,9 +116,8 @@ def _load(kind: Any, model: Path | str) -> Any:
         # mistral_format: else tekken.json, where the folder has one, would replace tokenizer.json.
         tokenizer = kind.from_pretrained(model, trust_remote_code=False, mistral_format=False)
     except Exception as error:  # the tokenizers library raises bare exceptions
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = f"{model} has no tokenizer that transformers can load (code that comes with a model is not run)"
-        raise RunError(f"{text}: {reason}") from error
+        raise RunError(f"{text}: {select_first_line(error)}") from error
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 

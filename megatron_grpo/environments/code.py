@@ -42,6 +42,7 @@ class Verdict:
     untrusted: list[str] = field(default_factory=list)  # reasons why verdicts of tests cannot be trusted
 
 
+@dataclass(eq=False)
 class CodeEnvironment(Environment):
     """Reward for a program that passes its row's tests.
 
@@ -51,26 +52,19 @@ class CodeEnvironment(Environment):
     accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process of their own,
     which asks the program's process for the results of calls; the program's process has neither tests nor expected
     outputs.
-
-    Args:
-        settings: settings of the run, among them the sandbox.
-        reward: "all": 1 when every test passes, else 0; "share": the share of tests that pass.
-        programs_at_once: programs that one environment process runs concurrently.
-        untrusted_tests: what to do with a test that compares live objects of the program, so that the program itself
-            would decide its verdict. "refuse": it fails; "allow": the program's answer counts.
     """
 
-    def __init__(
-        self,
-        settings: EnvironmentSettings,
-        reward: Literal["all", "share"] = "all",
-        programs_at_once: Positive = 2,
-        untrusted_tests: Literal["refuse", "allow"] = "refuse",
-    ) -> None:
-        self._sandbox = settings.open_sandbox()
-        self._share = reward == "share"
-        self._allow_untrusted = untrusted_tests == "allow"
-        self._pool = ThreadPoolExecutor(programs_at_once)
+    settings: EnvironmentSettings
+    reward: Literal["all", "share"] = "all"
+    """all: 1 when every test passes, else 0; share: the share of tests that pass."""
+    programs_at_once: Positive = 2
+    """Programs that one environment process runs concurrently."""
+    untrusted_tests: Literal["refuse", "allow"] = "refuse"
+    """What to do with a test that compares live objects of the program, so that the program itself would decide its
+    verdict. refuse: it fails; allow: the program's answer counts."""
+
+    def __post_init__(self) -> None:
+        self._sandbox, self._pool = self.settings.open_sandbox(), ThreadPoolExecutor(self.programs_at_once)
         self._logged: set[str] = set()  # reasons that were logged, each once
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
@@ -79,17 +73,16 @@ class CodeEnvironment(Environment):
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
         tests = parse_code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
         program = extract_program(request.response)
-        verdict = check_program(
-            self._sandbox, program, tests, run_all=self._share, allow_untrusted=self._allow_untrusted
-        )
+        gives_share, trusts_all = self.reward == "share", self.untrusted_tests == "allow"
+        verdict = check_program(self._sandbox, program, tests, run_all=gives_share, allow_untrusted=trusts_all)
         for reason in verdict.untrusted:
             if reason not in self._logged:
                 self._logged.add(reason)
-                verb = "counts, though" if self._allow_untrusted else "fails:"
+                verb = "counts, though" if trusts_all else "fails:"
                 _log.warning("a test of a program %s it depends on %s", verb, reason)
         share = verdict.passed / verdict.tests if verdict.tests else 0.0
         return EnvironmentReturn(
-            reward=share if self._share else float(share == 1.0),
+            reward=share if gives_share else float(share == 1.0),
             correct=share == 1.0,
             metrics={
                 "suspect/touched_harness": float(verdict.touched or _HARNESS.search(program) is not None),

@@ -17,19 +17,12 @@ from megatron_grpo.environments.interface import EnvironmentSettings, Environmen
 from megatron_grpo.environments.reward_model import start_reward_model
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentProcess:
-    """A ready process of an environment."""
-
-    actor: Any  # Ray actor (`EnvironmentWorker`)
-    status: EnvironmentStatus
-
-    def kill(self) -> None:
-        """End the process at once, even if it hangs."""
-        ray.kill(self.actor)
-        if self.status.node_id == ray.get_runtime_context().get_node_id():
-            with suppress(ProcessLookupError):
-                os.kill(self.status.pid, signal.SIGKILL)  # a stopped process does not react to Ray
+def kill_process(actor: Any, status: EnvironmentStatus) -> None:
+    """End a process (`EnvironmentWorker`) at once, even if it hangs."""
+    ray.kill(actor)
+    if status.node_id == ray.get_runtime_context().get_node_id():
+        with suppress(ProcessLookupError):
+            os.kill(status.pid, signal.SIGKILL)  # a stopped process does not react to Ray
 
 
 @dataclass(slots=True)

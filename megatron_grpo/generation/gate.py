@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_grpo.generation.engine_processes import await_alive
@@ -32,21 +33,18 @@ Cause = Literal["weights", "memory"]
 """What is missing while the gate is closed: complete weights, or the device memory of a sleeping engine."""
 
 
+@dataclass(eq=False)
 class Gate:
-    """Lets requests into one engine, which starts open and paused.
+    """Lets requests into one engine, which starts open and paused."""
 
-    Args:
-        updates_in_flight: while weights change, requests in flight are paused and new ones wait; otherwise new ones are
-            refused.
-        keeps_cache: the engine's prefix cache outlasts a pause; otherwise a pause empties it.
-        on_change: called with the number of requests in flight when it changes.
-    """
+    llm: AsyncLLM
+    _: KW_ONLY
+    updates_in_flight: bool
+    """While weights change, requests in flight are paused and new ones wait; otherwise new ones are refused."""
+    keeps_cache: bool  # the engine's prefix cache outlasts a pause; otherwise a pause empties it
+    on_change: Callable[[int], None]  # called with the number of requests in flight when it changes
 
-    def __init__(
-        self, llm: AsyncLLM, *, updates_in_flight: bool, keeps_cache: bool, on_change: Callable[[int], None]
-    ) -> None:
-        self._llm, self._keeps_cache, self._on_change = llm, keeps_cache, on_change
-        self._updates_in_flight = updates_in_flight
+    def __post_init__(self) -> None:
         self._in_flight = 0
         self._reasons: dict[Cause, str] = {}
         self._admission_lock = asyncio.Lock()  # held while requests are added, and by `close` while weights change
@@ -58,7 +56,7 @@ class Gate:
     def require_open(self) -> None:
         """Raise RuntimeError with the reason if requests are refused now."""
         for cause, reason in self._reasons.items():
-            if cause == "memory" or not self._updates_in_flight:
+            if cause == "memory" or not self.updates_in_flight:
                 raise RuntimeError(reason)
 
     def is_closed(self, cause: Cause) -> bool:
@@ -67,7 +65,7 @@ class Gate:
     async def close(self, cause: Cause, reason: str) -> None:
         """Refuse new requests with this reason, or let them wait, until no cause remains."""
         self._reasons[cause] = reason
-        if cause == "weights" and self._updates_in_flight:
+        if cause == "weights" and self.updates_in_flight:
             if not self._is_held_closed:
                 await self._admission_lock.acquire()  # wait until requests that are being added are in flight
                 self._is_held_closed = True
@@ -86,8 +84,8 @@ class Gate:
 
     def pause(self) -> None:
         """Begin a pause; `wait_paused` waits until the scheduler has stopped."""
-        call = self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_cache)
-        self._pause_task = asyncio.create_task(await_alive(self._llm, call))
+        call = self.llm.pause_generation(mode="keep", clear_cache=not self.keeps_cache)
+        self._pause_task = asyncio.create_task(await_alive(self.llm, call))
 
     async def wait_paused(self) -> AsyncLLM:
         """Wait for the pause; RuntimeError: responses are in flight after DRAIN_S."""
@@ -97,7 +95,7 @@ class Gate:
         if self._pause_task is None:
             raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
         await self._pause_task
-        return self._llm
+        return self.llm
 
     @asynccontextmanager
     async def admission(self, requests: int) -> AsyncIterator[None]:
@@ -134,8 +132,8 @@ class Gate:
 
     def _count(self, requests: int) -> None:
         self._in_flight += requests
-        self._on_change(self._in_flight)
+        self.on_change(self._in_flight)
 
     async def _resume(self) -> None:
         self._pause_task = None
-        await await_alive(self._llm, self._llm.resume_generation())
+        await await_alive(self.llm, self.llm.resume_generation())

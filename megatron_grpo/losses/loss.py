@@ -54,16 +54,12 @@ class Segments:
 class GlobalCounts:
     """Denominators of losses and metrics of a whole optimizer step."""
 
-    tokens: float
-    """Tokens in the loss (sum of loss_mask), at least one."""
-    sequences: float
-    """Sequences with at least one token in the loss, each counted with its weight."""
-    all_sequences: float
-    """All sequences, those without a token in the loss included, each counted with its weight."""
+    tokens: float  # tokens in the loss (sum of loss_mask), at least one
+    sequences: float  # sequences with at least one token in the loss, each counted with its weight
+    all_sequences: float  # all sequences, those without a token in the loss included, each counted with its weight
     positive_tokens: float = 0.0
     """Tokens in the loss of correct responses, counted with their weights; 0 if the batch marks none."""
-    token_weight: float = 1.0
-    """Mean weight of the tokens in the loss."""
+    token_weight: float = 1.0  # mean weight of the tokens in the loss
 
     @staticmethod
     def count(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:

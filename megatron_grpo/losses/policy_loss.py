@@ -192,18 +192,13 @@ def add_derived_metrics(metrics: dict[str, float]) -> None:
 class Surrogate(NamedTuple):
     """The objective and statistics of the ratio, at each token."""
 
-    objective: Tensor
-    """float32, with gradient: the quantity to maximise."""
+    objective: Tensor  # float32, with gradient: the quantity to maximise
     ratio: Tensor
     """float32: probability under the current policy over that under the old one, of token or (GSPO) response."""
-    clamped: Tensor
-    """float32: the ratio clamped to its bounds."""
-    clipped_low: Tensor
-    """bool: where clipping the ratio from below changed the gradient."""
-    clipped_high: Tensor
-    """bool: where clipping the ratio from above changed the gradient."""
-    clipped_dual: Tensor
-    """bool: where dual clipping took the gradient away."""
+    clamped: Tensor  # float32: the ratio clamped to its bounds
+    clipped_low: Tensor  # bool: where clipping the ratio from below changed the gradient
+    clipped_high: Tensor  # bool: where clipping the ratio from above changed the gradient
+    clipped_dual: Tensor  # bool: where dual clipping took the gradient away
 
     def metrics(self, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
         """Compute shares of means over tokens, and extremes of the ratio."""

@@ -20,8 +20,7 @@ class RunEnd:
     """How a run ended."""
 
     outcome: Literal["completed", "early_stop", "data_used_up", "failed", "interrupted"]
-    reason: str | None = None
-    """Why the run ended before its last step; None: it was completed."""
+    reason: str | None = None  # why the run ended before its last step; None: it was completed
 
 
 COMPLETED = RunEnd("completed")

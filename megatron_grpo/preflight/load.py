@@ -78,8 +78,7 @@ def load_config(overrides: Sequence[str]) -> Config:
 
     `overrides`: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
 
-    Raises:
-        ConfigError: names every problem of the configuration, and of the machine's files and GPUs.
+    ConfigError: names every problem of the configuration, and of the machine's files and GPUs.
     """
     return check_overrides(overrides).require()
 

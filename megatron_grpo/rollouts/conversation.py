@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ class BadCallError(ValueError):
     """A call without an answer; the message is for the agent."""
 
 
+@dataclass(eq=False)
 class Conversation:
     """The calls of one rollout, each continuing the previous one.
 
@@ -27,23 +29,17 @@ class Conversation:
     text that the call adds.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        settings: SamplingSettings,
-        renderer: PromptRenderer,
-        compute_seed: Callable[[int], int],
-        max_length: int,
-    ) -> None:
-        # `compute_seed`: from the number of a response. `max_length`: tokens of prompts and responses together.
-        self.pieces: list[NDArray[np.int32]] = []
-        """Context and sampled tokens, alternating, [tokens] each, int32."""
+    engine: EngineClient
+    settings: SamplingSettings
+    renderer: PromptRenderer
+    compute_seed: Callable[[int], int]  # from the number of a response
+    max_length: int  # tokens of prompts and responses together
+
+    def __post_init__(self) -> None:
+        self.pieces: list[NDArray[np.int32]] = []  # context and sampled tokens, alternating, [tokens] each, int32
         self.outputs: list[GenerationOutput] = []
         self.failure: Exception | None = None
         """The engine's error in the last call; the agent learns only that its call failed."""
-        self.settings = settings
-        self._engine, self._renderer = engine, renderer
-        self._compute_seed, self._max_length = compute_seed, max_length
         # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
         self._history: list[ChatMessage] | str | None = None
         self._lock = asyncio.Lock()  # one call at a time, because each continues the last
@@ -90,7 +86,7 @@ class Conversation:
         tools: Sequence[ChatMessage] | None,
         variables: Mapping[str, Any] | None,
     ) -> list[int]:
-        renderer, history = self._renderer, self._history
+        renderer, history = self.renderer, self._history
         if not renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
         if self.outputs and not (isinstance(history, list) and _is_continuation(messages, history)):
@@ -114,11 +110,11 @@ class Conversation:
     def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             if not self.outputs:
-                return self._encode_text(self._renderer.encode_plain, prompt)
+                return self._encode_text(self.renderer.encode_plain, prompt)
             if not isinstance(self._history, str) or not prompt.startswith(self._history):
                 raise BadCallError("does not begin with the prompt and the response of the call before")
-            return self._encode_text(self._renderer.encode_after, prompt[len(self._history) :], self._last_token)
-        tokens = len(self._renderer.tokenizer)
+            return self._encode_text(self.renderer.encode_after, prompt[len(self._history) :], self._last_token)
+        tokens = len(self.renderer.tokenizer)
         if any(not 0 <= token < tokens for token in prompt):
             raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
         history = np.concatenate(self.pieces).tolist() if self.pieces else []
@@ -130,20 +126,20 @@ class Conversation:
         if not piece and not self.outputs:
             raise BadCallError("the prompt is empty")
         context = np.array(piece, dtype=np.int32)
-        room = self._max_length - self.length - len(context)
+        room = self.max_length - self.length - len(context)
         if room < 1:
             raise BadCallError(
                 f"{self.length + len(context)} tokens leave no room within policy.max_total_sequence_length="
-                f"{self._max_length}"
+                f"{self.max_length}"
             )
         request = GenerationRequest(
             prompt_ids=np.concatenate([*self.pieces, context]),
-            seed=self._compute_seed(len(self.outputs)),
+            seed=self.compute_seed(len(self.outputs)),
             max_new_tokens=room if max_tokens is None else min(max_tokens, room),
         )
         if self._is_over:
             raise BadCallError(OVER)
-        self._sampling = asyncio.create_task(self._engine.generate(request, self.settings))
+        self._sampling = asyncio.create_task(self.engine.generate(request, self.settings))
         try:
             output = await self._sampling
         except asyncio.CancelledError:

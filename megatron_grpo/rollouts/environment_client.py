@@ -15,7 +15,7 @@ from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, ScoreOrError, Turn
-from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentProcess
+from megatron_grpo.environments.environment_processes import EnvironmentHandle, kill_process
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
 from megatron_grpo.rollouts.failures import RolloutFailure
@@ -65,10 +65,11 @@ class EnvironmentClient:
 
     async def start(self) -> None:
         """Wait until every process is up; SamplingError if one fails."""
-        for process in await asyncio.gather(*map(self._wait_ready, self._handle.actors)):
-            self.is_multi_turn, self.has_agent = process.status.multi_turn, process.status.has_agent
-            self.reads_token_ids = process.status.reads_token_ids
-            task = asyncio.create_task(self._serve(process))
+        actors = self._handle.actors
+        for actor, status in zip(actors, await asyncio.gather(*map(self._wait_ready, actors)), strict=True):
+            self.is_multi_turn, self.has_agent = status.multi_turn, status.has_agent
+            self.reads_token_ids = status.reads_token_ids
+            task = asyncio.create_task(self._serve(actor, status))
             self._tasks.add(task)  # the loop itself holds tasks only weakly
             task.add_done_callback(self._tasks.discard)
 
@@ -138,19 +139,20 @@ class EnvironmentClient:
             self._has_work.clear()
         return calls
 
-    async def _serve(self, process: EnvironmentProcess) -> None:
+    async def _serve(self, actor: Any, status: EnvironmentStatus) -> None:
         calls: list[_Call] = []
         try:
             while True:
                 await self._has_work.wait()
                 calls = self._take_calls()
-                reason = await self._run(process, calls) if calls else None
+                reason = await self._run(actor, status.pid, calls) if calls else None
                 if reason is not None:
-                    process.kill()
+                    kill_process(actor, status)
                     # The callers repeat their calls one by one: a single response may have ended the process.
                     for call in calls:
                         call.settle(RolloutFailure(reason))
-                    process = await self._wait_ready(self._handle.spawn())
+                    actor = self._handle.spawn()
+                    status = await self._wait_ready(actor)
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
             sampling_error = error if isinstance(error, SamplingError) else SamplingError(text)
@@ -158,15 +160,15 @@ class EnvironmentClient:
             for call in [*calls, *self._queue]:
                 call.settle(sampling_error)
 
-    async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
+    async def _run(self, actor: Any, pid: int, calls: list[_Call]) -> str | None:
         """Send calls to a process; returns why it failed, or None."""
-        name, timeout_s, pid = self._handle.name, self._handle.config.timeout_s, process.status.pid
+        name, timeout_s = self._handle.name, self._handle.config.timeout_s
         process_name = f"environment {name} worker {pid}"
         # One message for a process's whole share, because every call of an actor has a cost of its own.
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await call_actor(process.actor, EnvironmentWorker.run, jobs)
+                answers = await call_actor(actor, EnvironmentWorker.run, jobs)
         except TimeoutError:
             error_text = await asyncio.to_thread(build_overdue_error, "scoring", [process_name], timeout_s)
             logger.warning("%s", error_text)
@@ -181,17 +183,16 @@ class EnvironmentClient:
             call.settle(answer)
         return None
 
-    async def _wait_ready(self, actor: Any) -> EnvironmentProcess:
+    async def _wait_ready(self, actor: Any) -> EnvironmentStatus:
         name = self._handle.name
         try:
             async with asyncio.timeout(STARTUP_S):
-                status: EnvironmentStatus = await call_actor(actor, EnvironmentWorker.start)
+                return await call_actor(actor, EnvironmentWorker.start)
         except TimeoutError:
             text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
             raise SamplingError(text) from None
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
-        return EnvironmentProcess(actor, status)
 
 
 def _require_answer(answer: Answer | str) -> Answer:

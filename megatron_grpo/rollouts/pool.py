@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,50 +82,40 @@ class PendingBatch:
         return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
 
 
+@dataclass(eq=False)
 class RolloutPool:
     """The driver's handle of the rollout workers."""
 
-    def __init__(
-        self,
-        config: RolloutsConfig,
-        engines: Sequence[Any],
-        environments: Mapping[str, EnvironmentPool],
-        *,
-        generation_timeout_s: float,
-        max_total_sequence_length: int,
-        max_turns: int = 1,
-        routed: RoutedForm | None = None,
-        endpoint: EndpointSettings | None = None,
-        restore: RestoreEngines = refuse_to_restore,
-    ) -> None:
-        """
-        Args:
-            engines: Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled.
-            environments: pools of environment processes by task name, not yet started.
-            generation_timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
-            routed: form of the experts that engines return; None: engines return none.
-            restore: replaces lost engines in `engines` in place, or raises SamplingError.
-        """
-        self._config, self.engines, self._environments = config, engines, environments
-        self._timeout_s, self._routed, self._endpoint = generation_timeout_s, routed, endpoint
+    config: RolloutsConfig
+    engines: Sequence[Any]
+    """Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled."""
+    environments: Mapping[str, EnvironmentPool]  # by task name, not yet started
+    _: KW_ONLY
+    generation_timeout_s: float  # deadline for sampling one generation batch, and for each call on its tokens
+    max_total_sequence_length: int
+    max_turns: int = 1
+    routed: RoutedForm | None = None  # form of the experts that engines return; None: engines return none
+    endpoint: EndpointSettings | None = None
+    restore: RestoreEngines = refuse_to_restore
+    """Replaces lost engines in `engines` in place, or raises SamplingError."""
+
+    def __post_init__(self) -> None:
         self.actors: list[Any] = []
         self._shares: list[float] = []  # of the prompts, by worker
         self._calls = count()  # of calls that any worker can answer
         self._starting: dict[int, Any] = {}
         self._started_at = 0.0
-        self._replacer = EngineReplacer(engines, restore)
-        self._max_total_sequence_length = max_total_sequence_length
-        self._max_turns = max_turns
+        self._replacer = EngineReplacer(self.engines, self.restore)
         self.remarks: list[str] = []  # for the log of the run; the loop writes them and clears the list
         self.trainer_state = TrainerState()  # for the reward functions of the next responses
         self._batches = count()
-        self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
+        self._scoring_s = ATTEMPTS * self.config.timeout_s + GRACE_S
 
     def start(self) -> None:
         self._started_at = time.monotonic()
         engines = len(self.engines)
-        workers = self._config.num_workers or max(1, round(engines / ENGINES_PER_WORKER))
-        handles = {name: environment.start(workers) for name, environment in self._environments.items()}
+        workers = self.config.num_workers or max(1, round(engines / ENGINES_PER_WORKER))
+        handles = {name: environment.start(workers) for name, environment in self.environments.items()}
         # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
         starts = [engines * worker // workers for worker in range(workers + 1)]
         engine_numbers = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
@@ -135,14 +125,14 @@ class RolloutPool:
         self._shares = [share / max(engines, 1) for share in shares]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(engine_numbers):
-            endpoint = self._endpoint
+            endpoint = self.endpoint
             if endpoint is not None and endpoint.port:  # workers listen on consecutive ports
                 endpoint = replace(endpoint, port=endpoint.port + index)
             worker = actor.remote(
                 index,
                 engines={number: self.engines[number] for number in numbers},
                 environments={name: by_worker[index] for name, by_worker in handles.items()},
-                generation_timeout_s=self._timeout_s,
+                generation_timeout_s=self.generation_timeout_s,
                 endpoint=endpoint,
             )
             self.actors.append(worker)
@@ -169,9 +159,9 @@ class RolloutPool:
             sampling=sampling,
             run_seed=run_seed,
             generation_batch=generation_batch,
-            max_total_sequence_length=self._max_total_sequence_length,
-            max_turns=self._max_turns,
-            timeout_s=self._config.timeout_s,
+            max_total_sequence_length=self.max_total_sequence_length,
+            max_turns=self.max_turns,
+            timeout_s=self.config.timeout_s,
             trainer_state=self.trainer_state,
         )
 
@@ -204,7 +194,7 @@ class RolloutPool:
     def finish(self, batch: PendingBatch, timer: StepTimer) -> list[SampledGroup]:
         """Wait for a batch; returns and raises the same as `collect`."""
         with timer.phase("generation"), phase("generation"):
-            limit, since = self._timeout_s + GRACE_S, time.monotonic()
+            limit, since = self.generation_timeout_s + GRACE_S, time.monotonic()
             pending = {call: worker for worker, call in batch.sampled.items()}
             while pending:
                 call = self._wait_for_call(pending, since, limit, "generation")
@@ -235,7 +225,7 @@ class RolloutPool:
                 except StopIteration:
                     del batch.streams[stream], streams[stream]
                     continue
-                (numbers,) = self._gather({worker: reference}, self._timeout_s, "generation")
+                (numbers,) = self._gather({worker: reference}, self.generation_timeout_s, "generation")
                 complete += [CompletePrompt(batch.number, number, worker) for number in numbers]
         return complete
 
@@ -251,7 +241,7 @@ class RolloutPool:
             )
             for worker, prompts in by_worker.items()
         }
-        answers = self._gather(calls, self._timeout_s, "handing over of rollouts")
+        answers = self._gather(calls, self.generation_timeout_s, "handing over of rollouts")
         group_of: dict[CompletePrompt, SampledGroup] = {}
         for prompts, (packed, remarks) in zip(by_worker.values(), answers, strict=True):
             self.remarks += remarks
@@ -259,7 +249,7 @@ class RolloutPool:
         groups = [group_of[prompt] for prompt in complete]
         try:
             outcomes = [outcome for group in groups for outcome in group.outcomes]
-            require_few_failures(outcomes, self._config.max_failed_fraction)
+            require_few_failures(outcomes, self.config.max_failed_fraction)
         except SamplingError as error:  # the cause may be an engine that hangs: rollouts have shorter deadlines
             engines = [ENGINE_NAME(number) for number in range(len(self.engines))]
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
@@ -268,7 +258,7 @@ class RolloutPool:
     def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
         """Wait until `list_complete` may return a prompt; deadlines count from `since`."""
         streams = {stream: worker for batch in batches for stream, worker in batch.streams.items()}
-        self._wait_for_call(streams, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
+        self._wait_for_call(streams, since, self.generation_timeout_s + GRACE_S + self._scoring_s, "generation")
 
     def _wait_for_call(self, calls: Mapping[Any, int], since: float, deadline_s: float, phase_name: str) -> Any | None:
         """Wait until a call, given with its worker, ends; None: lost engines were replaced."""
@@ -298,7 +288,7 @@ class RolloutPool:
         Returns `StepBatch.fields` with the arrays of `concatenate_trajectories`, without waiting for them: fetching an
         array waits until it is stored, and raises if its worker failed.
         """
-        fields = list_rollout_fields(self._routed)
+        fields = list_rollout_fields(self.routed)
         located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
         workers = min(len(self.actors), len(partitions))
         stored: dict[str, list[Any]] = {name: [None] * len(partitions) for name in fields}
@@ -313,7 +303,7 @@ class RolloutPool:
             packed = pack_groups([groups[group] for group in needed])
             results = len(fields) * len(assigned)
             references = iter(
-                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, renumbered, self._routed)
+                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, renumbered, self.routed)
             )
             for partition in assigned:
                 for name in fields:
@@ -327,14 +317,14 @@ class RolloutPool:
         RunError if it raised, or the worker failed.
         """
         call = self._call_next(RolloutWorker.compute, fn, batch, list(fields), args)
-        ((new_fields, summary),) = self._gather(call, self._timeout_s, "computation over a step's tokens")
+        ((new_fields, summary),) = self._gather(call, self.generation_timeout_s, "computation over a step's tokens")
         batch.fields |= new_fields
         return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
         """Fetch the trajectories of a few groups; RunError if one was lost."""
         try:
-            return pack_groups(groups).fetch(self._timeout_s)
+            return pack_groups(groups).fetch(self.generation_timeout_s)
         except RayError as error:
             raise RunError(
                 f"the trajectories of {len(groups)} groups cannot be fetched: {explain_error(error)}"
@@ -346,7 +336,7 @@ class RolloutPool:
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
         """Read a step's rollouts from an earlier run's file; raises RunError."""
         call = self._call_next(RolloutWorker.load, file)
-        ((facts, packed),) = self._gather(call, self._timeout_s, "reading of rollouts")
+        ((facts, packed),) = self._gather(call, self.generation_timeout_s, "reading of rollouts")
         return facts, packed.unpack()
 
     def dump(
@@ -371,7 +361,7 @@ class RolloutPool:
 
     def wait_dump(self, dump: Any) -> None:
         """Wait until a `dump` is written; RunError if that fails."""
-        self._gather(dump, self._timeout_s, "writing of rollouts")
+        self._gather(dump, self.generation_timeout_s, "writing of rollouts")
 
     def _call_next(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs

@@ -59,22 +59,19 @@ def compute_sample_seed(run_seed: int, generation_batch: int, prompt_idx: int, s
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2
 
 
+@dataclass(eq=False)
 class GroupRollout:
     """The rollouts of one prompt's samples: call `sample`, then `score`."""
 
-    def __init__(
-        self,
-        group: int,
-        datum: DatumSpec,
-        settings: RolloutSettings,
-        engines: Engines,
-        environment: EnvironmentClient,
-        endpoint: Endpoint | None = None,
-    ) -> None:
-        """`group` is the prompt's number; `endpoint` is for environments with an agent."""
-        self._group, self._datum, self._settings = group, datum, settings
-        self._engines, self._environment, self._endpoint = engines, environment, endpoint
-        ids = [token for message in datum["message_log"] for token in message["token_ids"]]
+    group: int  # number of the prompt
+    datum: DatumSpec
+    settings: RolloutSettings
+    engines: Engines
+    environment: EnvironmentClient
+    endpoint: Endpoint | None = None  # for environments with an agent
+
+    def __post_init__(self) -> None:
+        ids = [token for message in self.datum["message_log"] for token in message["token_ids"]]
         self._prompt_ids = np.array(ids, dtype=np.int32)
         # Each sample with the state of the environment after the last turn.
         self._sampled: list[tuple[Trajectory, Any]] = []
@@ -82,9 +79,9 @@ class GroupRollout:
 
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""
-        self._deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
+        self._deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
         samples = [
-            asyncio.create_task(self._run_sample(number, engine)) for number in range(self._settings.samples_per_prompt)
+            asyncio.create_task(self._run_sample(number, engine)) for number in range(self.settings.samples_per_prompt)
         ]
         try:
             self._sampled = await asyncio.gather(*samples)
@@ -104,20 +101,20 @@ class GroupRollout:
                     trajectory.reward, trajectory.correct = scored.reward, scored.correct
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
-            flag_suspicious([trajectory for trajectory, _ in sampled], self._environment.leave_out_suspects)
+            flag_suspicious([trajectory for trajectory, _ in sampled], self.environment.leave_out_suspects)
         return [trajectory for trajectory, _ in self._sampled]
 
     async def _request_scores(self, sampled: list[tuple[Trajectory, Any]]) -> list[ScoreOrError]:
-        needs_ids = self._environment.reads_token_ids
+        needs_ids = self.environment.reads_token_ids
         requests = [
             EnvironmentRequest(
-                prompt=self._datum["prompt"],
+                prompt=self.datum["prompt"],
                 response=trajectory.response,
                 stop_reason=trajectory.stop_reason,
-                extra_env_info=self._datum["extra_env_info"],
+                extra_env_info=self.datum["extra_env_info"],
                 state=state,
                 response_ids=trajectory.response_ids if needs_ids else None,
-                trainer_state=self._settings.trainer_state,
+                trainer_state=self.settings.trainer_state,
             )
             for trajectory, state in sampled
         ]
@@ -126,21 +123,21 @@ class GroupRollout:
         for _ in range(ATTEMPTS):
             try:
                 async with asyncio.timeout_at(deadline):
-                    return await self._environment.score(requests)
+                    return await self.environment.score(requests)
             except TimeoutError:
-                deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
-        task, limit = self._datum["task_name"], self._settings.timeout_s
+                deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
+        task, limit = self.datum["task_name"], self.settings.timeout_s
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(sampled)
 
     async def _run_sample(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample; a failed one is retried once with equal seeds."""
-        timeout_s, reason = self._settings.timeout_s, ""
+        timeout_s, reason = self.settings.timeout_s, ""
         try:
             for attempt in range(ATTEMPTS):
                 if attempt:
                     # The next engine is picked before the failed engine's load is lowered: otherwise a stuck engine
                     # would look idle, and would be picked again.
-                    failed_engine, (engine,) = engine, self._engines.assign([1])
+                    failed_engine, (engine,) = engine, self.engines.assign([1])
                     failed_engine.load -= 1
                 try:
                     return await self._attempt(sample, engine)
@@ -156,10 +153,10 @@ class GroupRollout:
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Attempt a sample; a replaced engine starts it over."""
-        run_turns = self._run_turns if self._endpoint is None else self._run_agent
+        run_turns = self._run_turns if self.endpoint is None else self._run_agent
         while True:
             try:
-                async with asyncio.timeout(self._settings.timeout_s):
+                async with asyncio.timeout(self.settings.timeout_s):
                     return await run_turns(sample, engine)
             except TimeoutError:
                 # A rollout on a lost engine is not to blame for its delay, so this is no failed attempt.
@@ -170,8 +167,8 @@ class GroupRollout:
             await engine.wait_replaced()
 
     async def _run_turns(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        datum, settings = self._datum, self._settings
-        state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
+        datum, settings = self.datum, self.settings
+        state = await self.environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
         outputs: list[GenerationOutput] = []
         # A turn's prompt is the tokens so far, never text that is tokenized again: training needs the sampled tokens.
@@ -183,7 +180,7 @@ class GroupRollout:
             )
             output = await engine.generate(request, settings.sampling)
             outputs.append(output)
-            turn = await self._environment.step(state, output.text, int(output.token_ids[-1]))
+            turn = await self.environment.step(state, output.text, int(output.token_ids[-1]))
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
@@ -195,18 +192,18 @@ class GroupRollout:
             pieces.append(turn.observation)
 
     async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        datum, settings = self._datum, self._settings
-        assert self._endpoint is not None
+        datum, settings = self.datum, self.settings
+        assert self.endpoint is not None
         conversation = Conversation(
             engine,
             settings.sampling,
-            self._endpoint.get_renderer(datum["task_name"], self._environment.prompts),
+            self.endpoint.get_renderer(datum["task_name"], self.environment.prompts),
             lambda turn: self._compute_seed(sample, turn),
             settings.max_total_sequence_length,
         )
-        with self._endpoint.open_rollout(conversation) as access:
+        with self.endpoint.open_rollout(conversation) as access:
             try:
-                state = await self._environment.act(datum["prompt"], datum["extra_env_info"], access)
+                state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)
             except RolloutFailure as failure:
                 raise conversation.failure or failure from None
         if conversation.failure is not None:  # the agent swallowed the failure, so its result is discarded
@@ -217,8 +214,8 @@ class GroupRollout:
         return self._make_trajectory(sample, conversation.pieces, outputs, outputs[-1].stop_reason), state
 
     def _compute_seed(self, sample: int, turn: int) -> int:
-        settings = self._settings
-        return compute_sample_seed(settings.run_seed, settings.generation_batch, self._datum["idx"], sample, turn)
+        settings = self.settings
+        return compute_sample_seed(settings.run_seed, settings.generation_batch, self.datum["idx"], sample, turn)
 
     def _make_trajectory(
         self,
@@ -241,16 +238,16 @@ class GroupRollout:
             else:  # each output covers the whole conversation; tokens keep the experts of their first pass
                 routed = np.concatenate([routed, output.routed[len(routed) :]])
         return Trajectory(
-            prompt_idx=self._datum["idx"],
-            group=self._group,
+            prompt_idx=self.datum["idx"],
+            group=self.group,
             sample=sample,
             token_ids=_concatenate(pieces),
             spans=spans,
             logprobs=_concatenate([output.logprobs for output in outputs] or [np.empty(0, dtype=np.float32)]),
             response="".join(output.text for output in outputs),
             stop_reason=stop_reason,
-            loss_multiplier=self._datum["loss_multiplier"],
-            task_name=self._datum["task_name"],
+            loss_multiplier=self.datum["loss_multiplier"],
+            task_name=self.datum["task_name"],
             routed=routed,
         )
 

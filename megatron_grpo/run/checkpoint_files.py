@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.observability.run_files import sync, write_atomically, write_text
 from megatron_grpo.run.directory import POLICY_FOLDER
 
@@ -207,8 +207,8 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # noqa: BLE001  # torch.load raises errors of many classes for a damaged file
-        text = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged: it cannot be loaded ({type(error).__name__}: {text})") from None
+        text = f"{type(error).__name__}: {select_first_line(error)}"
+        raise CheckpointError(f"{path} is damaged: it cannot be loaded ({text})") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it does not hold the state of a data loader")
     return state

@@ -48,10 +48,8 @@ class PendingSave:
     folder: Path
     state: Mapping[str, Any]
     loader_state: Mapping[str, Any]
-    writers: Sequence[ModelRanks]
-    """Models whose ranks write in the background."""
-    began: float
-    """time.monotonic() when the save began."""
+    writers: Sequence[ModelRanks]  # models whose ranks write in the background
+    began: float  # time.monotonic() when the save began
     driver_files: Future[None] | None = None
     """The thread of `write_driver_files`; None: it has not begun, because ranks are, or may be, still writing."""
 

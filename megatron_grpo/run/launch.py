@@ -32,8 +32,7 @@ class Models:
 
     policy: MegatronPolicy
     value: MegatronValue | None
-    generation: VllmGeneration | None
-    """None: the rollouts are read from a recording."""
+    generation: VllmGeneration | None  # None: the rollouts are read from a recording
 
 
 def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:

@@ -71,16 +71,13 @@ class Startup:
 
     run_dir: Path
     checkpointer: Checkpointer
-    start_from: Future[Path | None]
-    """The checkpoint to start from, when it is verified; None: the run begins anew."""
-    changes: list[str]
-    """Differences from the configuration of the previous start in this folder, a line each."""
+    start_from: Future[Path | None]  # the checkpoint to start from, when it is verified; None: the run begins anew
+    changes: list[str]  # differences from the configuration of the previous start in this folder, a line each
     cluster: RayCluster
     user_objects: UserObjects
     write_summary: Callable[..., Any]
     """Writes summary.json if the run fails; replaced by the logger's, which also knows the timings."""
-    began: float
-    """Seconds since the epoch at the beginning of the start-up."""
+    began: float  # seconds since the epoch at the beginning of the start-up
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start-up, by name. Parts overlap, so their sum exceeds the whole."""
     engine_settings: list[dict[str, Any]] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.models.source import list_hub_errors
 from megatron_grpo.run.checkpoint_files import read_state
@@ -66,5 +66,5 @@ def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapter
         api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the model")
     except list_hub_errors() as error:
-        raise RunError(f"push_to_hub={name}: {str(error).splitlines()[0]}; {folder} has the model") from error
+        raise RunError(f"push_to_hub={name}: {select_first_line(error)}; {folder} has the model") from error
     return f"https://huggingface.co/{name}"

@@ -84,8 +84,7 @@ class UserObjects:
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that cannot be imported, by their name in reward_funcs."""
-    tokenizer: Any = None
-    """Tokenizer of the prompts; None: the tokenizer of the model's folder."""
+    tokenizer: Any = None  # tokenizer of the prompts; None: the tokenizer of the model's folder
     callbacks: Sequence[Callback] = ()
 
 

@@ -353,7 +353,7 @@ def test_a_late_engine_is_replaced_until_none_is_left() -> None:
 
 def test_a_stopped_environment_process_is_replaced() -> None:
     with pool(failing("raises_on_bad", timeout_s=2.0)) as rollouts:
-        (actor, *_) = rollouts._environments["task"]._actors
+        (actor, *_) = rollouts.environments["task"]._actors
         pid = ray.get(actor.start.remote()).pid
         os.kill(pid, signal.SIGSTOP)
         groups = collect(rollouts, [prompt(idx) for idx in range(2)])
