@@ -24,9 +24,6 @@ from megatron_grpo.preflight.load import check_config, check_overrides
 from megatron_grpo.preflight.script_checks import find_argument_problems
 from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
 
-# Stands for the module in the path of a reward function that only the script has, such as given.my_reward.
-SCRIPT_MODULE = "given"
-
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
@@ -76,15 +73,8 @@ def train(
         ConfigError: the configuration or another argument has problems.
         RunError: the run failed.
     """
-    start_time = time.time()
-    arguments = {
-        "config": config,
-        "rewards": rewards,
-        "environments": environments,
-        "tokenizer": tokenizer,
-        "callbacks": callbacks,
-    }
-    if problems := find_argument_problems(arguments, unknown):
+    start = time.time()
+    if problems := find_argument_problems(config, rewards, environments, tokenizer, callbacks, unknown=unknown):
         raise ConfigError(problems)
     callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
     functions: dict[str, Callable[..., Any]] = {}
@@ -96,9 +86,7 @@ def train(
             print(f"{remark.subject} {remark.text}", flush=True)
         # Only now, so that a refused start leaves the run's folder unchanged.
         with files.move_in():
-            run_algorithm(
-                run_config, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start_time
-            )
+            run_algorithm(run_config, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start)
     return FinishedRun(Path(run_config.run_dir))
 
 
@@ -258,7 +246,7 @@ def _make_reward_overrides(
         # The name in metrics is that of the function, or of an object's class.
         name = getattr(reward, "__name__", type(reward).__name__)
         name = re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
-        entry = f"{SCRIPT_MODULE}.{name}"
+        entry = f"given.{name}"  # stands for the path of a function that only the script has
         if entry in functions:
             text = f"has two functions called {name}; their rewards could not be told apart"
             raise ConfigError([Problem("rewards", text)])

@@ -34,18 +34,13 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quant
   push_to_hub  repository on the Hugging Face hub, such as ORGANISATION/NAME, that the folder is sent to; a new one is
               private
 """
-_OPTIONS = {
-    "checkpoint": PathText,
-    "output": PathText,
-    "format": Literal["hf", "peft", "quantized"],
-    "push_to_hub": str,
-}
+_TYPES = {"checkpoint": PathText, "output": PathText, "format": Literal["hf", "peft", "quantized"], "push_to_hub": str}
 
 
 @as_command("export", USAGE)
 def main(arguments: Sequence[str]) -> int:
     """Export a checkpoint; return the exit code."""
-    parsed = parse_arguments(arguments, _OPTIONS)
+    parsed = parse_arguments(arguments, _TYPES)
     checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
     form, hub_name = parsed.options.get("format", "hf"), parsed.options.get("push_to_hub")
     # Check every argument first: the export of a large model takes minutes.

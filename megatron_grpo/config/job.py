@@ -18,6 +18,10 @@ from megatron_grpo.config.overrides import MAX_NESTING
 from megatron_grpo.config.suggestions import describe_counterpart
 
 MOST_BYTES = 2**20  # most bytes of a job file
+# By field of a job, and of its environment: the key that it sets. An environment's other fields are keys of env.<name>.
+SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
+# The field for data and scoring: the name of an environment, or a mapping with its name and fields.
+ENVIRONMENT = "environment"
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
@@ -69,13 +73,6 @@ class _JobLoader(yaml.SafeLoader):
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"has {twice} twice", node.start_mark)
         return super().construct_mapping(node, deep)
-
-
-# By field of a job, and by field of its environment: the key that it sets. The environment's remaining fields are keys
-# of env.<name>.
-SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
-# The field for data and scoring: the name of an environment, or a mapping with its name and fields.
-ENVIRONMENT = "environment"
 
 
 @dataclass(slots=True)

@@ -187,16 +187,6 @@ class PPOAdvantageConfig(Section):
     normalize_advantages: bool = True
     """Shift and scale advantages to mean 0 and variance 1 over the tokens in the loss of the step."""
 
-    @property
-    def lambda_policy(self) -> float:
-        """Lambda of the policy's advantages, without length_adaptive_alpha."""
-        return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
-
-    @property
-    def lambda_value(self) -> float:
-        """Lambda of the value model's returns."""
-        return self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
-
 
 class PPOConfig(LoopConfig):
     """Keys that only PPO has; for algorithm=ppo."""

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 NOBODY_READS = (errno.EPIPE, errno.EIO)  # errors of a pipe whose reader has ended, and of a terminal that was closed
@@ -50,12 +50,10 @@ class TolerantStream:
         if getattr(error, "errno", None) not in NOBODY_READS:
             return
         # The buffered text would fail again when Python ends, which flushes its streams: it goes to the null device.
-        try:
+        with suppress(OSError, ValueError):  # the stream may have no file
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-        except (OSError, ValueError):
-            return  # the stream has no file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import resources
@@ -32,6 +32,7 @@ VARIANTS = "variant"  # the config group of published variants of an algorithm; 
 ALIASES = {"cluster.nodes": "cluster.num_nodes"}  # second names of keys on the command line
 MAX_NESTING = 20  # deepest nesting of brackets
 _FILE = "file://"
+Groups = dict[str, list[str]]  # options by group of conf/
 _TEXT = ("text", "text or null")  # types of keys whose values are taken literally, whatever characters they contain
 # Folders that the command line adds; a context variable, because a notebook may compose in several threads.
 _added_folders: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
@@ -107,9 +108,9 @@ class SortedOverrides:
     """All values as text by key, also wrong ones; a section set to {...} adds each of its keys too."""
 
 
-def list_config_groups() -> dict[str, list[str]]:
+def list_config_groups() -> Groups:
     """List the groups of conf/ and of added folders with their options."""
-    options: dict[str, list[str]] = {}
+    options: Groups = {}
     for name in sorted(folder.name for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir()):
         groups = [group for folder in _list_folders() if (group := folder.joinpath(name)).is_dir()]
         files = [file.name for group in groups for file in group.iterdir() if file.name.endswith(".yaml")]
@@ -144,7 +145,7 @@ def read_overrides(arguments: Sequence[str]) -> SortedOverrides:
     return overrides
 
 
-def _check_form(text: str, name: str, value: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
+def _check_form(text: str, name: str, value: str, options: Groups) -> Problem | None:
     if "=" not in text:
         advice = _advise_on_path(name)
         choices = {option: f"+{group}={option}" for group, names in options.items() for option in names}
@@ -170,9 +171,7 @@ def _advise_on_path(word: str) -> str | None:
     return f"a model is policy.model.path={word}" if is_hub_name(word) or os.path.isdir(word) else None
 
 
-def _accept(
-    overrides: SortedOverrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]
-) -> Problem | None:
+def _accept(overrides: SortedOverrides, parser: OverridesParser, text: str, options: Groups) -> Problem | None:
     """Sort an argument into accepted or unknown, or return its problem."""
     name, _, text_value = text.lstrip("+").partition("=")
     override = _parse(parser, text, find_key(name), text_value)
@@ -241,9 +240,7 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
     return None if kind in _TEXT and isinstance(value, bool | int | float) else override
 
 
-def _accept_deletion(
-    overrides: SortedOverrides, text: str, name: str, options: Mapping[str, Sequence[str]]
-) -> Problem | None:
+def _accept_deletion(overrides: SortedOverrides, text: str, name: str, options: Groups) -> Problem | None:
     """Accept ~env.NAME, which removes an environment; other keys cannot be removed."""
     if "=" not in text and is_match("env.<name>", name):
         overrides.accepted.append(text)

@@ -14,6 +14,10 @@ from urllib.parse import urlsplit
 
 from megatron_grpo.config.errors import Problem, to_text
 
+# Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token.
+TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
+LFS_POINTER = "is a pointer of Git LFS, not the file; fetch the file itself (git lfs pull), or download the model anew"
+
 
 def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
     """Find why a file or folder cannot be read; None: it can."""
@@ -65,10 +69,6 @@ def is_hub_name(path: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) is not None and not os.path.exists(Path(path).parent)
 
 
-# Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token.
-TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
-
-
 def read_token() -> str | None:
     """Read the bearer token from the environment."""
     return os.environ.get(TOKEN_VARIABLE) or None
@@ -99,9 +99,6 @@ def check_url(url: str) -> str | None:
     if parts.path.strip("/") or parts.query or parts.fragment:
         return f"has more than a host and a port; {advice}"
     return None
-
-
-LFS_POINTER = "is a pointer of Git LFS, not the file; fetch the file itself (git lfs pull), or download the model anew"
 
 
 def is_lfs_pointer(file: Path) -> bool:

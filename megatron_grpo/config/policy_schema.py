@@ -79,11 +79,6 @@ class OptimizerConfig(Section):
     """Keep moments and main weights in Transformer Engine's Adam, in the types of policy.megatron_optimizer
     (exp_avg_dtype and others; float32 by default). Needs GPUs with Transformer Engine, and distributed=true."""
 
-    @property
-    def is_constant(self) -> bool:
-        """True if the learning rate stays at lr after the warm-up."""
-        return self.decay_style in ("constant", "constant_with_warmup")
-
     def count_warmup_steps(self, schedule_steps: int) -> int:
         """Count the warm-up steps of a schedule with `schedule_steps` optimizer steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
@@ -147,9 +142,6 @@ class ParallelConfig(Section):
         return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
-RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
-
-
 class ModelConfig(Section):
     """The model that is trained."""
 
@@ -178,6 +170,8 @@ class MoeConfig(Section):
 
 # Linear layers of Megatron-Core that can have an adapter.
 AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+QuantizationFormat = Literal["int8", "fp8"]
+RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
 class LoraConfig(Section):
@@ -198,8 +192,7 @@ class LoraConfig(Section):
         """The settings as text; equal for equal adapters."""
         if not self.rank:
             return "policy.lora.rank=0"
-        targets = ",".join(self.target_modules)
-        return f"policy.lora.rank={self.rank}, alpha={self.alpha:g}, target_modules=[{targets}]"
+        return f"policy.lora.rank={self.rank}, alpha={self.alpha:g}, target_modules=[{','.join(self.target_modules)}]"
 
 
 class Fp8Config(Section):
@@ -259,9 +252,6 @@ class Fp8Config(Section):
         """Divisor of the tokens of a rank's microbatch."""
         # Tokens are a dimension of the products that compute gradients of weights.
         return self.block if self.is_on_device else 1
-
-
-QuantizationFormat = Literal["int8", "fp8"]
 
 
 class PolicyConfig(Section):

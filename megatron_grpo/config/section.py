@@ -42,9 +42,7 @@ class Section:
     """A section of keys, a dataclass in every subclass; unknown keys are errors."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
-    )
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(kw_only=True)(cls)

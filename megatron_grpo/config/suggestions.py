@@ -93,8 +93,7 @@ def find_similar_keys(name: str, algorithm: str) -> list[str]:
     """List the keys that a misspelt name may stand for, best first."""
     section, _, rest = name.partition(".")
     environment = rest.partition(".")[0] if section == "env" else ""
-    # Libraries check pass-through fields. The value model's keys, which are the policy's too, answer only a name in
-    # their section.
+    # Libraries check pass-through fields. Keys of `value`, which the policy has too, answer only names in that section.
     candidates = [
         translate_key(algorithm, key).replace("<name>", environment or "NAME")
         for key in read_keys()

@@ -14,8 +14,6 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from megatron_grpo.config.errors import RunError
 
-TEMPLATE_S = 10.0  # to render one conversation; the templates of released models take milliseconds
-
 
 class _Overdue(Exception):  # noqa: N818
     """The deadline has passed; raised in the thread that renders."""
@@ -98,15 +96,13 @@ SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
 SandboxedEnvironment.default_binop_table |= {"*": _multiply, "**": _raise_to_power}
 
 
-def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, seconds: float = TEMPLATE_S, **options: Any
-) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, seconds: float = 10.0, **options: Any) -> str:
     """Render a conversation by a chat template.
 
     `options` are arguments of the tokenizer's `apply_chat_template`.
 
     Raises:
-        RunError: the template was not done after `seconds`.
+        RunError: the template was not done after `seconds`; those of released models take milliseconds.
         Exception: the template's own error, of any class, about these messages.
     """
     try:

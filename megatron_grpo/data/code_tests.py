@@ -15,6 +15,20 @@ from typing import Any
 Test = str | tuple[str, str]
 """Python statements, or the input and the output of a program."""
 
+_STANDARD = (
+    "math cmath re json collections itertools functools random datetime string statistics decimal fractions heapq "
+    "bisect operator typing copy os sys time io unittest numpy pandas"
+)
+# Names of modules that tests may use without importing them when the program does.
+_MODULES = {name: name for name in _STANDARD.split()} | {"np": "numpy", "pd": "pandas"}
+_MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
+# Names of mathematics that tests compare with.
+_CHECKING = {"isclose", "isnan", "isinf", "isfinite", "fabs", "pi", "e", "tau", "inf", "nan"}
+_EXECUTING = ("eval", "exec", "compile", "__import__")
+_COMPARISONS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_ASSERTIONS = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
+
 
 def parse_code_tests(answer: Any) -> list[Test]:
     """Parse the tests of a reference answer.
@@ -64,20 +78,6 @@ class PreparedTests:
     @property
     def test_count(self) -> int:
         return sum(test.is_test for test in self.tests)
-
-
-_STANDARD = (
-    "math cmath re json collections itertools functools random datetime string statistics decimal fractions heapq "
-    "bisect operator typing copy os sys time io unittest numpy pandas"
-)
-# Names of modules that tests may use without importing them when the program does.
-_MODULES = {name: name for name in _STANDARD.split()} | {"np": "numpy", "pd": "pandas"}
-_MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
-# Names of mathematics that tests compare with.
-_CHECKING = {"isclose", "isnan", "isinf", "isfinite", "fabs", "pi", "e", "tau", "inf", "nan"}
-_EXECUTING = ("eval", "exec", "compile", "__import__")
-_COMPARISONS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
-_ASSERTIONS = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
 
 
 @lru_cache(maxsize=512)  # the samples of a group share their tests
@@ -191,9 +191,6 @@ def _prepare_test(tree: ast.Module, names: set[str]) -> PythonTest:
     return PythonTest(text=text, is_test=bool(collected) or not only_defines, test_names=collected)
 
 
-_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
 def _is_collected(node: ast.stmt) -> bool:
     if isinstance(node, ast.ClassDef):
         return node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases)
@@ -207,8 +204,7 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
                 if isinstance(base, ast.Name) and base.id in names:
                     yield f"inherit: class {node.name} from {base.id}, which the program defines"
         elif isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            instances = [side for side in sides if _is_class_call(side, names)]
+            instances = [side for side in (node.left, *node.comparators) if _is_class_call(side, names)]
             if instances and any(isinstance(operator, _COMPARISONS) for operator in node.ops):
                 yield f"compare {ast.unparse(instances[0])}, whose equality the program defines"
         elif isinstance(node, ast.Call):
@@ -223,9 +219,5 @@ def _find_doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
 
 def _is_class_call(node: ast.expr, names: set[str]) -> bool:
     # A class of the program can only be told by its name, which begins with a capital letter by custom.
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in names
-        and node.func.id[:1].isupper()
-    )
+    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    return name in names and name[:1].isupper()

@@ -12,8 +12,6 @@ from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, M
 from megatron_grpo.data.rows import is_conversation
 from megatron_grpo.data.specs import find_rendering
 
-_REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")  # keys that a processor must return
-
 
 def convert_datum(
     datum: Any, row: dict[str, Any], spec: TaskDataSpec, *, task: str, tasks: Container[str], idx: int
@@ -32,7 +30,7 @@ def convert_datum(
     """
     if not isinstance(datum, Mapping):
         raise ValueError(f"returned {type(datum).__name__}, not a DatumSpec")
-    for key in _REQUIRED:
+    for key in ("message_log", "extra_env_info", "loss_multiplier"):
         if key not in datum:
             raise ValueError(f"returned no {key}, only {', '.join(map(str, datum)) or 'an empty DatumSpec'}")
     messages = _convert_messages(datum["message_log"])

@@ -6,18 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
-from megatron_grpo.batch.special_tokens import (
-    StopConditions,
-    find_stop_conditions,
-    find_unstopped_turn_end,
-    list_added_tokens,
-)
+from megatron_grpo.batch import special_tokens
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
@@ -79,7 +73,7 @@ class PromptData:
 
     loader: BatchLoader
     val_prompts: list[DatumSpec]
-    stops: StopConditions
+    stops: special_tokens.StopConditions
     notes: list[str]  # remarks about the files for the user
     tokenizer: Any = None  # tokenizer of the prompts, from transformers; None: a recording replaces the prompts
 
@@ -92,7 +86,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     """
     reader = PromptReader(config, model, tokenizer)
     loader = reader.make_stream() if config.data.streaming else reader.make_loader()
-    val_prompts = list(chain.from_iterable(reader.read_validation()))
+    val_prompts = list(reader.read_validation())
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
@@ -108,12 +102,13 @@ class PromptReader:
         elif (model / TOKENIZER_FILE).is_file():
             # The engines and environments use the model's tokenizer, so a script's has to read every text as it does.
             of_model = load_tokenizer(model)
-            difference = find_difference(tokenizer, of_model, make_sample_texts(list_added_tokens(of_model)))
+            texts = make_sample_texts(special_tokens.list_added_tokens(of_model))
+            difference = find_difference(tokenizer, of_model, texts)
             if difference is not None:
                 text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
                 raise ConfigError([Problem("tokenizer", text)])
         self._vocab = read_vocabulary_size(model)
-        self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
+        self.stops = special_tokens.find_stop_conditions(config.generation, self.tokenizer, model)
         self.notes += self._find_unstopped_turns()
 
     def _find_unstopped_turns(self) -> Iterator[str]:
@@ -124,7 +119,7 @@ class PromptReader:
             renderer = PromptRenderer(self.tokenizer, spec)
             if spec.apply_chat_template and renderer.has_template:
                 render = partial(renderer.render, add_generation_prompt=False)
-                ends.add(find_unstopped_turn_end(self.tokenizer, self.stops, render))
+                ends.add(special_tokens.find_unstopped_turn_end(self.tokenizer, self.stops, render))
         for token, number in sorted(filter(None, ends)):
             yield (
                 f"the chat template ends the model's messages with {token}, which ends no response of this run: they "
@@ -169,18 +164,17 @@ class PromptReader:
             seed=config.training_loop.seed,
         )
 
-    def read_validation(self) -> Iterator[list[DatumSpec]]:
+    def read_validation(self) -> Iterator[DatumSpec]:
         """Read at most max_val_samples validation prompts of each set."""
         for key, validation_set in self.config.data.validation_sets.items():
-            prompts = self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]
             is_named = key != "data.val_path"
-            yield [{**prompt, "dataset": key.split(".")[2]} for prompt in prompts] if is_named else prompts
+            for prompt in self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]:
+                yield {**prompt, "dataset": key.split(".")[2]} if is_named else prompt
 
     def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
         """Read, render and tokenize a set as for validation.
 
-        `key` is that of the set's path, for messages. ConfigError: the set or a row in it cannot be used, or all rows
-        are too long.
+        `key`: of its path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are too long.
         """
         dataset, usable = self._read(key, config)
         subject = f"{key}={config.path}"

@@ -20,8 +20,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rows import RowCheck, digest_rows
 from megatron_grpo.data.table_values import StreamedRows
 
-# First rows of a stream, whose digest a checkpoint keeps; all rows may be too many.
-COMPARED_ROWS = 100
+Prompts = Dataset[DatumSpec]
 
 
 class PromptSampler(Sampler[int]):
@@ -61,9 +60,6 @@ class PromptSampler(Sampler[int]):
 
     def _count_extra_rows(self, number: int) -> int:
         return round((self.weights[number] % 1) * self.sizes[number])
-
-
-Prompts = Dataset[DatumSpec]
 
 
 class BatchLoader(Protocol):
@@ -170,9 +166,7 @@ class PromptLoader(BatchLoader):
         if state["rows"] != self._rows:
             text = f"has {self._rows} rows, and had {state['rows']} when the checkpoint was written"
             raise ConfigError([Problem("data.train_path", text)])
-        self.epoch = state["epoch"]
-        self.left_out = state["left_out"]
-        self._batches = state["batches"]
+        self.epoch, self.left_out, self._batches = state["epoch"], state["left_out"], state["batches"]
         self._waiting = list(state["waiting"])
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
@@ -268,9 +262,9 @@ class StreamLoader(BatchLoader):
         self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
 
     def _identify(self) -> dict[str, Any]:
-        # The digest of the first rows tells a stream that changed from the stream of the checkpoint.
+        # The digest of the first rows tells a stream that changed from that of the checkpoint; all may be too many.
         if self._first_rows_digest is None:
-            self._first_rows_digest = digest_rows(islice(self._rows, COMPARED_ROWS))
+            self._first_rows_digest = digest_rows(islice(self._rows, 100))
         return {"subset": self._config.subset, "split": self._config.split, "beginning": self._first_rows_digest}
 
     def _draw_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,13 +14,12 @@ _MAX_EXPONENT = 60  # of ten in a number that is written out
 _COMMANDS = ("pi", "infty", "le", "ge", "ne", "pm", "cup", "cap", "in", "emptyset", "theta")
 # Signs for which Unicode has no ASCII equivalent (NFKC), as it has for those of full width.
 _SIGNS = {
-    **dict.fromkeys("−‐‑‒–—﹣－⁻₋", "-"),
+    **dict.fromkeys("−‐‑‒–—⁻₋", "-"),
     **dict.fromkeys("×✕✖⨯", r"\times "),
     **dict.fromkeys("·⋅∙•", r"\cdot "),
-    **dict.fromkeys("÷∕⁄／", "/"),
-    **dict.fromkeys("∗＊", "*"),
-    **dict.fromkeys("％٪", "%"),
-    **dict.fromkeys("\u00a0\u2009\u202f\u2007\u200a\u2005\u2006\u3000", " "),
+    **dict.fromkeys("÷∕⁄", "/"),
+    "∗": "*",
+    "٪": "%",
     **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2061\u2062\u2063", ""),
     **dict.fromkeys("°º", r"^\circ "),
     "٫": ".",
@@ -187,9 +186,7 @@ def _make_improper(number: re.Match[str]) -> str:
 
 
 def _write_out(text: str, factor: str, exponent: str) -> str:
-    if abs(int(exponent)) > _MAX_EXPONENT:
-        return text
-    return f"{Decimal(factor).scaleb(int(exponent)):f}"
+    return text if abs(int(exponent)) > _MAX_EXPONENT else f"{Decimal(factor).scaleb(int(exponent)):f}"
 
 
 def _divide_percentages(text: str, divisor: int) -> str:

@@ -144,6 +144,4 @@ def _apply_prompt_file(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}; write braces of the text as {{{{ and }}}}"
         raise ValueError(f"row {idx}: data.prompt_file cannot be filled in: {reason}") from error
-    if last is None:
-        return text
-    return [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]
+    return text if last is None else [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]

@@ -124,7 +124,7 @@ class PromptRenderer:
                 raise
             mark_in_text, after = "", ""
         if not mark_in_text and has_results:
-            after = _render_after_calls(render, earlier, messages)
+            after = _render_results(render, earlier, messages)
         elif not mark_in_text:
             raise ValueError("the chat template leaves out the model's last message")
         return self.encode_after(after, last_token)
@@ -181,8 +181,7 @@ class PromptRenderer:
         before, end_in_text, after = text.partition(end)
         if end_in_text and not before.strip():
             text = after
-        # Tokenized together with the token before it, because each tokenizer treats blanks next to special tokens in
-        # another way.
+        # Tokenized together with the token before it, because tokenizers differ in blanks next to special tokens.
         ids = self.encode_rendered(end + text)
         return ids[1:] if ids[:1] == [last_token] else self._encode_without_blank(text)
 
@@ -264,9 +263,7 @@ class PromptRenderer:
         return "first part" in text and "second part" in text and "'type'" not in text and '"type"' not in text
 
 
-def _render_after_calls(
-    render: Callable[..., str], earlier: Sequence[ChatMessage], messages: Sequence[ChatMessage]
-) -> str:
+def _render_results(render: Callable[..., str], earlier: Sequence[ChatMessage], messages: Sequence[ChatMessage]) -> str:
     # Some templates show results only after calls that they can read, so a turn of empty calls stands before them.
     calls = []
     for result in (message for message in messages if message.get("role") == "tool"):
@@ -300,12 +297,9 @@ def join_content(content: Any, number: int = 1) -> str:
 
 def are_text_parts(content: Any) -> bool:
     """True for a non-empty list of {"type": "text", "text": ...}."""
-    if not isinstance(content, list) or not content:
-        return False
-    return all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    )
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return bool(parts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
 
 
 def _remove_blank(part: Any) -> Any:

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,11 @@ _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.
 _REPEATED = "prompt repeats that of an earlier row"
-_BEGUN = (
-    "prompt ends with a message of the assistant: responses go on from it; leave it out if it is an answer to learn "
-    "from"
-)
+_BEGUN = "prompt ends with a message of the assistant: responses go on from it; leave out an answer to learn from"
 _DOUBTFUL = "tests cannot be trusted (docs/environments.md)"  # a program may pass them undeservedly, or cannot pass
 _UNREAD = "answer cannot be read as mathematics, so that only the same text equals it"
 _ODDITIES = (_REPEATED, _BEGUN, _DOUBTFUL, _UNREAD)
+_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
 
 
 @dataclass(slots=True)
@@ -82,9 +81,6 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
     return _reports[identity]
 
 
-_reports: dict[str, SetReport] = {}  # the checks before a run and the run itself both need them
-
-
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     report = SetReport()
     try:
@@ -103,9 +99,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     if report.bad_count > _MAX_REPORTED:
         messages.append(Problem(config.path, f"{report.bad_count - _MAX_REPORTED} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad_count:
-        messages.append(
-            Problem(config.path, f"{report.bad_count} of {len(source)} rows are left out (data.bad_rows=skip)")
-        )
+        messages.append(Problem(config.path, f"{report.bad_count} of {len(source)} rows left out (data.bad_rows=skip)"))
     report.remarks += [Problem(config.path, text) for text in oddities]
     return report
 
@@ -114,8 +108,7 @@ def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataCo
     """Fill a report; returns remarks about usable rows that look odd."""
     digests = array("Q")
     oddities, details = Counter[str](), dict[str, str]()
-    # A file is identified by its bytes, which is faster; a folder or a hub set by its rows, because the cutting of rows
-    # into files may differ.
+    # A file is identified by its bytes, which is faster; other sets by their rows, whose split into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
     messages = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.read_all()):
@@ -182,12 +175,12 @@ class RowCheck:
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
         self.default_task = config.task_name or data.task_name
-        self._data, self._environments = data, environments
+        self._environments = environments
         names = {task: find_processor_name(data, task) for task in {*environments, self.default_task}}
         self._forms = {task: ROW_FORMS[name] for task, name in names.items() if name in ROW_FORMS}
         # Tasks whose rows only a user's processor understands.
         self._opaque = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
-        self._specs: dict[str, TaskDataSpec] = {}
+        self._load_spec = cache(partial(make_task_spec, data))
 
     def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
         """Find prompts or answers that are audio, images or video."""
@@ -235,11 +228,6 @@ class RowCheck:
                 yield _DOUBTFUL, f"whose tests {doubts[0]}"
         elif kind == "math" and is_unreadable(str(answer)):
             yield _UNREAD, to_text(str(answer))
-
-    def _load_spec(self, task: str) -> TaskDataSpec:
-        if task not in self._specs:
-            self._specs[task] = make_task_spec(self._data, task)
-        return self._specs[task]
 
 
 def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
@@ -314,9 +302,7 @@ def _check_math(answer: Any) -> str | None:
         return "is not a number that can be compared; write the answer as text"
     if isinstance(answer, float) and "e" in rewrite_numbers(repr(answer)):
         return f"becomes the text {answer!r}, which is not read as a number; write the answer as text"
-    if isinstance(answer, str) and not answer.strip():
-        return "is empty"
-    return None
+    return "is empty" if isinstance(answer, str) and not answer.strip() else None
 
 
 def _check_addition(answer: Any) -> str | None:

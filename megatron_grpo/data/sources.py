@@ -15,15 +15,14 @@ from typing import Any
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
-from megatron_grpo.data.table_values import (
-    find_media_columns,
-    find_nested_columns,
-    strip_messages,
-    strip_nulls,
-    view_undecoded,
-)
+from megatron_grpo.data import table_values
 
+Row = dict[str, Any]
 HEAD_BYTES = 2**16
+# Rows of a table that are converted to Python objects at a time; with audio, images or video a row may have megabytes.
+BATCH_ROWS, MEDIA_BATCH_ROWS = 1000, 20
+# Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1.
+_UNREADABLE_VALUE = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
 _MAGIC = {
     b"\x1f\x8b": "is compressed with gzip; unpack it first (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first (unzstd)",
@@ -49,8 +48,7 @@ def detect_wrong_format(head: bytes) -> str | None:
     binary = detect_binary_format(head)
     if binary is not None:
         return binary
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    first = start.split(b"\n", 1)[0].strip()
+    first = head.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0].strip()
     if not first or (first.startswith(b"{") and first != b"{"):
         return None
     if first == b"{":
@@ -64,15 +62,6 @@ def detect_wrong_format(head: bytes) -> str | None:
             return "looks like a table (CSV); give it a name that ends in .csv (or .tsv, with tabs)"
         return "is not JSONL: its first line is not an object {...}"
     return None
-
-
-# Rows of a table that are converted to Python objects at a time; with audio, images or video a row may have megabytes.
-BATCH_ROWS, MEDIA_BATCH_ROWS = 1000, 20
-# Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1.
-_UNREADABLE_VALUE = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
-
-
-Row = dict[str, Any]
 
 
 class SourceError(ValueError):
@@ -96,10 +85,8 @@ def parse_line(line: bytes) -> Row | str:
         return f"is not JSON that can be read: {error}"
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
-    row = strip_messages(row)
-    if "\\ud" in text or "\\uD" in text:
-        return _find_broken_text(row) or row
-    return row
+    row = table_values.strip_messages(row)
+    return (_find_broken_text(row) or row) if "\\ud" in text or "\\uD" in text else row
 
 
 def _find_broken_text(row: Row) -> str | None:
@@ -179,9 +166,9 @@ class Table:
     """
 
     def __init__(self, dataset: Any, name: str, lines: Sequence[int] = (), bad: Sequence[tuple[int, str]] = ()) -> None:
-        self._dataset, self.name, self._lines, self._bad = view_undecoded(dataset), name, lines, bad
-        self._nested = find_nested_columns(dataset.features)
-        self.media = find_media_columns(dataset.features)
+        self._dataset, self.name, self._lines, self._bad = table_values.view_undecoded(dataset), name, lines, bad
+        self._nested = table_values.find_nested_columns(dataset.features)
+        self.media = table_values.find_media_columns(dataset.features)
 
     def __len__(self) -> int:
         return len(self._dataset) + len(self._bad)
@@ -203,19 +190,16 @@ class Table:
                 yield from map(self._read_row, range(begin, min(begin + batch, len(self._dataset))))
                 continue
             for name in self._nested:
-                columns[name] = [strip_nulls(value) for value in columns[name]]
-            names = list(columns)
-            for values in zip(*columns.values(), strict=True):
-                yield dict(zip(names, values, strict=True))
-        for _, reason in self._bad:
-            yield reason
+                columns[name] = [table_values.strip_nulls(value) for value in columns[name]]
+            yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        yield from (reason for _, reason in self._bad)
 
     def _read_row(self, number: int) -> Row | str:
         try:
             row = dict(self._dataset[number])
         except _UNREADABLE_VALUE as error:
             return f"has a value that cannot be read: {select_first_line(error)}"
-        return {**row, **{name: strip_nulls(row[name]) for name in self._nested}}
+        return {**row, **{name: table_values.strip_nulls(row[name]) for name in self._nested}}
 
     def locate(self, number: int) -> str:
         """Locate a row for messages, by line or number."""
@@ -249,8 +233,7 @@ def open_source(config: DatasetConfig) -> Source:
 
 def is_remote(path: str) -> bool:
     """True for a set on the hub."""
-    file_suffixes = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
-    return is_hub_name(path) and Path(path).suffix not in file_suffixes
+    return is_hub_name(path) and Path(path).suffix not in (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
 
 
 def _load_dataset(config: DatasetConfig) -> Source:

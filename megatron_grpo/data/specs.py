@@ -17,6 +17,7 @@ from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data
 
 # A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset.
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
+T = TypeVar("T")
 
 
 def from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +151,6 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-T = TypeVar("T")
-
-
 def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     """Make a task's prompt specification; ValueError: a configured file is bad."""
     config = data.tasks.get(task, TaskConfig())
@@ -265,9 +263,7 @@ def _check_prompt_text(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"has a brace too many: {error}; write braces of the text as {{{{ and }}}}") from None
     if not fields:
-        raise ValueError(
-            "has neither {} nor a {column}, so all prompts would be the same; write {} where a prompt belongs"
-        )
+        raise ValueError("has neither {} nor a {column}, so all prompts would be the same; write {} for the prompt")
     return text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.errors import RunError, select_first_line, to_text
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, list_declared_tokens
 
 SAMPLE_TEXTS = (
@@ -91,13 +91,13 @@ def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str
         for special in (False, True):
             ids, expected = (encode_text(coder, text, special=special) for coder in (tokenizer, reference))
             if ids != expected:
-                return f"{_quote(text)} has the tokens {quote_difference(ids, expected)}"
+                return f"{to_text(text)!r} has the tokens {quote_difference(ids, expected)}"
             if expected is None:
                 continue
             for skip in (False, True):
                 decoded, right = (decode(coder, expected, skip) for coder in (tokenizer, reference))
                 if decoded != right:
-                    return f"the tokens of {_quote(text)} are the text {quote_difference(decoded, right)}"
+                    return f"the tokens of {to_text(text)!r} are the text {quote_difference(decoded, right)}"
     return None
 
 
@@ -169,10 +169,6 @@ def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | 
     except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
         return None
     return list(encoded.ids if hasattr(encoded, "ids") else encoded)
-
-
-def _quote(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:60]}\u2026")
 
 
 def quote_difference(value: Any, expected: Any) -> str:

@@ -118,7 +118,9 @@ def estimate_advantages(
         to_go = gae(token_rewards, torch.zeros_like(values), lengths, config.gae_gamma, torch.ones(1))
         # A clone: advantages that are changed in place must leave the returns alone.
         return AdvantageEstimate(to_go, to_go.clone())
-    lambda_policy, lambda_value = torch.tensor([[config.lambda_policy], [config.lambda_value]], dtype=torch.float64)
+    separate = (config.gae_lambda_policy, config.gae_lambda_value)
+    lambdas = [[config.gae_lambda if number is None else number] for number in separate]
+    lambda_policy, lambda_value = torch.tensor(lambdas, dtype=torch.float64)
     if config.length_adaptive_alpha:
         lambda_policy = length_adaptive_lambda(lengths, config.length_adaptive_alpha)
     # Returns are advantages under lambda_value plus values, computed apart: the policy's lambda trades bias for

@@ -13,17 +13,11 @@ from typing import Any
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data import specs
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, join_content
-from megatron_grpo.data.specs import (
-    find_processor,
-    find_processor_name,
-    find_rendering,
-    find_task_templates,
-    make_task_spec,
-)
 from megatron_grpo.data.tokenizer import quote_difference
 from megatron_grpo.environments.registry import import_environment_class
 
@@ -41,9 +35,7 @@ _ROWS_DECODED = 8
 # Forms in which released templates write today's date.
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
 # A tag at the end of a prompt that opens the model's thoughts: <think>, [THINK]; not <|assistant|>, nor </think>.
-_OPENING_TAG = re.compile(
-    r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
-)
+_OPENING_TAG = re.compile(r"(?i)(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$")
 # Types of environments that look for an answer wherever it stands, and for no tag.
 _WITHOUT_TAGS = frozenset(BUILT_IN) - {"format"}
 
@@ -71,7 +63,8 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
             (prompt,) = data.loader.load_prompts([row])
         except (ValueError, IndexError):  # the row is to be left out, or there are no more
             continue
-        if find_rendering(find_processor(find_processor_name(config.data, prompt["task_name"]))) is None:
+        processor = specs.find_processor(specs.find_processor_name(config.data, prompt["task_name"]))
+        if specs.find_rendering(processor) is None:
             continue
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
@@ -116,7 +109,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     problems: list[Problem] = []
     remarks: list[Problem] = []
     for task, environment in config.env.items():
-        spec = make_task_spec(config.data, task)
+        spec = specs.make_task_spec(config.data, task)
         renderer = PromptRenderer(tokenizer, spec)
         if not (spec.apply_chat_template and renderer.has_template):
             continue
@@ -134,7 +127,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             findings.append(Problem(f"env.{task}.type={environment.type}", text))
         if answers or environment.agent_func is not None:
             remarks += _find_changed_turns(f"env.{task}", renderer, prompt)
-    if len({*find_task_templates(config, tokenizer).values()}) > 1:
+    if len({*specs.find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
     return problems, list(dict.fromkeys(remarks))
@@ -222,9 +215,7 @@ def _find_opened_tags(task: str, environment: EnvironmentConfig, prompt: str) ->
         if tag[1] not in str(pattern):
             return
         section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
-    text = (
-        f"the chat template ends every prompt with {tag[1]}, so no response contains it, and {reader} does not find it"
-    )
+    text = f"the chat template ends every prompt with {tag[1]}, so no response has it, and {reader} does not find it"
     yield Problem(section, f"{text}; match what follows it (docs/rewards.md)")
 
 

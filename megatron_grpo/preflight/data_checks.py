@@ -31,7 +31,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     for key, dataset in [*training.items(), *config.data.validation_sets.items()]:
         if config.data.streaming and key in training:
             continue
-        report, subject = _examine_dataset(config, key, dataset), f"{key}={dataset.path}"
+        report, subject = examine_dataset(config, dataset, key), f"{key}={dataset.path}"
         problems += report.problems
         remarks += [  # a remark on one row names its line; a remark on the set gets its key
             Problem(subject, remark.text) if remark.subject == dataset.path else remark for remark in report.remarks
@@ -62,7 +62,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
 def count_training_rows(config: Config) -> int:
     """Count the visits to training rows in an epoch."""
     sets = config.data.training_sets.items()
-    return sum(dataset.count_visits(_examine_dataset(config, key, dataset).rows) for key, dataset in sets)
+    return sum(dataset.count_visits(examine_dataset(config, dataset, key).rows) for key, dataset in sets)
 
 
 def examine_rows(config: Config, subject: str, dataset: DatasetConfig) -> SetReport:
@@ -75,8 +75,8 @@ def examine_rows(config: Config, subject: str, dataset: DatasetConfig) -> SetRep
     return examine_set(dataset, config.data, config.environment_types)
 
 
-def _examine_dataset(config: Config, key: str, dataset: DatasetConfig) -> SetReport:
-    """Examine the rows of a set, which may not be made yet."""
+def examine_dataset(config: Config, dataset: DatasetConfig, key: str = "") -> SetReport:
+    """Examine a set's rows, also before they are made (`key`: for messages)."""
     subject = f"{key}={dataset.path}"
     if not source.is_made_before_run(config, dataset.path):
         return examine_rows(config, subject, dataset)
@@ -97,16 +97,14 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     data, name = config.data, f"prepare.name={config.prepare.name}"
     columns, longest = rows[0].keys(), max(len(row["prompt"]) for row in rows)  # a token for each character
     for key, column in (("data.prompt_key=", data.prompt_key), ("data.answer_key=", data.answer_key)):
-        text = f"{name} makes rows with {', '.join(columns)}"
-        yield column is not None and column not in columns, key, text
+        yield column is not None and column not in columns, key, f"{name} makes rows with {', '.join(columns)}"
     for task in dict.fromkeys(row["task_name"] for row in rows):
         text = f"{name} makes rows of the task {task}, and env has {', '.join(sorted(config.env))}; use env={task}"
         yield task not in config.env, "env", text
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
     text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
-    is_short = data.max_input_seq_length < longest
-    yield is_short and not data.apply_chat_template, "data.max_input_seq_length=", text
+    yield data.max_input_seq_length < longest and not data.apply_chat_template, "data.max_input_seq_length=", text
 
 
 def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:

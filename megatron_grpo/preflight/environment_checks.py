@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
-from megatron_grpo.data.rows import examine_set
 from megatron_grpo.environments import user_functions as functions
 from megatron_grpo.environments.interface import list_import_folders, make_importable
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
-from megatron_grpo.models.source import is_made_before_run
-from megatron_grpo.prepare.lessons import make_prompt_rows
+from megatron_grpo.preflight.data_checks import examine_dataset
 
 
 def check_scoring(
@@ -25,8 +22,7 @@ def check_scoring(
 ) -> None:
     """Import all code that scores, and check its options, parameters and columns.
 
-    Raises ConfigError if a class or function cannot be imported or called, its options or parameters do not fit, or a
-    folder is not a reward model.
+    Raises ConfigError if code cannot be imported or called, or does not fit, or if a folder is not a reward model.
 
     Args:
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
@@ -74,9 +70,7 @@ def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfi
     if not needed or may_add_columns or sets is None:
         return
     for dataset in sets:
-        if is_made_before_run(config, dataset.path):
-            continue
-        columns = examine_set(dataset, config.data, config.environment_types).common_columns.get(task)
+        columns = examine_dataset(config, dataset).common_columns.get(task)
         missing = [] if columns is None else [name for name in needed if name not in columns]
         if missing:
             text = f"needs the column {', '.join(missing)}, which rows of {dataset.path} lack; all have"
@@ -118,13 +112,8 @@ def _find_columns(config: Config, sets: Sequence[DatasetConfig] | None, task: st
         return None
     columns: set[str] = set()
     for dataset in sets:
-        if is_made_before_run(config, dataset.path):
-            assert config.prepare.name is not None
-            rows = chain.from_iterable(make_prompt_rows(config.prepare.name).values())
-            columns.update(*(row for row in rows if row["task_name"] == task))
-            continue
-        report = examine_set(dataset, config.data, config.environment_types)
-        if report.source is None:
+        report = examine_dataset(config, dataset)
+        if report.source is None and not report.columns:  # the rows of prepare.name have no source yet
             return None
         columns |= report.columns.get(task, set())
     if columns and specs.make_task_spec(config.data, task).answer_key is not None:

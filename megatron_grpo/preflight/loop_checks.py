@@ -24,8 +24,7 @@ def check_loop(config: Config) -> Iterator[Rule]:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
     ranked_by = config.checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
-        is_of_validation = ranked_by.startswith(VALIDATION_PREFIX)
-        check_metric = _check_validation_metric if is_of_validation else _check_step_metric
+        check_metric = _check_validation_metric if ranked_by.startswith(VALIDATION_PREFIX) else _check_step_metric
         yield from check_metric(config, "checkpointing.metric_name=", ranked_by)
     yield from list_conflicts(config, "schedules")
 
@@ -39,8 +38,7 @@ def _check_optimizer_steps(config: Config) -> Iterator[Rule]:
             continue
         size, data = model.train_global_batch_samples, model.parallel.data
         subject = f"{section}.train_global_batch_samples="
-        text = f"does not divide the {samples} samples of a step (prompts x generations)"
-        yield samples % size, subject, text
+        yield samples % size, subject, f"does not divide the {samples} samples of a step (prompts x generations)"
         advice = _suggest_batch_size(samples, size, data)
         text = f"does not share out evenly over {section}.parallel.data={data} ranks; {advice}"
         yield not samples % size and size % data, subject, text

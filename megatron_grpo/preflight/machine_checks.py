@@ -32,6 +32,19 @@ from megatron_grpo.preflight.model_file_checks import find_model_problems, list_
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 
+# By prefix of the section: the library that receives the fields, its package, and our module that checks them.
+_LIBRARIES = {
+    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
+    "generation.": ("vLLM", "vllm", "megatron_grpo.generation.engine_arguments"),
+}
+# The program that imports a library. It prints the problems last, because the import may print lines of its own.
+_CHECK = """
+import dataclasses, json, sys
+from {module} import find_passed_field_problems
+print()
+print(json.dumps([dataclasses.astuple(problem) for problem in find_passed_field_problems(json.load(sys.stdin))]))
+"""
+
 
 def find_folder_problems(config: Config) -> Iterator[Problem]:
     """Check run_dir, prepare.folder, refit.directory and the checkpoint to start from."""
@@ -84,16 +97,14 @@ def _find_resume_problems(config: Config) -> Iterator[Rule]:
     text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
     yield reason is None and lacks_policy, subject, text
     lacks_value = config.value_model is not None and not os.path.isdir(Path(resume) / VALUE_FOLDER)
-    text = f"{resume} is not a checkpoint of PPO: it has no value model"
-    yield not lacks_policy and lacks_value, subject, text
+    yield not lacks_policy and lacks_value, subject, f"{resume} is not a checkpoint of PPO: it has no value model"
 
 
 def find_sandbox_problems(config: Config) -> Iterator[Problem]:
     """Check that this machine can isolate programs as the sandbox requires."""
     kinds = [(environment.type, environment.options.get("tools")) for environment in config.env.values()]
     has_python = any(kind == "tools" and isinstance(tools, list) and "python" in tools for kind, tools in kinds)
-    runs_code = has_python or any(kind == "code" for kind, _ in kinds)
-    if not runs_code or config.cluster.ray_address is not None:
+    if not (has_python or "code" in dict(kinds)) or config.cluster.ray_address is not None:
         return
     try:
         open_sandbox(config.sandbox)
@@ -194,22 +205,7 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     cannot_compile = uses_triton and not has_gpus and os.environ.get("TRITON_INTERPRET") != "1"
     yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    needs_gpu = config.ppo.calculate_advantages_on_gpu and not count_visible_gpus()
-    yield needs_gpu, "ppo.calculate_advantages_on_gpu=", text
-
-
-# By prefix of the section: the library that receives the fields, its package, and our module that checks them.
-_LIBRARIES = {
-    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
-    "generation.": ("vLLM", "vllm", "megatron_grpo.generation.engine_arguments"),
-}
-# The program that imports a library. It prints the problems last, because the import may print lines of its own.
-_CHECK = """
-import dataclasses, json, sys
-from {module} import find_passed_field_problems
-print()
-print(json.dumps([dataclasses.astuple(problem) for problem in find_passed_field_problems(json.load(sys.stdin))]))
-"""
+    yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:

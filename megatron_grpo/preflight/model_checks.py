@@ -9,6 +9,10 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
+# Modules that Megatron-Core can recompute only with functions of Transformer Engine.
+_TE_MODULES = ("layernorm", "moe_act", "mla_up_proj")
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
+
 
 @evaluate_rules
 def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
@@ -17,7 +21,6 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     if not lora.rank:
         return
     targets = f"policy.lora.target_modules=[{','.join(lora.target_modules)}]"
-    yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
     yield len(set(lora.target_modules)) < len(lora.target_modules), targets, "names a layer twice; name each once"
     yield from list_conflicts(config, "adapters")
     if shape is None:
@@ -28,9 +31,6 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
     text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
     yield targets_experts, targets, text
-
-
-_NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 @evaluate_rules
@@ -74,7 +74,7 @@ def read_gpu_capability() -> tuple[int, int] | None:
     """Ask nvidia-smi for the lowest compute capability of this machine; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         pairs = [line.strip().split(".") for line in process.stdout.splitlines() if line.strip()]
         return min((int(major), int(minor)) for major, minor in pairs)
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -112,11 +112,6 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
     if shape is not None and (shape.experts is not None or shape.latent is not None):
         model = "for a mixture of experts" if shape.experts is not None else "with latent attention"
         yield True, "policy.quantization=", f"is not supported {model}; use null"
-
-
-# Modules that Megatron-Core can recompute only with functions of Transformer Engine.
-_TE_MODULES = ("layernorm", "moe_act", "mla_up_proj")
-_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 
 
 @evaluate_rules

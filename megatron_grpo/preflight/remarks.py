@@ -19,6 +19,9 @@ from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 
 # Environments whose rewards are 0 or 1.
 _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
+# Keys by the switch that they need, and by the condition under which they change nothing. A section ends in a point.
+NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
+_UNUSED: Any = load_tables("switches.yaml")["unused"]
 
 
 def find_remarks(config: Config) -> Iterator[Problem]:
@@ -42,8 +45,6 @@ def _check_checkpoints(config: Config) -> Iterator[Rule]:
     checkpointing, period = config.ranked_checkpointing, config.training_loop.val_period
     if not config.has_checkpoints or checkpointing.keep_top_k is None:
         return
-    text = "is of a validation, and this run has none; reward ranks checkpoints"
-    yield checkpointing != config.checkpointing, "checkpointing.metric_name=", text
     name = checkpointing.metric_name
     text = f"saves steps without a validation, of which there is one every LOOP.val_period={period}"
     is_rare = period == 0 or checkpointing.save_period % period
@@ -84,19 +85,12 @@ def _check_threshold(config: Config) -> Iterator[Rule]:
 def _find_bounds(config: Config) -> tuple[float, float]:
     """Find the least and greatest value of the metric of early stopping."""
     name = config.training_loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
-    if name in ("accuracy", "truncation_rate"):
-        return 0.0, 1.0
     if name == "response_length":
         return 0.0, float(config.generation.max_new_tokens)
-    if name == "reward" and all(environment.type in _ZERO_OR_ONE for environment in config.env.values()):
+    has_zero_or_one = name == "reward" and all(task.type in _ZERO_OR_ONE for task in config.env.values())
+    if has_zero_or_one or name in ("accuracy", "truncation_rate"):
         return 0.0, 1.0
     return -math.inf, math.inf
-
-
-# Keys by the switch that they need, and by the condition under which they change nothing. A name that ends in a point
-# is a section.
-NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
-_UNUSED: Any = load_tables("switches.yaml")["unused"]
 
 
 def find_unused_settings(config: Config) -> Iterator[Problem]:

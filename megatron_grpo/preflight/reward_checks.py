@@ -101,8 +101,7 @@ def _check_functions(section: str, environment: EnvironmentConfig) -> Iterator[R
         yield not is_path, f"{section}.{key}={function}", f"must be written package.module.function{alternative}"
     names = [parse_reward_name(function) for function in functions]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        text = f"has two functions called {name}; their rewards could not be told apart"
-        yield True, f"{section}.reward_funcs", text
+        yield True, f"{section}.reward_funcs", f"has two functions called {name}; their rewards could not be told apart"
     correct = environment.correct_func
     text = f"is none of the reward_funcs, which are called {', '.join(names)}"
     yield correct is not None and correct not in names, f"{section}.correct_func={correct}", text
@@ -119,16 +118,13 @@ def check_prompts(config: Config) -> Iterator[Rule]:
     for section in ("train_sets", "val_sets"):
         for name, dataset in getattr(data, section).items():
             task_names[f"data.{section}.{name}.task_name"] = dataset.task_name
-            text = "is required: a file, a folder or a hub name"
-            yield dataset.path == MISSING, f"data.{section}.{name}.path", text
+            yield dataset.path == MISSING, f"data.{section}.{name}.path", "is required: a file, a folder or a hub name"
     for key, task in task_names.items():
         is_unknown = config.env and task is not None and task not in config.env
         yield is_unknown, f"{key}={task}", f"no such environment under env; there is {environments}"
     for task in data.tasks:
         text = f"sets the prompts of a task that has no environment; env has {environments}"
         yield config.env and task not in config.env, f"data.tasks.{task}", text
-    is_double = data.train_sets and data.train_path not in (MISSING, None)
-    yield is_double, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
     text = "is for a data.train_path that is a hub name; files are not loaded anyway"
     yield data.streaming and (data.train_sets or not is_hub_name(data.train_path)), "data.streaming=", text
     yield from check_system_prompts(config)

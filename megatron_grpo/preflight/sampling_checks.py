@@ -48,8 +48,7 @@ def check_filters(config: Config) -> Iterator[Rule]:
         default = to_text(getattr(GenerationConfig(), name))
         text = f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and"
         text += f" {comparing_option} would take that for a difference between the two frameworks"
-        is_unmatched = comparing_option and hiding_key
-        yield is_unmatched, f"generation.{name}=", f"{text}; use {default}, or leave that option out"
+        yield comparing_option and hiding_key, f"generation.{name}=", f"{text}; use {default}, or leave that option out"
 
 
 def _find_hiding_key(generation: GenerationConfig) -> str:

@@ -25,22 +25,20 @@ _INTERFACE = "megatron_grpo.environments.interface.Environment"
 _ADVICE = load_tables("script_arguments.yaml")["arguments"]
 
 
-def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
-    """Check the arguments of `train`, but for overrides and datasets.
-
-    `arguments`: config, rewards, environments, tokenizer and callbacks; `unknown`: arguments that `train` lacks.
-    """
-    config = arguments["config"]
+def find_argument_problems(
+    config: Any, rewards: Any, environments: Any, tokenizer: Any, callbacks: Any, *, unknown: Mapping[str, Any]
+) -> list[Problem]:
+    """Check arguments of `train`, and report those that it lacks (`unknown`)."""
     problems = [Problem(name, f"no such argument; {_advise(name, value)}") for name, value in unknown.items()]
     if config is None and "args" not in unknown:
         problems.append(Problem("config", f"is missing; {_CONFIG}"))
     # A TRL configuration may be passed under either name; its changed fields have counterparts among our keys.
     for name, value in (("config", config), ("args", unknown.get("args"))):
         problems += _find_foreign_settings(name, value)
-    problems += _find_list_problems("rewards", arguments["rewards"], _find_reward_problem, _REWARDS)
-    problems += _find_environment_problems(arguments["environments"])
-    problems += _find_tokenizer_problems(arguments["tokenizer"])
-    problems += _find_list_problems("callbacks", arguments["callbacks"], _find_callback_problem, _CALLBACKS)
+    problems += _find_list_problems("rewards", rewards, _find_reward_problem, _REWARDS)
+    problems += _find_environment_problems(environments)
+    problems += _find_tokenizer_problems(tokenizer)
+    problems += _find_list_problems("callbacks", callbacks, _find_callback_problem, _CALLBACKS)
     return problems
 
 
@@ -93,16 +91,14 @@ def _find_callback_problem(callback: Any) -> str | None:
     return None if isinstance(callback, Callback) else f"is {_describe_kind(callback)}; give {_CALLBACKS}"
 
 
-def _find_list_problems(
-    name: str, members: Any, find_problem: Callable[[Any], str | None], kinds: str
-) -> Iterator[Problem]:
+def _find_list_problems(name: str, members: Any, check: Callable[[Any], str | None], kinds: str) -> Iterator[Problem]:
     """Check an argument that is one object or a list."""
     if isinstance(members, Sequence) and not isinstance(members, str):
         for number, member in enumerate(members):
-            text = find_problem(member)
+            text = check(member)
             if text is not None:
                 yield Problem(f"{name}[{number}]", text)
-    elif members is not None and (text := find_problem(members)) is not None:
+    elif members is not None and (text := check(members)) is not None:
         list_text = f"is {_describe_kind(members)}; give a list, each {kinds}"
         yield Problem(name, text if _is_pretrained(members) else list_text)
 

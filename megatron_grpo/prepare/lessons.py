@@ -66,8 +66,7 @@ def _make_sums() -> Iterator[Lesson]:
     """Make all sums of two two-digit numbers: "37+58=" has the answer "095"."""
     for a, b in product(range(10, 100), repeat=2):
         answer = f"{a + b:0{ANSWER_DIGITS}}"
-        row = {"prompt": f"{a}+{b}=", "answer": answer, "task_name": "addition"}
-        yield Lesson(row, ((answer, True),))
+        yield Lesson({"prompt": f"{a}+{b}=", "answer": answer, "task_name": "addition"}, ((answer, True),))
 
 
 def _make_products() -> Iterator[Lesson]:

@@ -45,7 +45,7 @@ def prepare(name: str, folder: str | Path) -> None:
         new.mkdir()
         for file, rows in make_prompt_rows(name).items():
             (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        accuracy = _make_model(name, new / PREPARED_FOLDER, *split_lessons(name))
+        accuracy = _make_model(name, new / PREPARED_FOLDER)
         (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):
             os.replace(target, new.with_name("old"))
@@ -104,19 +104,17 @@ def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
     )
 
 
-def _make_model(
-    name: str, folder: Path, warmup: Sequence[Lesson], unseen: Sequence[Lesson], val: Sequence[Lesson]
-) -> float:
+def _make_model(name: str, folder: Path) -> float:
     # Returns the greedy accuracy on the validation lessons.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    recipe = RECIPES[name]
+    recipe, (warmup, unseen, val) = RECIPES[name], split_lessons(name)
     if "warmup_problems" in recipe:
         vocabulary, probe = VOCABULARY, unseen[: recipe["probe_problems"]]
     else:  # a random sample covers several tasks
         vocabulary = CONVERSATION_VOCABULARY
-        probe = random.Random(recipe["seed"]).sample(list(unseen), recipe["probe_problems"])
+        probe = random.Random(recipe["seed"]).sample(unseen, recipe["probe_problems"])
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     # One thread: several threads would round sums differently, and are no faster on matrices this small.
     torch.set_num_threads(1)
@@ -124,7 +122,7 @@ def _make_model(
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
         _warm_up(model, name, vocabulary, warmup, probe)
-        accuracy = measure_greedy_accuracy(model, val, vocabulary)
+        accuracy = float(score_turns(model, val, vocabulary)[1].float().mean())
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -132,9 +130,7 @@ def _make_model(
     return accuracy
 
 
-def _warm_up(
-    model: Any, name: str, vocabulary: Mapping[str, int], lessons: Sequence[Lesson], probe: Sequence[Lesson]
-) -> None:
+def _warm_up(model: Any, name: str, vocabulary: Mapping[str, int], lessons: list[Lesson], probe: list[Lesson]) -> None:
     # The warm-up stops at the target reward, so that reinforcement learning has something left to learn.
     import torch
     from torch.nn import functional as F
@@ -154,22 +150,14 @@ def _warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         is_probed = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
-        if is_probed and compute_expected_reward(model, probe, vocabulary) >= recipe["target_reward"]:
+        # The expected reward is the mean probability that the model samples exactly a lesson's turns.
+        if is_probed and float(score_turns(model, probe, vocabulary)[0].exp().mean()) >= recipe["target_reward"]:
             return
 
 
-def compute_expected_reward(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
-    """Average the probability that a model samples exactly the lesson's turns."""
-    return float(_score_turns(model, lessons, vocabulary)[0].exp().mean())
-
-
-def measure_greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
-    """Measure the share of lessons that a model's likeliest tokens solve exactly."""
-    return float(_score_turns(model, lessons, vocabulary)[1].float().mean())
-
-
-def _score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    # [lessons], float32: log-probability of the model's turns; and bool: whether each of their tokens is the likeliest.
+def score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
+    """Compute log-probabilities of lessons' turns, and whether greedy sampling writes them."""
+    # [lessons], float32; and bool.
     import torch
 
     tokens, mask = encode_lessons(lessons, vocabulary)
@@ -196,8 +184,7 @@ def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> 
             mask += [is_of_model] * len(turn)
         tokens.append(torch.tensor(ids))
         masks.append(torch.tensor(mask))
-    padded = pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD])
-    return padded, pad_sequence(masks, batch_first=True)
+    return pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD]), pad_sequence(masks, batch_first=True)
 
 
 def _encode_text(text: str, vocabulary: Mapping[str, int]) -> list[int]:

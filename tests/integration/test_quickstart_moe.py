@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.lessons import split_lessons
-from megatron_grpo.prepare.models import compute_expected_reward, measure_greedy_accuracy
+from megatron_grpo.prepare.models import score_turns
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 STEPS = 120
@@ -61,11 +61,9 @@ def test_an_exported_checkpoint_is_what_the_run_validated(straight: TrainingRun,
     subprocess.run(command, check=True, timeout=120)
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     _, train, val = split_lessons("addition_moe")
-    assert (
-        measure_greedy_accuracy(model, val, VOCABULARY)
-        == read_jsonl(straight.run_dir / "validation.jsonl")[-1]["val_accuracy"]
-    )
+    accuracy = float(score_turns(model, val, VOCABULARY)[1].float().mean())
+    assert accuracy == read_jsonl(straight.run_dir / "validation.jsonl")[-1]["val_accuracy"]
     folder = Path(yaml.safe_load((straight.run_dir / "config.yaml").read_text())["policy"]["model"]["path"])
     beginner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reward_before = compute_expected_reward(beginner, train, VOCABULARY)
-    assert compute_expected_reward(model, train, VOCABULARY) > reward_before + 0.05
+    reward_before, reward = (score_turns(scored, train, VOCABULARY)[0].exp().mean() for scored in (beginner, model))
+    assert reward > reward_before + 0.05

@@ -122,7 +122,7 @@ def test_every_argument_of_trls_trainer_is_told_what_it_is() -> None:
     own = {"config": [], "rewards": None, "environments": None, "tokenizer": None, "callbacks": None}
     names = {*inspect.signature(GRPOTrainer.__init__).parameters, *PAGES["TRL's GRPOTrainer"]} - {"self"}
     for name in names - {"train_dataset", "callbacks"}:
-        (problem,) = find_argument_problems(own, {name: None})
+        (problem,) = find_argument_problems(**own, unknown={name: None})
         assert problem.subject == name
         assert "there is" not in problem.text
         assert "did you mean" not in problem.text, name
