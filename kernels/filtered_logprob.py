@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Head
+from megatron_grpo_kernels.head import Head
 from megatron_grpo_kernels.kept_tokens import Vocabulary, find_kept_bounds, mask_removed_
-from megatron_grpo_kernels.logprob import _compute_logits, _locate_targets
+from megatron_grpo_kernels.logprob import _compute_logits, _locate_targets, _split_tokens
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 
@@ -87,6 +87,7 @@ class _FilteredLogprobs(torch.autograd.Function):
         # Over kept tokens: sums of e = exp(z - top) and of e (z - top); over all: of e; and the target's logit.
         sums = torch.zeros(4, tokens, dtype=torch.float32, device=hidden.device)
         top, cut, share = torch.empty(3, tokens, dtype=torch.float32, device=hidden.device)
+        # Equal on all ranks, which go through the same collectives.
         chunks = _split_tokens(tokens, vocabulary.rows, chunk_tokens)
         for rows in chunks:
             z = _compute_logits(hidden[rows], head.unpadded_weight, scale)
@@ -144,9 +145,3 @@ class _FilteredLogprobs(torch.autograd.Function):
                 grad_weight[:columns].addmm_(rounded.t().float(), hidden[rows].float())
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, of_weight, None, None, None, None, None, None
-
-
-def _split_tokens(tokens: int, rows: int, chunk_tokens: int | None) -> list[slice]:
-    # Equal on all ranks, which go through the same collectives.
-    size = chunk_tokens or max(1, CHUNK_NUMBERS // rows)
-    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]

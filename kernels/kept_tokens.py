@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,17 +96,13 @@ def find_kept_bounds(
     number = max(candidates, 2 * (token_filter.top_k or 0))
     cut, share, is_exact = _compute_bounds(logits, token_filter, vocabulary, top, min(number, vocabulary.rows))
     if number < vocabulary.rows and not is_exact.all():  # the ranks agree: they have computed this from equal numbers
-        for rows in _split_rows(torch.nonzero(~is_exact)[:, 0], vocabulary):
+        ranks = 1 if vocabulary.group is None else vocabulary.group.size()
+        # Pieces whose vocabularies may be gathered at once.
+        for rows in torch.nonzero(~is_exact)[:, 0].split(max(1, CHUNK_NUMBERS // 8 // (ranks * vocabulary.rows))):
             cut[rows], share[rows], _ = _compute_bounds(
                 logits[rows], token_filter, vocabulary, top[rows], vocabulary.rows
             )
     return Bounds(top, torch.maximum(cut, lowest), share)
-
-
-def _split_rows(rows: Tensor, vocabulary: Vocabulary) -> Iterator[Tensor]:
-    """Split row indices into pieces whose vocabularies may be gathered at once."""
-    ranks = 1 if vocabulary.group is None else vocabulary.group.size()
-    yield from rows.split(max(1, CHUNK_NUMBERS // 8 // (ranks * vocabulary.rows)))
 
 
 def _compute_bounds(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ class ChunkedLogprobs:
         is_local, index = _locate_targets(head)
         highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
         sums = torch.empty(3, tokens, dtype=torch.float32, device=head.hidden.device)
-        for rows in self._split(head):
+        for rows in _split_tokens(tokens, head.columns, self.chunk_tokens):
             z = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale)
             highest[rows] = z.amax(dim=1)
             sums[2, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
@@ -46,7 +45,7 @@ class ChunkedLogprobs:
         grad_weight = None
         if inputs.of_weight:
             grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
-        for rows in self._split(head):
+        for rows in _split_tokens(len(head.local), head.columns, self.chunk_tokens):
             logp = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale).sub_(
                 inputs.logsumexp[rows, None]
             )
@@ -64,9 +63,10 @@ class ChunkedLogprobs:
                 grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
         return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype)
 
-    def _split(self, head: Head) -> Iterator[slice]:
-        tokens, size = len(head.local), self.chunk_tokens or max(1, CHUNK_NUMBERS // head.columns)
-        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+def _split_tokens(tokens: int, columns: int, chunk_tokens: int | None) -> list[slice]:
+    size = chunk_tokens or max(1, CHUNK_NUMBERS // columns)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def _locate_targets(head: Head) -> tuple[Tensor, Tensor]:

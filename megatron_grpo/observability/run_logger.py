@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -116,10 +116,7 @@ class ProgressDisplay:
         bar = ProgressBar(total=self.total_steps, completed=step, width=24)
         head = Table.grid(padding=(0, 2))
         head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", times)
-        panel = Table.grid()
-        panel.add_row(head)
-        panel.add_row(Text("  ".join(figures), style="cyan"))
-        self._live.update(panel)
+        self._live.update(Group(head, Text("  ".join(figures), style="cyan")))
 
     def print_line(self, text: str) -> None:
         """Print a line, above the live one."""
