@@ -21,10 +21,8 @@ CANDIDATES = 1024
 class Bounds(NamedTuple):
     """Kept tokens: all above the cut, and some at the cut."""
 
-    top: Tensor
-    """[rows], float32: the highest logit."""
-    cut: Tensor
-    """[rows], float32: the lowest kept logit."""
+    top: Tensor  # [rows], float32: the highest logit
+    cut: Tensor  # [rows], float32: the lowest kept logit
     share: Tensor
     """[rows], float32: share of the tokens at the cut that is kept.
 
@@ -46,12 +44,9 @@ def mask_removed_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -
 class Vocabulary:
     """This rank's part of a vocabulary."""
 
-    start: int
-    """First entry of the part."""
-    rows: int
-    """Entries of a part, padding included; equal on all ranks."""
-    group: dist.ProcessGroup | None
-    """Ranks that together have the vocabulary; None: this rank has all of it."""
+    start: int  # first entry of the part
+    rows: int  # entries of a part, padding included; equal on all ranks
+    group: dist.ProcessGroup | None  # ranks that together have the vocabulary; None: this rank has all of it
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor over the ranks, in place."""

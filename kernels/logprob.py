@@ -17,8 +17,7 @@ from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadK
 class ChunkedLogprobs:
     """The torch kernel, chunk by chunk; backward computes logits again (a third more arithmetic)."""
 
-    chunk_tokens: int | None
-    """Tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits."""
+    chunk_tokens: int | None  # tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits
 
     def compute_statistics(self, head: Head) -> Statistics:
         tokens = len(head.local)

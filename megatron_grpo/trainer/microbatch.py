@@ -45,10 +45,8 @@ class Microbatch:
     token_ids: Tensor
     """[1, tokens of this rank], int64; zeros on padding, and everywhere on stages that do not read them."""
     sequences: PackedSequences
-    rows: Tensor
-    """[rows], int64: index, among this rank's tokens, of the hidden state that predicts each row."""
-    tokens: TokenFields
-    """Fields of the predicted tokens, each [rows]; token_ids is always there, int64."""
+    rows: Tensor  # [rows], int64: index, among this rank's tokens, of the hidden state that predicts each row
+    tokens: TokenFields  # fields of the predicted tokens, each [rows]; token_ids is always there, int64
     segments: Segments
     token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
