@@ -32,8 +32,7 @@ CLEANED_UP = b"\0"
 
 # Shared memory that vLLM does not remove: of its queues, named by Python, and of its CPU collectives.
 _SEGMENTS = re.compile("/dev/shm/(psm_|.*-cpushm)")
-# Beginning of the names of semaphores that remain when a process ends by a signal.
-_SEMAPHORES = "/dev/shm/sem.mp-"
+_SEMAPHORES = "/dev/shm/sem.mp-"  # beginning of the names of semaphores that remain when a process ends by a signal
 
 
 def find_shared_files(process: psutil.Process, *, with_semaphores: bool = False) -> set[Path]:

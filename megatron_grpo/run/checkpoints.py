@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.model_ranks import ModelRanks
 
 _DAMAGED = "damaged_step_"
-# Free bytes of a disk below which a failed write is explained by the disk being full.
-_LEAST_FREE = 2**20
+_LEAST_FREE = 2**20  # free bytes of a disk below which a failed write is explained by the disk being full
 
 
 @dataclass(slots=True)

@@ -27,17 +27,13 @@ from megatron_grpo.data.specs import find_task_templates
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
 
-# Digests of the run's data (`DataIdentity`).
-DATA_FILE = "data.json"
+DATA_FILE = "data.json"  # digests of the run's data (`DataIdentity`)
 # The chat template of the run's prompts, if it is not the model folder's; exports have it.
 TEMPLATE_FILE = "chat_template.jinja"
-# Settings that each engine reported when it started.
-ENGINES_FILE = "engines.json"
+ENGINES_FILE = "engines.json"  # settings that each engine reported when it started
 LOCK_FILE = ".lock"
-# A file that the user puts into a run's folder to end and save training after the current step.
-STOP_FILE = "stop"
-# Path and digest of the model that the run began with.
-MODEL_FILE = "model.json"
+STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
+MODEL_FILE = "model.json"  # path and digest of the model that the run began with
 # Folders of the models' distributed checkpoints inside a checkpoint, the value model's with PPO.
 POLICY_FOLDER, VALUE_FOLDER = "megatron", "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.

@@ -24,8 +24,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sources import SourceError, open_source
 from megatron_grpo.run.directory import CONFIG_FILE, LOCK_FILE, is_in_use, lock_run_directory
 
-# Subfolder of the run's folder for the datasets of a script.
-DATA_FOLDER = "data"
+DATA_FOLDER = "data"  # subfolder of the run's folder for the datasets of a script
 
 
 class Callback:

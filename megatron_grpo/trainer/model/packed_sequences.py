@@ -33,8 +33,7 @@ from torch import Tensor
 
 from megatron_grpo.models.routed_experts import UNKNOWN
 
-# Sequences share an attention call if the shortest has at least this share of the longest's tokens.
-LEAST_FILL = 0.75
+LEAST_FILL = 0.75  # sequences share an attention call if the shortest has at least this share of the longest's tokens
 
 Ints = NDArray[np.int64]
 Move = Callable[[NDArray[Any]], Tensor]  # a function that puts an array on the device
