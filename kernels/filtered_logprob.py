@@ -54,9 +54,8 @@ def filtered_logprobs(
         scale: factor of the logits, one over the temperature.
         chunk_tokens: tokens whose logits are held at once; None: the number with 2**26 logits.
 
-    Returns:
-        Three numbers for each token. Gradients flow to the hidden states and the weight; that of the hidden states is
-        this rank's part, which adds up over the group.
+    Gradients flow to the hidden states and the weight; that of the hidden states is this rank's part, which adds up
+    over the group.
     """
     columns = weight.shape[0] if columns is None else columns
     vocabulary = Vocabulary(start, weight.shape[0], group)

@@ -90,11 +90,7 @@ class FusedLogprobs:
 
 
 def _require_operands(head: Head) -> tuple[Tensor, Tensor, _Tile]:
-    """Return hidden states and unpadded weight as the kernels read them.
-
-    Raises:
-        ValueError: the fused kernel does not take this device or dtype.
-    """
+    """Return operands as the kernels read them; ValueError: another device or dtype."""
     hidden, weight = head.hidden, head.weight
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:
         raise ValueError(

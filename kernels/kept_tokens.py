@@ -72,12 +72,8 @@ def find_kept_bounds(
     The order is vLLM's: logits come after the temperature; then min-p, top-k, and top-p of the rest. top-p removes
     the least likely tokens whose probabilities add up to no more than 1 - top_p.
 
-    Args:
-        logits: [rows, columns], float32: this rank's part of the vocabulary, at least one row; a rank may have 0
-            columns.
-        token_filter: the filter.
-        vocabulary: where this rank's columns are.
-        candidates: likeliest entries of each rank to look at first.
+    `logits`: [rows, columns], float32: this rank's part of the vocabulary, at least one row; a rank may have 0 columns.
+    `candidates`: likeliest entries of each rank to look at first.
     """
     highest = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     top = vocabulary.reduce(highest, dist.ReduceOp.MAX)
@@ -136,10 +132,9 @@ def _find_candidates(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Find the likeliest entries of this rank, in no order.
 
-    Returns:
-        Logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more entries,
-        [rows], -inf without one; and the sum of exp(logit - top) over all entries that are no candidates of any rank,
-        [rows], float32, None if there can be none.
+    Returns logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more
+    entries, [rows], -inf without one; and the sum of exp(logit - top) over all entries that are no candidates of any
+    rank, [rows], float32, None if there can be none.
     """
     columns = logits.shape[1]
     floor, remainder = torch.full_like(top, -torch.inf), torch.zeros_like(top)

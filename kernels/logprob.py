@@ -107,12 +107,9 @@ def linear_logprobs(
             or the kernel itself.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: the number with 2**26 logits.
 
-    Returns:
-        Log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;
-        that of the hidden states is this rank's part, which adds up over the group.
-
-    Raises:
-        ValueError: `kernel` is "fused", and the fused kernel cannot run on these tensors.
+    Returns log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;
+    that of the hidden states is this rank's part, which adds up over the group. Raises ValueError if `kernel` is
+    "fused", and the fused kernel cannot run on these tensors.
     """
     columns = weight.shape[0] if columns is None else columns
     kernel = _choose_kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel

@@ -95,10 +95,8 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
     """Do one step: sample, score, learn, publish; None: no prompts left.
 
-    Raises:
-        SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as
-            before the step.
-        RunError: a value is not finite, or a process failed.
+    Raises SamplingError if sampling or scoring failed, or training and generation disagree too much (the weights are as
+    before the step), and RunError if a value is not finite, or a process failed.
     """
     config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)

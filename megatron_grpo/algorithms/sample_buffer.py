@@ -43,9 +43,8 @@ class SampleBuffer(ABC):
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         """Begin prompts, then take a generation batch; None: no prompts are left.
 
-        Args:
-            batches: prompts of generation batches, in the order of the data; the same iterator each time.
-            version: version of the weights that the step learns with, which engines generate with now.
+        `batches`: prompts of generation batches, in the order of the data; the same iterator each time. `version`: that
+        of the weights that the step learns with, which engines generate with now.
         """
 
     @abstractmethod

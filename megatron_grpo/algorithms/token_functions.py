@@ -35,8 +35,7 @@ def compute_token_advantages(
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
 
-    Returns:
-        advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
+    Returns advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
     estimator, response_lengths = config.grpo.adv_estimator, response_tokens.tolist()
     penalty = compute_kl_penalty(config, arrays)

@@ -31,8 +31,7 @@ def gather(
         phase_name: the phase, for messages ("training step").
         name: function from i to the name of the worker behind refs[i], under which it also logs.
 
-    Raises:
-        RunError: a worker died, its call raised, or the deadline passed; the message names the worker and the reason.
+    Raises RunError if a worker died, its call raised, or the deadline passed; the message names worker and reason.
     """
     names = [name(i) for i in range(len(refs))]
     logger.debug("%s: waits up to %g s for %s", phase_name, deadline_s, join_names(names))

@@ -68,10 +68,8 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         over_batch: take the standard deviation over all rewards of the step (Liu et al. 2025, "Tricks or Traps?"),
             which does not inflate groups whose rewards hardly differ.
 
-    Returns:
-        [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean suffers.
-
-    Raises ValueError for another shape, and for fewer than two samples, which leave nothing to compare.
+    The result is [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean
+    suffers. Raises ValueError for another shape, and for fewer than two samples, which leave nothing to compare.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
@@ -107,16 +105,12 @@ def clip_advantages(advantages: Tensor, config: LoopConfig) -> Tensor:
 def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
     """GDPO's advantages up to scale: the weighted sum of normalised rewards.
 
-    Args:
-        parts: [functions, groups, samples]; NaN where a function gave no reward, which adds nothing to the sample and
-            is left out of the group's mean and standard deviation.
-        weights: [functions]: factor of each function's normalised rewards.
+    `parts`: [functions, groups, samples]; NaN where a function gave no reward, which adds nothing to the sample and is
+    left out of the group's mean and standard deviation. `weights`: [functions]: factor of each function's normalised
+    rewards.
 
-    Returns:
-        [groups, samples]; exact zeros in a group without a signal: no function tells its samples apart, or the
-        functions' terms cancel out up to rounding.
-
-    Raises ValueError if a group has fewer than two samples.
+    The result, [groups, samples], has exact zeros in a group without a signal: no function tells its samples apart, or
+    the functions' terms cancel out up to rounding. Raises ValueError if a group has fewer than two samples.
     """
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]

@@ -90,10 +90,8 @@ def find_inconsistent_sequences(
 
     The mean is over tokens with a `loss_mask` of 1, without those that a filter of sampling removes in training (-inf
     in `prev`). Tensors are [sum(lengths)], float32; `prev` and `generation` are log-probabilities in the training
-    framework and the engine.
-
-    Returns:
-        [sequences], bool: true above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
+    framework and the engine. Returns [sequences], bool: true above the threshold; and the metrics
+    max_seq_mult_prob_error and num_masked_seqs.
     """
     is_compared = (loss_mask > 0) & ~prev.isneginf()
     errors = torch.where(is_compared, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
@@ -134,8 +132,7 @@ def sampling_correction(
     Tokens of weight 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py, with 0
     outside the mask; `prev` and `generation` are log-probabilities in the training framework and the engine, float32.
 
-    Returns:
-        float32, without gradient: factor of each token's policy-gradient term; and bool: where a limit changed it.
+    Returns the factor of each token's policy-gradient term, float32, without gradient; and where a limit changed it.
     """
     # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()

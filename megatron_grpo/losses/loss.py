@@ -110,9 +110,8 @@ class LossFunction(Protocol):
             tokens: the fields that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
                 positive if the batch marks correct responses; for a policy also entropy.
 
-        Returns:
-            The shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name ends
-            in _max or _min is reduced by that instead (`combine_metrics`).
+        Returns the shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name
+        ends in _max or _min is reduced by that instead (`combine_metrics`).
         """
 
 

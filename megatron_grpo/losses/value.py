@@ -107,11 +107,8 @@ def estimate_advantages(
         gae         advantages = GAE(lambda_policy),  returns = GAE(lambda_value) + values
         raw_reward  advantages = returns = the discounted sum of the rewards from the token on, without the values
 
-    Advantages are not normalised here: see `whiten`.
-
-    Args:
-        token_rewards: [sum(lengths)], the responses laid end to end.
-        values: [sum(lengths)]: values before each token, under the value model before the step.
+    Advantages are not normalised here: see `whiten`. Rewards and values are [sum(lengths)], the responses laid end to
+    end; values are those before each token, under the value model before the step.
     """
     if config.name == "raw_reward":
         # With values of 0 and lambda 1 the recursion of GAE is that of the discounted sum of rewards.

@@ -122,12 +122,9 @@ class Checkpointer:
     ) -> None:
         """Begin to write checkpoint `step`, which `finish` completes.
 
-        Args:
-            step: training steps so far.
-            state: state that the driver needs to continue (JSON); must not be changed until `finish`.
-            loader_state: state of the training data loader.
-            models: trained models, by their folder in the checkpoint.
-            background: let ranks write in the background, and return as soon as the models may change.
+        `step`: training steps so far; `state`: what the driver needs to continue (JSON), not changed until `finish`;
+        `loader_state`: that of the training data; `models`: by their folder in the checkpoint. With `background` ranks
+        write in the background, and the call returns as soon as the models may change.
         """
         self.finish()
         # The folder is renamed when all files are on disk, last the manifest with their digests, so every checkpoint

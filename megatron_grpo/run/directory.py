@@ -122,9 +122,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
 def read_config_file(file: Path) -> dict[str, Any]:
     """Read the configuration that `record_start` wrote.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read or is not a configuration; the text names it.
+    Raises FileNotFoundError, or ValueError if the file cannot be read or is not a configuration; the text names it.
     """
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
