@@ -21,15 +21,7 @@ from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, Ru
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
 from megatron_grpo.data.identity import find_training_difference, identify, read_identity
 from megatron_grpo.observability.run_files import sync
-from megatron_grpo.run.checkpoint_files import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    CheckpointError,
-    read_state,
-    replace_state,
-    verify_checkpoint,
-    write_driver_files,
-)
+from megatron_grpo.run import checkpoint_files as files
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
 if TYPE_CHECKING:
@@ -91,7 +83,7 @@ class Checkpointer:
         start_step = 0
         if path is not None:
             self._require_intact(path, stop)
-            start_step = 0 if is_foreign else read_state(path)["save_state"]["total_steps"]
+            start_step = 0 if is_foreign else files.read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > start_step:
             later = f"{self.folder} has later checkpoints, up to step {steps[-1]}"
             raise self._make_refusal(
@@ -150,8 +142,8 @@ class Checkpointer:
                     for model in pending.writers:
                         model.finish_checkpoint()
                 pool = ThreadPoolExecutor(1, "checkpoint-digests")
-                files = (pending.folder, pending.step, pending.state, pending.loader_state)
-                pending.driver_files = pool.submit(write_driver_files, *files)
+                arguments = (pending.folder, pending.step, pending.state, pending.loader_state)
+                pending.driver_files = pool.submit(files.write_driver_files, *arguments)
                 pool.shutdown(wait=False)
         elif pending.driver_files.done():
             self.finish()
@@ -168,7 +160,7 @@ class Checkpointer:
             if pending.driver_files is None:
                 for model in pending.writers:
                     model.finish_checkpoint()
-                write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state)
+                files.write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state)
             else:
                 pending.driver_files.result()
             self._remove(pending.step)
@@ -200,7 +192,7 @@ class Checkpointer:
 
     def replace_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Atomically replace the driver's state in a checkpoint, then prune."""
-        replace_state(self.locate(step), state)
+        files.replace_state(self.locate(step), state)
         self._prune()  # new metrics may change the ranking
 
     def remove_leftovers(self) -> None:
@@ -211,11 +203,11 @@ class Checkpointer:
 
     def _find_newest_intact(self, stop: Event | None) -> Path | None:
         """Find the newest intact checkpoint, and set later ones aside; None: there are none."""
-        damaged: dict[int, CheckpointError] = {}
+        damaged: dict[int, files.CheckpointError] = {}
         for step in reversed(self.list_steps()):
             try:
-                remark = verify_checkpoint(self.locate(step), stop)
-            except CheckpointError as error:
+                remark = files.verify_checkpoint(self.locate(step), stop)
+            except files.CheckpointError as error:
                 damaged[step] = error
                 continue
             except OSError as error:  # the content may be intact, and readable at another try
@@ -240,10 +232,10 @@ class Checkpointer:
     def _require_intact(self, path: Path, stop: Event | None) -> None:
         """Check the checkpoint that checkpointing.resume names."""
         try:
-            if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
-                raise self._make_refusal(f"is not a checkpoint: it has no {STATE_FILE}")
-            remark = verify_checkpoint(path, stop)
-        except CheckpointError as error:
+            if not (path / files.STATE_FILE).is_file() and not (path / files.MANIFEST_FILE).is_file():
+                raise self._make_refusal(f"is not a checkpoint: it has no {files.STATE_FILE}")
+            remark = files.verify_checkpoint(path, stop)
+        except files.CheckpointError as error:
             raise self._make_refusal(f"cannot be started from: {error}; name another checkpoint") from None
         except OSError as error:
             raise self._make_refusal(f"cannot be read: {error}") from None
@@ -283,8 +275,8 @@ class Checkpointer:
         scores: dict[int, float] = {}
         for step in steps:
             try:
-                value = step if metric is None else read_state(self.locate(step))["metrics"].get(metric)
-            except (CheckpointError, OSError):
+                value = step if metric is None else files.read_state(self.locate(step))["metrics"].get(metric)
+            except (files.CheckpointError, OSError):
                 continue
             is_number = isinstance(value, int | float) and math.isfinite(value)  # NaN cannot be sorted
             scores[step] = float(value) * (1 if metric is None else sign) if is_number else -math.inf
