@@ -59,11 +59,9 @@ def _quantise(
 
 @triton.jit
 def _to_bits(value: tl.tensor) -> tl.tensor:
-    """Round float32 of at most 448 to the bits of float8_e4m3fn.
-
-    Ties to even; NaN stays NaN. Sign, 4 bits of exponent with bias 7, 3 of mantissa; 1111 111 is NaN, and there is no
-    infinity.
-    """
+    """Round float32 of at most 448 to the bits of float8_e4m3fn."""
+    # Ties to even; NaN stays NaN. Sign, 4 bits of exponent with bias 7, 3 of mantissa; 1111 111 is NaN, and there is no
+    # infinity.
     word = value.to(tl.uint32, bitcast=True)
     sign = (word >> 24) & 0x80
     size = word & 0x7FFFFFFF

@@ -99,11 +99,9 @@ def find_kept_bounds(
 def _compute_bounds(
     logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabulary, top: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (cut, share at the cut, are both certain), [rows] each.
-
-    They follow from the `number` likeliest entries of each rank. Every entry above the lowest candidate of each rank
-    that has more entries is among the candidates. So the bounds are certain if all that is kept is above these.
-    """
+    """Compute (cut, share at the cut, are both certain), [rows] each."""
+    # They follow from the `number` likeliest entries of each rank. Every entry above the lowest candidate of each rank
+    # that has more entries is among the candidates. So the bounds are certain if all that is kept is above these.
     values, floor, remainder = _find_candidates(logits, vocabulary, top, number)
     values = vocabulary.join_parts(values).sort(dim=1).values
     is_exact = torch.ones_like(top, dtype=torch.bool)
@@ -130,12 +128,10 @@ def _compute_bounds(
 def _find_candidates(
     logits: Tensor, vocabulary: Vocabulary, top: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the likeliest entries of this rank, in no order.
-
-    Returns logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more
-    entries, [rows], -inf without one; and the sum of exp(logit - top) over all entries that are no candidates of any
-    rank, [rows], float32, None if there can be none.
-    """
+    """Find the likeliest entries of this rank, in no order."""
+    # Returns logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more
+    # entries, [rows], -inf without one; and the sum of exp(logit - top) over all entries that are no candidates of any
+    # rank, [rows], float32, None if there can be none.
     columns = logits.shape[1]
     floor, remainder = torch.full_like(top, -torch.inf), torch.zeros_like(top)
     if columns > number:

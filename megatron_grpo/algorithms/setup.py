@@ -112,10 +112,8 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
 def _start_processes(
     config: Config, folder: Path, startup: Startup, stack: ExitStack
 ) -> tuple[Models | None, VllmGeneration | None, WeightTransport | None, RolloutPool]:
-    """Begin to start all processes at the same time.
-
-    Without training there are no models, with recorded rollouts no engines, and without either no transport.
-    """
+    """Begin to start all processes at the same time."""
+    # Without training there are no models, with recorded rollouts no engines, and without either no transport.
     models: Models | None = None
     transport: WeightTransport | None = None
     restore: RestoreEngines = refuse_to_restore

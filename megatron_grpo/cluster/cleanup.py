@@ -115,10 +115,8 @@ def _find_mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def _end_processes(driver: int, started: set[psutil.Process], shared: set[Path], *, driver_lives: bool) -> None:
-    """Kill the driver's processes that do not end; remove their shared memory.
-
-    `driver_lives`: spare the driver's children and their shared memory.
-    """
+    """Kill the driver's processes that do not end; remove their shared memory."""
+    # `driver_lives`: spare the driver's children and their shared memory.
     deadline = time.monotonic() + GRACE_S
     while True:
         living = _find_descendants(driver, started)
