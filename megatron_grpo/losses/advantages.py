@@ -6,15 +6,12 @@ standard deviations, and its advantage is 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_grpo.config.loop_schema import LoopConfig
-    from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
-    from megatron_grpo.config.schema import GRPOConfig
+from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.schema import GRPOConfig
 
 
 def has_signal(rewards: Tensor) -> Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.losses.loss import MAX_LOG_RATIO, Segments, bounded_exp, response_mean, response_sum
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loss_schema import LossConfig
-
 
 KLType = Literal["k1", "k2", "k3"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenFields
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.loss_schema import LossConfig
 
 
 @dataclass(frozen=True, slots=True)

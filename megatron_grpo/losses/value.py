@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
+from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
 from megatron_grpo.losses.loss import GlobalCounts, Segments, mask_values, token_mean, token_weights, weighted_mean
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
-
 
 VARIANCE_EPSILON = 1e-8  # added to the variance before advantages are divided by its root
 
