@@ -19,10 +19,8 @@ class FilteredLogprobs(NamedTuple):
 
     logprobs: Tensor
     """Log-probability of the target under softmax over the kept tokens; -inf where the filter removes the target."""
-    entropy: Tensor
-    """Entropy of that distribution, in nats."""
-    unfiltered: Tensor
-    """Log-probability of the target under softmax over the whole vocabulary."""
+    entropy: Tensor  # entropy of that distribution, in nats
+    unfiltered: Tensor  # log-probability of the target under softmax over the whole vocabulary
 
 
 def filtered_logprobs(

@@ -146,7 +146,11 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities and entropies; `local` is each target's row, [tokens], int64."""
         head = Head(hidden, weight, columns, local, scale)
-        statistics = kernel.compute_statistics(head) if len(local) and columns else _make_empty_statistics(local)
+        if len(local) and columns:
+            statistics = kernel.compute_statistics(head)
+        else:  # no tokens, or a vocabulary that is all padding
+            empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
+            statistics = Statistics(torch.full_like(empty[0], -torch.inf), empty)
         highest, sums = statistics.highest, statistics.sums
         if group is not None:
             highest = highest.clone()
@@ -173,9 +177,3 @@ class _LinearLogprobs(torch.autograd.Function):
         else:
             both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         return *both, None, None, None, None, None
-
-
-def _make_empty_statistics(local: Tensor) -> Statistics:
-    """Make the statistics of a rank whose vocabulary is all padding, or without tokens."""
-    empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
-    return Statistics(torch.full_like(empty[0], -torch.inf), empty)

@@ -94,10 +94,7 @@ class RayCluster:
             time.sleep(JOIN_S)
 
     def reserve(
-        self,
-        policy: ParallelConfig | None,
-        generation: GenerationParallelConfig | None,
-        value: ParallelConfig | None = None,
+        self, policy: ParallelConfig | None, generation: GenerationParallelConfig | None, value: ParallelConfig | None
     ) -> None:
         """Reserve GPUs for models and engines; does nothing on CPUs."""
         per_node = self.config.gpus

@@ -34,10 +34,8 @@ class Segments:
     and have no gradient, so that backward needs no communication.
     """
 
-    sequence_index: Tensor
-    """[tokens], int64: index of each token's sequence in the microbatch."""
-    sizes: Tensor
-    """[sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it."""
+    sequence_index: Tensor  # [tokens], int64: index of each token's sequence in the microbatch
+    sizes: Tensor  # [sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Sums [sequences] over the context-parallel ranks that share them; None: this rank has whole sequences."""
 

@@ -59,8 +59,7 @@ class Checkpointer:
         """keep_forever(step): True for checkpoints that pruning must not delete; `open_run` sets it."""
         self.on_complete: Callable[[int, Path], None] = lambda step, folder: None
         """Called with step and folder of every complete checkpoint; `setup` sets this and `note`."""
-        self.note: Callable[[str], None] = lambda text: None
-        """Takes messages for the user about saved checkpoints."""
+        self.note: Callable[[str], None] = lambda text: None  # takes messages for the user about saved checkpoints
         self.pending: PendingSave | None = None
 
     def find_start(self, stop: Event | None = None) -> Path | None:

@@ -72,13 +72,7 @@ def exchange_shapes_in_order() -> None:
 
 
 def initialize_parallel(
-    parallel: ParallelConfig,
-    *,
-    rank: int,
-    store: Store,
-    seed: int,
-    timeout_s: float,
-    platform: Platform | None = None,
+    parallel: ParallelConfig, *, rank: int, store: Store, seed: int, timeout_s: float, platform: Platform | None = None
 ) -> None:
     """Join the other ranks, form process groups, seed random states."""
     platform = platform or detect_platform()
