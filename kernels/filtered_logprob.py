@@ -38,8 +38,7 @@ def filtered_logprobs(
     """Log-probability of a target over the tokens that a filter keeps.
 
     The distribution is softmax(scale * weight @ hidden) over these tokens. The kept tokens are constants: the gradient
-    is that of a softmax over a fixed set, and 0 for a removed target. Each chunk's logits are computed again in the
-    backward pass.
+    is that of a softmax over a fixed set, and 0 for a removed target. Backward computes each chunk's logits again.
 
     Args:
         hidden: [tokens, hidden], any float type, equal on all ranks of the group.
@@ -52,8 +51,7 @@ def filtered_logprobs(
         scale: factor of the logits, one over the temperature.
         chunk_tokens: tokens whose logits are held at once; None: the number with 2**26 logits.
 
-    Gradients flow to the hidden states and the weight; that of the hidden states is this rank's part, which adds up
-    over the group.
+    Gradients flow to the hidden states and the weight; the former are this rank's part, which adds up over the group.
     """
     columns = weight.shape[0] if columns is None else columns
     vocabulary = Vocabulary(start, weight.shape[0], group)

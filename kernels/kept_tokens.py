@@ -33,8 +33,7 @@ class Bounds(NamedTuple):
 def mask_removed_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -> Tensor:
     """Multiply weights by 1 above the cut, the share at it, 0 below.
 
-    In place. `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN among the logits is
-    kept.
+    In place. `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN logit is kept.
     """
     weights.masked_fill_(logits < cut[:, None], 0.0)
     return weights.mul_(torch.where(logits == cut[:, None], share[:, None], 1.0))

@@ -1,8 +1,7 @@
 """Group Relative Policy Optimization (Shao et al. 2024): sample groups of responses, score, learn, publish, repeat.
 
 The driver runs the code of this folder. It holds numbers about sequences and references to their tokens; tokens pass
-between the other processes, through the object store. A partition is some sequences of a step, whose tokens are stored
-together.
+between the other processes, through the object store. A partition is some sequences of a step, stored together.
 
                      driver: algorithms/ (a run and its steps), run/ (its start, checkpoints and end)
             lengths, rewards │            ▲ references            │ sequences of each microbatch

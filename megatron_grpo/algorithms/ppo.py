@@ -39,8 +39,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     # In the first steps only the value model is trained. The policy's unchanged weights are still published, so that
-    # the weight version stays the number of steps. Later the policy learns first, since it may refuse the step, which
-    # then changes nothing.
+    # the weight version stays the number of steps. Later the policy learns first: a refused step changes nothing.
     learned = None
     if check.step > config.ppo.policy_training_start_step:
         with timer.phase("train"):

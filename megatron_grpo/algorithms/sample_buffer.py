@@ -191,8 +191,7 @@ class FirstComplete:
 class Oversampling(SampleBuffer):
     """Keeps more prompts under way than a step takes (`FirstComplete`).
 
-    Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
-    them.
+    Long responses are not aborted. They go on under the weights that are published meanwhile, for a later step.
     """
 
     def __post_init__(self) -> None:

@@ -1,8 +1,7 @@
 """Functions over the tokens of a step, which run in a rollout worker: token ids do not come to the driver.
 
 Each takes the lengths of the sequences, [sequences], int64, and the fields that its caller named, each [sum(lengths)]
-with the sequences end to end. It returns new fields of the same form, which stay in the object store, and a result for
-the driver.
+with the sequences end to end. It returns new fields of this form, which stay in the object store, and a result.
 """
 
 from __future__ import annotations

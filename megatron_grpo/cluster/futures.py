@@ -37,8 +37,7 @@ def gather(
     logger.debug("%s: waits up to %g s for %s", phase_name, deadline_s, join_names(names))
     with phase(phase_name):
         try:
-            # One call for all: waiting for one reference at a time takes time quadratic in their number. It raises as
-            # soon as one call has failed.
+            # One call for all, which raises at the first failure: a wait for each reference takes quadratic time.
             return list(ray.get(list(refs), timeout=deadline_s))
         except RayError:
             ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)

@@ -91,8 +91,7 @@ def describe_activity(beat: beats.Heartbeat) -> str:
 def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
     """Log the states of processes and stacks of overdue ones; describe these.
 
-    A name of a process includes its children ("generation engine 0 core"). The result is the end of a message, empty
-    when the run writes no logs.
+    A name of a process includes its children ("generation engine 0 core"). The result ends a message; empty: no logs.
     """
     log = find_current_log()
     if log is None:
@@ -173,8 +172,7 @@ def _read_state(beat: beats.Heartbeat, machine: str) -> str:
 
 def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessStatus]) -> None:
     """Make processes write their stacks into their logs."""
-    # A live process gets a signal, one of another machine a byte in its file of requests. A stopped one can do nothing,
-    # so py-spy reads its stacks from outside.
+    # A live process gets a signal, one of another machine a byte in its file of requests; py-spy reads a stopped one.
     stopped = [status.heartbeat for status in overdue if status.state in (STOPPED, TRACED)]
     signalled: dict[Path, int] = {}
     wait_s = 0.0

@@ -103,8 +103,7 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
     """GDPO's advantages up to scale: the weighted sum of normalised rewards.
 
     `parts`: [functions, groups, samples]; NaN where a function gave no reward, which adds nothing to the sample and is
-    left out of the group's mean and standard deviation. `weights`: [functions]: factor of each function's normalised
-    rewards.
+    left out of the group's mean and standard deviation. `weights`: [functions]: factor of each normalised reward.
 
     The result, [groups, samples], has exact zeros in a group without a signal: no function tells its samples apart, or
     the functions' terms cancel out up to rounding. Raises ValueError if a group has fewer than two samples.
@@ -122,8 +121,7 @@ def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
     """GDPO's advantages: scores normalised over all samples of the step.
 
     GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
-    GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
-    spread drown the others.
+    GRPO does, gives combinations of one sum the same advantage, and lets the reward of largest spread drown others.
 
     `parts` and `weights`: as `gdpo_scores`. The result, [groups, samples], has mean 0 and standard deviation 1 over the
     samples that some function scored, 0 for the others; zeros everywhere when no group has a signal.

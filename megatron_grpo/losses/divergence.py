@@ -57,8 +57,7 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     - policy_kl_error, KL(P || G): r log r - (r - 1);
     - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
 
-    `prev` and `generation`: log-probabilities under P and G, of any shape, which is that of the results; log ratios are
-    cut off at MAX_LOG_RATIO.
+    `prev` and `generation`: log-probabilities under P and G, in the results' shape; log ratios end at MAX_LOG_RATIO.
     """
     log_ratio = (prev - generation).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.

@@ -44,8 +44,7 @@ IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
 def lock_run_directory(path: str) -> Iterator[Path]:
     """Create or reopen a run's folder and lock it.
 
-    A new folder is removed if it stays empty. Raises RunError if another driver holds the lock, or the folder cannot be
-    written.
+    A new folder is removed if it stays empty. RunError: another driver holds the lock, or the folder is not writable.
     """
     folder = Path(os.path.abspath(path))
     try:
@@ -241,8 +240,7 @@ def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
 def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """Build the configuration of recorded values, which `overrides` change.
 
-    `source`: origin of the values, for messages. Raises ConfigError for a change that is not understood, or that makes
-    the configuration wrong.
+    `source`: origin of the values, for messages. ConfigError: a change is not understood, or makes values wrong.
     """
     algorithm = str(values.get("algorithm", "grpo"))
     for override in overrides:

@@ -36,9 +36,8 @@ class Callback:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | Literal["save"] | None:
         """Called after step `step` was logged; `metrics` are its figures, as in metrics.jsonl.
 
-        If it returns True, training ends after this step, which is then validated and saved like every last step.
-        "save" writes a checkpoint, for which on_checkpoint is called; python -m megatron_grpo.export makes a model of
-        its folder.
+        If it returns True, training ends after this step, which is validated and saved like every last step. "save"
+        writes a checkpoint, for which on_checkpoint is called; python -m megatron_grpo.export makes a model of it.
         """
         return None
 

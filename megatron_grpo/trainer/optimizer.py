@@ -79,8 +79,7 @@ _DECAY_STYLES = {
 class ModelOptimizer:
     """Wraps a model's chunks for data-parallel training, and steps them.
 
-    Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a
-    step does not depend on how it was split.
+    Gradients are summed over microbatches and ranks, never averaged: losses are normalised by counts of the whole step.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:

@@ -86,8 +86,7 @@ def initialize_parallel(
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             patch_state_of_adamw()
     exchange_shapes_in_order()
-    # Megatron-Core relies on one hardware queue to order a layer's communication before its computation, and checks the
-    # variable even without a GPU.
+    # One hardware queue orders a layer's communication before its computation; Megatron-Core checks it even on CPUs.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if platform.name == "cuda":
         torch.cuda.set_device(platform.device)

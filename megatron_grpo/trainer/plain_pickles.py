@@ -1,7 +1,6 @@
 """Restricts a distributed checkpoint's pickles to listed classes, so that reading a file runs none of its code.
 
-By themselves, torch reads `.metadata` and the objects among the tensors, and Transformer Engine the state of its
-layers, without such a list.
+Without this, torch reads `.metadata` and objects among the tensors, and Transformer Engine its state, with no list.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ class TorchCoreAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> Tensor:
-        # From [tokens, 1, heads, head_dim], for the key and value [tokens, 1, key heads, ...], any float type, to
-        # [tokens, 1, heads * value_dim].
+        # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim].
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
@@ -100,8 +99,7 @@ class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
     Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
-    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding. A second one is that of layers
-    with a window.
+    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding; windowed layers have the second.
     """
 
     def __init__(self, *rotaries: RotaryEmbedding) -> None:
