@@ -32,8 +32,7 @@ class Scores:
     rewards: Tensor
     """[groups, samples], float32: rewards after scaling and then shaping; NaN for a sample without a reward."""
     reward_parts: Tensor | None
-    """[functions, groups, samples], float32: rewards of each reward function, NaN where it gave none. None for
-    estimators other than GDPO."""
+    """[functions, groups, samples], float32: rewards of each function, NaN where it gave none; None without GDPO."""
     function_weights: Tensor | None
     """[functions], float32: weight of each reward function in the sum; None without `reward_parts`."""
     differs: Tensor

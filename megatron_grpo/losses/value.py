@@ -42,8 +42,7 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
 
         delta_t = r_t + gamma V_(t+1) - V_t,    A_t = delta_t + gamma lambda A_(t+1)
 
-    V_t is the value before token t is chosen. A response is over after its last token, also a truncated one: nothing
-    follows, so value and advantage there are 0.
+    V_t is the value before token t is chosen. After the last token, also of a truncated response, V and A are 0.
 
     Args:
         token_rewards: [sum(lengths)], the responses laid end to end; so is the result.

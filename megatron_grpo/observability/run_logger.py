@@ -174,8 +174,7 @@ class RunLogger:
     ) -> None:
         """Report that all processes are up and the first step can begin.
 
-        `parts`: seconds of each part of the start-up; parts may overlap. `changes`: differences from the configuration
-        of a resumed run's previous start, a line each.
+        `parts`: seconds of each part of the start-up, which may overlap. `changes`: settings changed since the last start.
         """
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
@@ -196,8 +195,7 @@ class RunLogger:
     ) -> None:
         """Report one training step, from 1, to the files, the trackers and the terminal.
 
-        `timing`: seconds of each phase, and of the step as "total" (`StepTimer.seconds`). `throughput`: samples and
-        tokens per second, utilisation.
+        `timing`: seconds by phase, and "total" of the step. `throughput`: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
         metrics = self._drop_excess_figures(metrics)

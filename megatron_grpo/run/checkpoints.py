@@ -75,8 +75,7 @@ class Checkpointer:
         resume, steps = self.config.resume, self.list_steps()
         path = None if resume in ("auto", "none") else Path(resume).resolve()
         is_foreign = path is not None and path.parent != self.folder.resolve()
-        # A run that started from another run's checkpoint and has saved since goes on from its own: a job that is
-        # queued again has the same command line.
+        # A run that began with another run's checkpoint goes on from its own: a job queued again has the same command.
         if resume == "auto" or (is_foreign and (steps or self._list_set_aside())):
             return self._find_newest_intact(stop)
         start_step = 0

@@ -219,8 +219,7 @@ def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
-    # Whether to overlap (gradient reduction, weight gathering) with computation: by default on GPUs only, and never
-    # without data-parallel neighbours.
+    # Whether to overlap (gradient reduction, weight gathering): by default on GPUs only, never with a single replica.
     if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
         return False, False
     reduce = is_like_cuda if config.overlap_grad_reduce is None else config.overlap_grad_reduce

@@ -113,8 +113,7 @@ def initialize_parallel(
 
 def make_deterministic() -> None:
     """Make torch, cuBLAS and NCCL deterministic, before the first product and communicator."""
-    # Without this, Megatron-Core's unpermutation of tokens adds in the order in which threads arrive. torch refuses
-    # operations that have no deterministic form.
+    # Else Megatron-Core's unpermutation adds in the order of threads. torch refuses what has no deterministic form.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True)
