@@ -174,7 +174,7 @@ class RunLogger:
     ) -> None:
         """Report that all processes are up and the first step can begin.
 
-        `parts`: seconds of each part of the start-up, which may overlap. `changes`: settings changed since the last start.
+        `parts`: seconds of parts of the start-up, which may overlap. `changes`: settings changed since the last start.
         """
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
