@@ -23,7 +23,11 @@ from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
-DRIVER = "driver"  # name of the driver's process
+# Names of processes, in messages and of log files.
+DRIVER = "driver"
+ENGINE_NAME = "generation engine {}".format
+RANK_NAME = "policy rank {}".format
+WORKER_NAME = "rollout worker {}".format
 # Environment variables with the folder of logs and the log level, for the driver's processes.
 FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"
 LEVEL_VARIABLE = "MEGATRON_GRPO_LOG_LEVEL"
