@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Head
+from megatron_grpo_kernels.head import Head
 from megatron_grpo_kernels.kept_tokens import Vocabulary, find_kept_bounds, mask_removed_
-from megatron_grpo_kernels.logprob import _compute_logits, _locate_targets
+from megatron_grpo_kernels.logprob import _compute_logits, _locate_targets, _split_tokens
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 
@@ -19,10 +19,8 @@ class FilteredLogprobs(NamedTuple):
 
     logprobs: Tensor
     """Log-probability of the target under softmax over the kept tokens; -inf where the filter removes the target."""
-    entropy: Tensor
-    """Entropy of that distribution, in nats."""
-    unfiltered: Tensor
-    """Log-probability of the target under softmax over the whole vocabulary."""
+    entropy: Tensor  # entropy of that distribution, in nats
+    unfiltered: Tensor  # log-probability of the target under softmax over the whole vocabulary
 
 
 def filtered_logprobs(
@@ -40,8 +38,7 @@ def filtered_logprobs(
     """Log-probability of a target over the tokens that a filter keeps.
 
     The distribution is softmax(scale * weight @ hidden) over these tokens. The kept tokens are constants: the gradient
-    is that of a softmax over a fixed set, and 0 for a removed target. Each chunk's logits are computed again in the
-    backward pass.
+    is that of a softmax over a fixed set, and 0 for a removed target. Backward computes each chunk's logits again.
 
     Args:
         hidden: [tokens, hidden], any float type, equal on all ranks of the group.
@@ -54,9 +51,7 @@ def filtered_logprobs(
         scale: factor of the logits, one over the temperature.
         chunk_tokens: tokens whose logits are held at once; None: the number with 2**26 logits.
 
-    Returns:
-        Three numbers for each token. Gradients flow to the hidden states and the weight; that of the hidden states is
-        this rank's part, which adds up over the group.
+    Gradients flow to the hidden states and the weight; the former are this rank's part, which adds up over the group.
     """
     columns = weight.shape[0] if columns is None else columns
     vocabulary = Vocabulary(start, weight.shape[0], group)
@@ -87,6 +82,7 @@ class _FilteredLogprobs(torch.autograd.Function):
         # Over kept tokens: sums of e = exp(z - top) and of e (z - top); over all: of e; and the target's logit.
         sums = torch.zeros(4, tokens, dtype=torch.float32, device=hidden.device)
         top, cut, share = torch.empty(3, tokens, dtype=torch.float32, device=hidden.device)
+        # Equal on all ranks, which go through the same collectives.
         chunks = _split_tokens(tokens, vocabulary.rows, chunk_tokens)
         for rows in chunks:
             z = _compute_logits(hidden[rows], head.unpadded_weight, scale)
@@ -144,9 +140,3 @@ class _FilteredLogprobs(torch.autograd.Function):
                 grad_weight[:columns].addmm_(rounded.t().float(), hidden[rows].float())
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, of_weight, None, None, None, None, None, None
-
-
-def _split_tokens(tokens: int, rows: int, chunk_tokens: int | None) -> list[slice]:
-    # Equal on all ranks, which go through the same collectives.
-    size = chunk_tokens or max(1, CHUNK_NUMBERS // rows)
-    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]

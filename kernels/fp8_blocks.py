@@ -19,13 +19,8 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     """Round to FP8, ties to even: in Triton on CUDA, else in torch.
 
     A block with a number that is not finite becomes NaN as a whole, its scale too. A block whose largest absolute value
-    is below 448 * 2^-126 becomes zeros with a scale of 1.
-
-    Args:
-        values: [rows, columns], any float type.
-
-    Returns:
-        [rows, columns], float8_e4m3fn; and [blocks of rows, blocks of columns], float32.
+    is below 448 * 2^-126 becomes zeros with a scale of 1. `values`: [rows, columns], any float type. The results are
+    [rows, columns], float8_e4m3fn, and [blocks of rows, blocks of columns], float32.
     """
     assert values.ndim == 2, f"blocks lie in matrices, and this is {list(values.shape)}"
     if values.is_cuda and importlib.util.find_spec("triton") is not None:

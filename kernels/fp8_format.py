@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-# Rows and columns that share a scale. The last blocks of a row or column may be smaller.
-BLOCK = 128
-
-# Largest number of float8_e4m3fn.
-LARGEST = 448.0
-
+BLOCK = 128  # rows and columns that share a scale. The last blocks of a row or column may be smaller
+LARGEST = 448.0  # largest number of float8_e4m3fn
 # Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by.
 SMALLEST_SCALE = 2.0**-126
 

@@ -59,16 +59,12 @@ def _quantise(
 
 @triton.jit
 def _to_bits(value: tl.tensor) -> tl.tensor:
-    """Round float32 of at most 448 to the bits of float8_e4m3fn.
-
-    Ties to even; NaN stays NaN. Sign, 4 bits of exponent with bias 7, 3 of mantissa; 1111 111 is NaN, and there is no
-    infinity.
-    """
+    """Round float32 of at most 448 to the bits of float8_e4m3fn."""
+    # Ties to even; NaN stays NaN. Sign, 4 bits of exponent with bias 7, 3 of mantissa; 1111 111 is NaN, no infinity.
     word = value.to(tl.uint32, bitcast=True)
     sign = (word >> 24) & 0x80
     size = word & 0x7FFFFFFF
-    # 20 of the 23 bits of mantissa are dropped: adding 0x7FFFF and the last remaining bit rounds to nearest, ties to
-    # even.
+    # 20 of the 23 bits of mantissa are dropped: adding 0x7FFFF and the last bit left rounds to nearest, ties to even.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (127 - 7) * 8
     # Below 2^-6 numbers are 2^-9 apart, as float32 is at 2^14: the addition rounds, and its last bits are the result.
     low = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000

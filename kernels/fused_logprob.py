@@ -90,11 +90,7 @@ class FusedLogprobs:
 
 
 def _require_operands(head: Head) -> tuple[Tensor, Tensor, _Tile]:
-    """Return hidden states and unpadded weight as the kernels read them.
-
-    Raises:
-        ValueError: the fused kernel does not take this device or dtype.
-    """
+    """Return operands as the kernels read them; ValueError: another device or dtype."""
     hidden, weight = head.hidden, head.weight
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:
         raise ValueError(
@@ -181,10 +177,8 @@ def _reduce_logits(
     EVEN: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Compute `Statistics` of splits of the vocabulary: [(3,) splits, tokens].
-
-    Grid: tiles of tokens, splits. Sums are relative to the highest logit so far (Milakov & Gimelshein 2018).
-    """
+    """Compute `Statistics` of splits of the vocabulary: [(3,) splits, tokens]."""
+    # Grid: tiles of tokens, splits. Sums are relative to the highest logit so far (Milakov & Gimelshein 2018).
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     target = tl.load(local + rows, mask=rows < tokens, other=-1)
     top = tl.full((TOKENS,), float("-inf"), tl.float32)
@@ -236,10 +230,8 @@ def _differentiate_logits(
     EVEN: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Differentiate by the products weight @ hidden: a tile of the block.
-
-    Grid: tiles of tokens, tiles of columns. d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H).
-    """
+    """Differentiate by the products weight @ hidden: a tile of the block."""
+    # Grid: tiles of tokens, tiles of columns. d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H).
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     z = _compute_logits(

@@ -17,14 +17,10 @@ CHUNK_NUMBERS = 2**26
 class Head:
     """Operands of this rank's logits: z = scale * weight @ hidden."""
 
-    hidden: Tensor
-    """[tokens, hidden], any float type."""
-    weight: Tensor
-    """[rows of this rank, hidden], in the dtype of the hidden states."""
-    columns: int
-    """Number of rows of the weight that are vocabulary entries; the rows after them are padding."""
-    local: Tensor
-    """[tokens], int64: row of each target; outside [0, columns) when another rank has it."""
+    hidden: Tensor  # [tokens, hidden], any float type
+    weight: Tensor  # [rows of this rank, hidden], in the dtype of the hidden states
+    columns: int  # number of rows of the weight that are vocabulary entries; the rows after them are padding
+    local: Tensor  # [tokens], int64: row of each target; outside [0, columns) when another rank has it
     scale: float
 
     @property
@@ -37,8 +33,7 @@ class Head:
 class Statistics:
     """Sums over a part of the vocabulary, from which log-probabilities and entropies follow."""
 
-    highest: Tensor
-    """[..., tokens], float32: the highest logit, m; -inf over no entries."""
+    highest: Tensor  # [..., tokens], float32: the highest logit, m; -inf over no entries
     sums: Tensor
     """[3, ..., tokens], float32: sum_j exp(z_j - m), sum_j exp(z_j - m) (z_j - m), and the target's logit or 0."""
 
@@ -59,16 +54,12 @@ class Statistics:
 class BackwardInput:
     """Input of a head's backward pass: the logits' distribution and output gradients."""
 
-    logsumexp: Tensor
-    """[tokens], float32: log of the sum of exp(logit) over all ranks' parts of the vocabulary."""
-    entropy: Tensor
-    """[tokens], float32: entropy in nats."""
-    of_logprobs: Tensor
-    """[tokens], float32: gradient of the loss by each log-probability."""
+    logsumexp: Tensor  # [tokens], float32: log of the sum of exp(logit) over all ranks' parts of the vocabulary
+    entropy: Tensor  # [tokens], float32: entropy in nats
+    of_logprobs: Tensor  # [tokens], float32: gradient of the loss by each log-probability
     of_entropy: Tensor | None
     """[tokens], float32: gradient of the loss by each entropy; None: the loss does not contain the entropy."""
-    of_weight: bool
-    """Whether the weight needs a gradient; with adapters it is frozen."""
+    of_weight: bool  # whether the weight needs a gradient; with adapters it is frozen
 
 
 class HeadKernel(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +21,8 @@ CANDIDATES = 1024
 class Bounds(NamedTuple):
     """Kept tokens: all above the cut, and some at the cut."""
 
-    top: Tensor
-    """[rows], float32: the highest logit."""
-    cut: Tensor
-    """[rows], float32: the lowest kept logit."""
+    top: Tensor  # [rows], float32: the highest logit
+    cut: Tensor  # [rows], float32: the lowest kept logit
     share: Tensor
     """[rows], float32: share of the tokens at the cut that is kept.
 
@@ -36,8 +33,7 @@ class Bounds(NamedTuple):
 def mask_removed_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -> Tensor:
     """Multiply weights by 1 above the cut, the share at it, 0 below.
 
-    In place. `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN among the logits is
-    kept.
+    In place. `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN logit is kept.
     """
     weights.masked_fill_(logits < cut[:, None], 0.0)
     return weights.mul_(torch.where(logits == cut[:, None], share[:, None], 1.0))
@@ -47,12 +43,9 @@ def mask_removed_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -
 class Vocabulary:
     """This rank's part of a vocabulary."""
 
-    start: int
-    """First entry of the part."""
-    rows: int
-    """Entries of a part, padding included; equal on all ranks."""
-    group: dist.ProcessGroup | None
-    """Ranks that together have the vocabulary; None: this rank has all of it."""
+    start: int  # first entry of the part
+    rows: int  # entries of a part, padding included; equal on all ranks
+    group: dist.ProcessGroup | None  # ranks that together have the vocabulary; None: this rank has all of it
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor over the ranks, in place."""
@@ -78,12 +71,8 @@ def find_kept_bounds(
     The order is vLLM's: logits come after the temperature; then min-p, top-k, and top-p of the rest. top-p removes
     the least likely tokens whose probabilities add up to no more than 1 - top_p.
 
-    Args:
-        logits: [rows, columns], float32: this rank's part of the vocabulary, at least one row; a rank may have 0
-            columns.
-        token_filter: the filter.
-        vocabulary: where this rank's columns are.
-        candidates: likeliest entries of each rank to look at first.
+    `logits`: [rows, columns], float32: this rank's part of the vocabulary, at least one row; a rank may have 0 columns.
+    `candidates`: likeliest entries of each rank to look at first.
     """
     highest = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     top = vocabulary.reduce(highest, dist.ReduceOp.MAX)
@@ -97,27 +86,21 @@ def find_kept_bounds(
     number = max(candidates, 2 * (token_filter.top_k or 0))
     cut, share, is_exact = _compute_bounds(logits, token_filter, vocabulary, top, min(number, vocabulary.rows))
     if number < vocabulary.rows and not is_exact.all():  # the ranks agree: they have computed this from equal numbers
-        for rows in _split_rows(torch.nonzero(~is_exact)[:, 0], vocabulary):
+        ranks = 1 if vocabulary.group is None else vocabulary.group.size()
+        # Pieces whose vocabularies may be gathered at once.
+        for rows in torch.nonzero(~is_exact)[:, 0].split(max(1, CHUNK_NUMBERS // 8 // (ranks * vocabulary.rows))):
             cut[rows], share[rows], _ = _compute_bounds(
                 logits[rows], token_filter, vocabulary, top[rows], vocabulary.rows
             )
     return Bounds(top, torch.maximum(cut, lowest), share)
 
 
-def _split_rows(rows: Tensor, vocabulary: Vocabulary) -> Iterator[Tensor]:
-    """Split row indices into pieces whose vocabularies may be gathered at once."""
-    ranks = 1 if vocabulary.group is None else vocabulary.group.size()
-    yield from rows.split(max(1, CHUNK_NUMBERS // 8 // (ranks * vocabulary.rows)))
-
-
 def _compute_bounds(
     logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabulary, top: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (cut, share at the cut, are both certain), [rows] each.
-
-    They follow from the `number` likeliest entries of each rank. Every entry above the lowest candidate of each rank
-    that has more entries is among the candidates. So the bounds are certain if all that is kept is above these.
-    """
+    """Compute (cut, share at the cut, are both certain), [rows] each."""
+    # They follow from the `number` likeliest entries of each rank. Every entry above the lowest candidate of each rank
+    # that has more entries is among the candidates. So the bounds are certain if all that is kept is above these.
     values, floor, remainder = _find_candidates(logits, vocabulary, top, number)
     values = vocabulary.join_parts(values).sort(dim=1).values
     is_exact = torch.ones_like(top, dtype=torch.bool)
@@ -144,13 +127,10 @@ def _compute_bounds(
 def _find_candidates(
     logits: Tensor, vocabulary: Vocabulary, top: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Find the likeliest entries of this rank, in no order.
-
-    Returns:
-        Logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more entries,
-        [rows], -inf without one; and the sum of exp(logit - top) over all entries that are no candidates of any rank,
-        [rows], float32, None if there can be none.
-    """
+    """Find the likeliest entries of this rank, in no order."""
+    # Returns logits, [rows, number], float32, filled up with -inf; the lowest candidate of any rank that has more
+    # entries, [rows], -inf without one; and the sum of exp(logit - top) over all entries that are no candidates of any
+    # rank, [rows], float32, None if there can be none.
     columns = logits.shape[1]
     floor, remainder = torch.full_like(top, -torch.inf), torch.zeros_like(top)
     if columns > number:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,15 +17,14 @@ from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadK
 class ChunkedLogprobs:
     """The torch kernel, chunk by chunk; backward computes logits again (a third more arithmetic)."""
 
-    chunk_tokens: int | None
-    """Tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits."""
+    chunk_tokens: int | None  # tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits
 
     def compute_statistics(self, head: Head) -> Statistics:
         tokens = len(head.local)
         is_local, index = _locate_targets(head)
         highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
         sums = torch.empty(3, tokens, dtype=torch.float32, device=head.hidden.device)
-        for rows in self._split(head):
+        for rows in _split_tokens(tokens, head.columns, self.chunk_tokens):
             z = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale)
             highest[rows] = z.amax(dim=1)
             sums[2, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
@@ -46,7 +44,7 @@ class ChunkedLogprobs:
         grad_weight = None
         if inputs.of_weight:
             grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
-        for rows in self._split(head):
+        for rows in _split_tokens(len(head.local), head.columns, self.chunk_tokens):
             logp = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale).sub_(
                 inputs.logsumexp[rows, None]
             )
@@ -64,9 +62,10 @@ class ChunkedLogprobs:
                 grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
         return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype)
 
-    def _split(self, head: Head) -> Iterator[slice]:
-        tokens, size = len(head.local), self.chunk_tokens or max(1, CHUNK_NUMBERS // head.columns)
-        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+def _split_tokens(tokens: int, columns: int, chunk_tokens: int | None) -> list[slice]:
+    size = chunk_tokens or max(1, CHUNK_NUMBERS // columns)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def _locate_targets(head: Head) -> tuple[Tensor, Tensor]:
@@ -108,12 +107,9 @@ def linear_logprobs(
             or the kernel itself.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: the number with 2**26 logits.
 
-    Returns:
-        Log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;
-        that of the hidden states is this rank's part, which adds up over the group.
-
-    Raises:
-        ValueError: `kernel` is "fused", and the fused kernel cannot run on these tensors.
+    Returns log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;
+    that of the hidden states is this rank's part, which adds up over the group. Raises ValueError if `kernel` is
+    "fused", and the fused kernel cannot run on these tensors.
     """
     columns = weight.shape[0] if columns is None else columns
     kernel = _choose_kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel
@@ -150,7 +146,11 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities and entropies; `local` is each target's row, [tokens], int64."""
         head = Head(hidden, weight, columns, local, scale)
-        statistics = kernel.compute_statistics(head) if len(local) and columns else _make_empty_statistics(local)
+        if len(local) and columns:
+            statistics = kernel.compute_statistics(head)
+        else:  # no tokens, or a vocabulary that is all padding
+            empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
+            statistics = Statistics(torch.full_like(empty[0], -torch.inf), empty)
         highest, sums = statistics.highest, statistics.sums
         if group is not None:
             highest = highest.clone()
@@ -177,9 +177,3 @@ class _LinearLogprobs(torch.autograd.Function):
         else:
             both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         return *both, None, None, None, None, None
-
-
-def _make_empty_statistics(local: Tensor) -> Statistics:
-    """Make the statistics of a rank whose vocabulary is all padding, or without tokens."""
-    empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
-    return Statistics(torch.full_like(empty[0], -torch.inf), empty)

@@ -11,7 +11,5 @@ class TokenFilter:
 
     top_k: int | None = None
     """Keep this many likeliest tokens, and all that are as likely as the last of them; None: all."""
-    top_p: float = 1.0
-    """Then keep the likeliest tokens until their probability reaches this; 1: all."""
-    min_p: float = 0.0
-    """Before both, remove tokens below this share of the likeliest one's probability; 0: none."""
+    top_p: float = 1.0  # then keep the likeliest tokens until their probability reaches this; 1: all
+    min_p: float = 0.0  # before both, remove tokens below this share of the likeliest one's probability; 0: none

@@ -20,9 +20,7 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
 
     `began`: time since the epoch at which a script called for the run; None: the run is the command of this process.
 
-    Raises:
-        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
-        RunError: the run failed.
+    Raises ConfigError if the run's folder, checkpoint or a reward function cannot be used, RunError if the run failed.
     """
     if config.cluster.ray_address is None:
         prepare_ray_environment()

@@ -1,8 +1,7 @@
 """Group Relative Policy Optimization (Shao et al. 2024): sample groups of responses, score, learn, publish, repeat.
 
 The driver runs the code of this folder. It holds numbers about sequences and references to their tokens; tokens pass
-between the other processes, through the object store. A partition is some sequences of a step, whose tokens are stored
-together.
+between the other processes, through the object store. A partition is some sequences of a step, stored together.
 
                      driver: algorithms/ (a run and its steps), run/ (its start, checkpoints and end)
             lengths, rewards │            ▲ references            │ sequences of each microbatch
@@ -95,10 +94,8 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
     """Do one step: sample, score, learn, publish; None: no prompts left.
 
-    Raises:
-        SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as
-            before the step.
-        RunError: a value is not finite, or a process failed.
+    Raises SamplingError if sampling or scoring failed, or training and generation disagree too much (the weights are as
+    before the step), and RunError if a value is not finite, or a process failed.
     """
     config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)

@@ -6,16 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
+from megatron_grpo.algorithms import saves
 from megatron_grpo.algorithms.context import SamplingRun
-from megatron_grpo.algorithms.saves import (
-    complete_files,
-    end_after_step,
-    require_ranking_metric,
-    save_before_failure,
-    save_checkpoint,
-    save_finished_steps,
-    save_validation,
-)
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop, validate
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
@@ -41,7 +33,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         RunError: a step failed, or a file of the run cannot be written; the message says which.
     """
     limits, state = run.config.training_loop, run.state
-    with complete_files(run):
+    with saves.complete_files(run):
         _share_progress(run)
         run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
         _catch_up_on_validation(run)
@@ -50,7 +42,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run):
             _share_progress(run)
             try:
-                with save_before_failure(run, metrics), _profile(run, state["total_steps"] + 1):
+                with saves.save_before_failure(run, metrics), _profile(run, state["total_steps"] + 1):
                     report = step(run, batches)
             except UnpublishedStepError as error:
                 # The models have learnt from the step: it counts although the run ends.
@@ -58,7 +50,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
                 # Noted first, because saving waits for ranks that may be busy.
                 result = "is lost" if isinstance(error.failure, ModelLostError) else "is saved before the run ends"
                 run.logger.note(f"the weights of step {state['total_steps']} were not published; the step {result}")
-                end_after_step(run, error.report, error.failure)
+                saves.end_after_step(run, error.report, error.failure)
             if report is None:
                 run.logger.end_early("data_used_up", run.end_of_data)
                 run.logger.note(run.end_of_data)
@@ -89,12 +81,12 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         if _is_validation_due(run) or (loop.val_at_end and step == loop.max_num_steps):
             metrics |= _validate(run)
     except SamplingError as error:
-        end_after_step(run, report, error)
+        saves.end_after_step(run, report, error)
     try:
         log_step(run, report, metrics)
-        require_ranking_metric(run, metrics)
+        saves.require_ranking_metric(run, metrics)
     except RunError:
-        save_finished_steps(run, metrics)
+        saves.save_finished_steps(run, metrics)
         raise
     run.callbacks.notify("on_step", step, metrics)
     if run.config.logger.log_completions:
@@ -102,7 +94,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     is_replay_start = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
     is_due = step % run.config.checkpointing.save_period == 0 or is_replay_start or report.needs_checkpoint
     if run.config.has_checkpoints and (is_due or run.callbacks.wants_checkpoint):
-        save_checkpoint(run, metrics)
+        saves.save_checkpoint(run, metrics)
     return metrics
 
 
@@ -115,14 +107,14 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
         try:
             validation = _validate(run)
         except SamplingError:
-            save_finished_steps(run, metrics)
+            saves.save_finished_steps(run, metrics)
             raise
     if not run.config.has_checkpoints:
         return
     if step not in saved_steps:
-        save_checkpoint(run, {**metrics, **validation}, wait=True)
+        saves.save_checkpoint(run, {**metrics, **validation}, wait=True)
     elif validation:
-        save_validation(run, validation)
+        saves.save_validation(run, validation)
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:
@@ -133,7 +125,7 @@ def _catch_up_on_validation(run: SamplingRun) -> None:
         return
     validation = _validate(run)
     if validation and step in run.checkpointer.list_steps():
-        save_validation(run, validation)
+        saves.save_validation(run, validation)
 
 
 def _is_validation_due(run: SamplingRun) -> bool:

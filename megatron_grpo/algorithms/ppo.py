@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.algorithms import stages
 from megatron_grpo.algorithms.context import GRPOSaveState, PPORun
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
-from megatron_grpo.algorithms.stages import (
-    add_logprobs,
-    prepare_batch,
-    publish_and_report,
-    train_policy,
-    train_value_model,
-)
 from megatron_grpo.algorithms.step_advantages import add_advantages
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
@@ -36,8 +30,8 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    batch, check = prepare_batch(run, samples, timer)
-    logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
+    batch, check = stages.prepare_batch(run, samples, timer)
+    logprob_metrics = stages.add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("values"):
         is_finite = run.value.add_field(batch, "values")
     check.require_finite("values", is_finite | ~batch.in_loss, batch)
@@ -46,14 +40,13 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     # In the first steps only the value model is trained. The policy's unchanged weights are still published, so that
-    # the weight version stays the number of steps. Later the policy learns first, since it may refuse the step, which
-    # then changes nothing.
+    # the weight version stays the number of steps. Later the policy learns first: a refused step changes nothing.
     learned = None
     if check.step > config.ppo.policy_training_start_step:
         with timer.phase("train"):
-            learned = train_policy(config, batch, policy, run.loss_fn, check)
+            learned = stages.train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):
-        value_metrics = train_value_model(config, batch, run.value, run.value_loss_fn, check)
+        value_metrics = stages.train_value_model(config, batch, run.value, run.value_loss_fn, check)
     metrics = compute_sampling_metrics(config, samples)
     metrics |= logprob_metrics | compute_learning_metrics(learned, batch) | value_metrics
-    return publish_and_report(run, samples, metrics, learned, timer)
+    return stages.publish_and_report(run, samples, metrics, learned, timer)

@@ -35,8 +35,7 @@ IS_OFF = "token_mult_prob_error_off"
 DIVERGENCE = "gen_kl_error"
 DIVERGENCE_BOUND = "gen_kl_error_bound"
 
-# Fresh tokens, drawn from the weights that train: the first steps measure the noise of rounding, and the bound is a
-# multiple of the median excess of these steps.
+# Fresh tokens, drawn from the weights that train: the bound is a multiple of the median excess of the first steps.
 MEASURED_STEPS = 5
 MARGIN = 3.0
 

@@ -11,14 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.rollout_files import (
-    RunFacts,
-    StepFacts,
-    StepRecord,
-    find_recorded_steps,
-    locate_rollouts_file,
-    read_rows,
-)
+from megatron_grpo.batch import rollout_files as files
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
@@ -39,7 +32,7 @@ class RecordedSteps(BatchLoader):
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
         self.path, self.prompts_per_batch = path, prompts_per_batch
-        self.files: Mapping[int, Path] = find_recorded_steps(path)  # by step
+        self.files: Mapping[int, Path] = files.find_recorded_steps(path)  # by step
         # State of the recorded run's loader after the last step that was read.
         self._position: dict[str, Any] = {"epoch": 0}
 
@@ -67,12 +60,12 @@ class RecordedSteps(BatchLoader):
 class RolloutDumps:
     """Writes rollouts while their step learns."""
 
-    def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
+    def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: files.RunFacts) -> None:
         self._rollouts, self._config, self._run_dir, self._facts = rollouts, config, run_dir, facts
         self._writing: dict[int, Any] = {}  # by step, the writing of its file
-        self._current: tuple[int, list[SampledGroup], StepBatch | None, StepFacts] | None = None
+        self._current: tuple[int, list[SampledGroup], StepBatch | None, files.StepFacts] | None = None
 
-    def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
+    def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: files.StepFacts) -> None:
         """Hold the rollouts of a step until `begin` or `write_all`."""
         # Later stages extend the batch, so that a step that fails midway is written with the fields that it has.
         self._current = (step, groups, batch, facts)
@@ -85,7 +78,7 @@ class RolloutDumps:
         needs_all = self._config.has_replay(step) and batch is not None  # for a later replay
         if self._config.rollouts != "off" or needs_all:
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not needs_all else None
-            record = StepRecord(self._facts, facts)
+            record = files.StepRecord(self._facts, facts)
             self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, max_rollouts=limit)
 
     def finish(self, step: int) -> None:
@@ -102,14 +95,14 @@ class RolloutDumps:
 
     def read_rows(self, step: int) -> list[dict[str, Any]]:
         """Read logger.num_completions_to_print rows of a step's file."""
-        rows = read_rows(step, locate_rollouts_file(self._run_dir, step))
+        rows = files.read_rows(step, files.locate_rollouts_file(self._run_dir, step))
         return select_first_of_groups(rows, self._config.num_completions_to_print)
 
 
-def describe_run(config: Config, folder: Path) -> RunFacts:
+def describe_run(config: Config, folder: Path) -> files.RunFacts:
     """Describe a run, with the model in `folder`, for its files of rollouts."""
     loop = config.training_loop
-    return RunFacts(
+    return files.RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
         samples_per_prompt=loop.num_generations_per_prompt,
         max_num_steps=loop.max_num_steps,

@@ -43,9 +43,8 @@ class SampleBuffer(ABC):
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         """Begin prompts, then take a generation batch; None: no prompts are left.
 
-        Args:
-            batches: prompts of generation batches, in the order of the data; the same iterator each time.
-            version: version of the weights that the step learns with, which engines generate with now.
+        `batches`: prompts of generation batches, in the order of the data; the same iterator each time. `version`: that
+        of the weights that the step learns with, which engines generate with now.
         """
 
     @abstractmethod
@@ -191,8 +190,7 @@ class FirstComplete:
 class Oversampling(SampleBuffer):
     """Keeps more prompts under way than a step takes (`FirstComplete`).
 
-    Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
-    them.
+    Long responses are not aborted. They go on under the weights that are published meanwhile, for a later step.
     """
 
     def __post_init__(self) -> None:

@@ -50,9 +50,8 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     Yields a GRPORun, for algorithm=ppo a PPORun. With debug.train=false it is a SamplingRun without models, whose
     engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
 
-    Raises:
-        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
-        RunError: a process did not start; the message says which.
+    Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
+    RunError if a process did not start; the message says which.
     """
     with ExitStack() as stack:
         if startup is None:
@@ -113,10 +112,8 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
 def _start_processes(
     config: Config, folder: Path, startup: Startup, stack: ExitStack
 ) -> tuple[Models | None, VllmGeneration | None, WeightTransport | None, RolloutPool]:
-    """Begin to start all processes at the same time.
-
-    Without training there are no models, with recorded rollouts no engines, and without either no transport.
-    """
+    """Begin to start all processes at the same time."""
+    # Without training there are no models, with recorded rollouts no engines, and without either no transport.
     models: Models | None = None
     transport: WeightTransport | None = None
     restore: RestoreEngines = refuse_to_restore

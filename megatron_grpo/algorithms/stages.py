@@ -164,8 +164,7 @@ def train_in_minibatches(
 ) -> TrainResult | None:
     """Train passes over the batch in optimizer steps of `samples` sequences.
 
-    None: there was no optimizer step. Raises NonFiniteGradientError with the indices, in `batch`, of sequences that may
-    be the reason.
+    None: there was no optimizer step. Raises NonFiniteGradientError with the indices, in `batch`, of suspect sequences.
     """
     results: list[TrainResult] = []
     loss_tokens: list[float] = []
@@ -173,8 +172,7 @@ def train_in_minibatches(
         # Samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it.
         for sequences in batch.split_minibatches(samples):
             tokens = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
-            # A minibatch without a token in the loss gets no optimizer step: it would move the weights by momentum and
-            # decay alone.
+            # A minibatch without a token in the loss gets no step: momentum and decay alone would move the weights.
             if tokens:
                 results.append(model.train(batch, sequences, loss_fn))
                 loss_tokens.append(tokens)

@@ -20,15 +20,7 @@ from megatron_grpo.algorithms.token_functions import (
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.advantages import (
-    clip_advantages,
-    compute_group_advantages,
-    gdpo_advantages,
-    gdpo_scores,
-    has_signal,
-    scale_rewards,
-    shape_rewards,
-)
+from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
 
@@ -40,8 +32,7 @@ class Scores:
     rewards: Tensor
     """[groups, samples], float32: rewards after scaling and then shaping; NaN for a sample without a reward."""
     reward_parts: Tensor | None
-    """[functions, groups, samples], float32: rewards of each reward function, NaN where it gave none. None for
-    estimators other than GDPO."""
+    """[functions, groups, samples], float32: rewards of each function, NaN where it gave none; None without GDPO."""
     function_weights: Tensor | None
     """[functions], float32: weight of each reward function in the sum; None without `reward_parts`."""
     differs: Tensor
@@ -68,8 +59,8 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
     rewards = torch.tensor(
         [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes], dtype=torch.float32
     )
-    scaled = scale_rewards(rewards.view(-1, samples), config.training_loop.reward_scaling)
-    shaped = shape_rewards(
+    scaled = formulas.scale_rewards(rewards.view(-1, samples), config.training_loop.reward_scaling)
+    shaped = formulas.shape_rewards(
         scaled,
         torch.tensor([outcome.response_tokens for outcome in outcomes]).view(-1, samples),
         torch.tensor([outcome.truncated for outcome in outcomes]).view(-1, samples),
@@ -82,12 +73,12 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         reward_parts = torch.tensor(rows, dtype=torch.float32).view(len(factors), -1, samples)
         weights = torch.tensor(list(factors.values()))
         # The weighted sums of the normalised rewards count, even if the sums of the rewards do not differ.
-        differs = has_signal(gdpo_scores(reward_parts, weights))
+        differs = formulas.has_signal(formulas.gdpo_scores(reward_parts, weights))
         return Scores(shaped, reward_parts, weights, differs, differs)
     # Rewards must differ before shaping, too. Length penalties alone are no signal: responses that are all right or all
     # wrong nearly always differ in length, and DAPO drops them (Yu et al. 2025, eq. 11).
-    differs = has_signal(shaped)
-    return Scores(shaped, None, None, differs, has_signal(scaled) & differs)
+    differs = formulas.has_signal(shaped)
+    return Scores(shaped, None, None, differs, formulas.has_signal(scaled) & differs)
 
 
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
@@ -111,9 +102,9 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
         is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments)
     else:
         if scores.reward_parts is not None and scores.function_weights is not None:
-            advantages = gdpo_advantages(scores.reward_parts, scores.function_weights)
+            advantages = formulas.gdpo_advantages(scores.reward_parts, scores.function_weights)
         else:
-            advantages = compute_group_advantages(config.grpo, scores.rewards)
-        batch.advantages = clip_advantages(advantages.flatten(), config.training_loop).float().numpy()
+            advantages = formulas.compute_group_advantages(config.grpo, scores.rewards)
+        batch.advantages = formulas.clip_advantages(advantages.flatten(), config.training_loop).float().numpy()
         is_finite = np.isfinite(batch.advantages)
     return is_finite

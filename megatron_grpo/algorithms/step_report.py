@@ -10,14 +10,8 @@ from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
+from megatron_grpo.rollouts import rollout_metrics
 from megatron_grpo.rollouts.failures import describe_failures
-from megatron_grpo.rollouts.rollout_metrics import (
-    compute_group_metrics,
-    compute_length_metrics,
-    compute_reward_function_metrics,
-    compute_rollout_metrics,
-    compute_task_metrics,
-)
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
 
@@ -47,18 +41,18 @@ def compute_sampling_metrics(config: Config, samples: StepSamples) -> dict[str, 
     sampled = samples.sampled
     generations = config.training_loop.num_generations_per_prompt
     metrics = {
-        **compute_rollout_metrics(sampled),
-        **compute_length_metrics(sampled),
-        **compute_group_metrics(sampled, generations),
-        **compute_reward_function_metrics(sampled),
-        **compute_task_metrics(sampled, config.env),
+        **rollout_metrics.compute_rollout_metrics(sampled),
+        **rollout_metrics.compute_length_metrics(sampled),
+        **rollout_metrics.compute_group_metrics(sampled, generations),
+        **rollout_metrics.compute_reward_function_metrics(sampled),
+        **rollout_metrics.compute_task_metrics(sampled, config.env),
         # This one and filtered_reward cover only rollouts that are trained on; a single sample never has a signal.
         **({"groups_without_signal": float((~samples.scores.differs).float().mean())} if generations > 1 else {}),
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,
     }
     if config.training_loop.use_dynamic_sampling:
-        metrics["filtered_reward"] = compute_rollout_metrics(samples.outcomes)["reward"]
+        metrics["filtered_reward"] = rollout_metrics.compute_rollout_metrics(samples.outcomes)["reward"]
     return metrics
 
 

@@ -1,8 +1,7 @@
 """Functions over the tokens of a step, which run in a rollout worker: token ids do not come to the driver.
 
 Each takes the lengths of the sequences, [sequences], int64, and the fields that its caller named, each [sum(lengths)]
-with the sequences end to end. It returns new fields of the same form, which stay in the object store, and a result for
-the driver.
+with the sequences end to end. It returns new fields of this form, which stay in the object store, and a result.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from torch import Tensor
 from megatron_grpo.batch.step_batch import TokenArrays
 from megatron_grpo.batch.token_batch import scatter_sampled
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.advantages import (
-    clip_advantages,
-    compute_group_advantages,
-    reinforce_plus_plus_advantages,
-)
+from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
 from megatron_grpo.losses.loss import bounded_exp
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
@@ -35,22 +30,21 @@ def compute_token_advantages(
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
 
-    Returns:
-        advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
+    Returns advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
     estimator, response_lengths = config.grpo.adv_estimator, response_tokens.tolist()
     penalty = compute_kl_penalty(config, arrays)
     if estimator.name == "reinforce_plus_plus":
-        advantages = reinforce_plus_plus_advantages(
+        advantages = formulas.reinforce_plus_plus_advantages(
             rewards, response_lengths, token_penalty=penalty, minus_baseline=estimator.minus_baseline
         )
     else:
         assert penalty is not None
         # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).
         sums = torch.stack([response.sum() for response in penalty.split(response_lengths)]).view_as(rewards)
-        by_response = compute_group_advantages(config.grpo, rewards - sums).flatten()
+        by_response = formulas.compute_group_advantages(config.grpo, rewards - sums).flatten()
         advantages = by_response.repeat_interleave(torch.tensor(response_lengths))
-    field = scatter_sampled(clip_advantages(advantages, config.training_loop), arrays["sampled"])
+    field = scatter_sampled(formulas.clip_advantages(advantages, config.training_loop), arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)
 
 
@@ -77,7 +71,7 @@ def compute_ppo_token_advantages(
     advantages = estimate.advantages
     if ppo.adv_estimator.normalize_advantages:
         advantages = whiten(advantages, torch.from_numpy(np.repeat(in_loss, response_tokens)).to(device))
-    field = scatter_sampled(clip_advantages(advantages.cpu(), ppo), sampled)
+    field = scatter_sampled(formulas.clip_advantages(advantages.cpu(), ppo), sampled)
     returns = scatter_sampled(estimate.returns, sampled)
     return {"advantages": field, "returns": returns}, find_finite_sequences(field, lengths)
 

@@ -69,8 +69,7 @@ def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Se
     """Compute the metrics of the responses to some prompts.
 
     accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME for each reward
-    function; with several tasks, task_accuracy/TASK and so on for each task; set_accuracy/NAME and so on for each
-    set of prompts that has a name.
+    function; with several tasks, task_accuracy/TASK and so on by task; set_accuracy/NAME and so on for named sets.
     """
     all_outcomes = [outcome for group in outcomes for outcome in group]
     metrics = _select_metrics(all_outcomes)

@@ -32,8 +32,7 @@ CLEANED_UP = b"\0"
 
 # Shared memory that vLLM does not remove: of its queues, named by Python, and of its CPU collectives.
 _SEGMENTS = re.compile("/dev/shm/(psm_|.*-cpushm)")
-# Beginning of the names of semaphores that remain when a process ends by a signal.
-_SEMAPHORES = "/dev/shm/sem.mp-"
+_SEMAPHORES = "/dev/shm/sem.mp-"  # beginning of the names of semaphores that remain when a process ends by a signal
 
 
 def find_shared_files(process: psutil.Process, *, with_semaphores: bool = False) -> set[Path]:
@@ -116,10 +115,8 @@ def _find_mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def _end_processes(driver: int, started: set[psutil.Process], shared: set[Path], *, driver_lives: bool) -> None:
-    """Kill the driver's processes that do not end; remove their shared memory.
-
-    `driver_lives`: spare the driver's children and their shared memory.
-    """
+    """Kill the driver's processes that do not end; remove their shared memory."""
+    # `driver_lives`: spare the driver's children and their shared memory.
     deadline = time.monotonic() + GRACE_S
     while True:
         living = _find_descendants(driver, started)

@@ -31,15 +31,13 @@ def gather(
         phase_name: the phase, for messages ("training step").
         name: function from i to the name of the worker behind refs[i], under which it also logs.
 
-    Raises:
-        RunError: a worker died, its call raised, or the deadline passed; the message names the worker and the reason.
+    Raises RunError if a worker died, its call raised, or the deadline passed; the message names worker and reason.
     """
     names = [name(i) for i in range(len(refs))]
     logger.debug("%s: waits up to %g s for %s", phase_name, deadline_s, join_names(names))
     with phase(phase_name):
         try:
-            # One call for all: waiting for one reference at a time takes time quadratic in their number. It raises as
-            # soon as one call has failed.
+            # One call for all, which raises at the first failure: a wait for each reference takes quadratic time.
             return list(ray.get(list(refs), timeout=deadline_s))
         except RayError:
             ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)

@@ -22,14 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_grpo.cluster.heartbeat import (
-    HEARTBEATS_FOLDER,
-    Heartbeat,
-    build_requests_path,
-    identify_machine,
-    read_beat_s,
-    read_heartbeats,
-)
+from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.process_log import ProcessLog, build_log_path, find_current_log
 from megatron_grpo.config.errors import to_text
 
@@ -62,7 +55,7 @@ logger = logging.getLogger(__name__)
 class ProcessStatus:
     """A process's last heartbeat and its state."""
 
-    heartbeat: Heartbeat
+    heartbeat: beats.Heartbeat
     state: str  # one of STOPPED, TRACED, GONE, ALIVE and FAR
     silence_s: float  # since its last beat
 
@@ -71,17 +64,17 @@ class ProcessStatus:
         """True if the process is stuck, false if it waits."""
         if self.state in (STOPPED, TRACED, GONE):
             return True
-        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * read_beat_s())
+        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * beats.read_beat_s())
 
     def __str__(self) -> str:
         beat = self.heartbeat
         text = f"{beat.name} (pid {beat.pid} on {beat.host}) {describe_activity(beat)}"
-        if self.is_hanging or self.silence_s > 2 * read_beat_s():
+        if self.is_hanging or self.silence_s > 2 * beats.read_beat_s():
             text += f", last heartbeat {self.silence_s:.0f} s ago"
         return f"{text}: {_VERDICTS[self.state]}" if self.is_hanging else text
 
 
-def describe_activity(beat: Heartbeat) -> str:
+def describe_activity(beat: beats.Heartbeat) -> str:
     """Describe a process's phase: "is in phase 'train', entered 21 s ago"."""
     now = time.time()
     if not beat.phases:
@@ -98,8 +91,7 @@ def describe_activity(beat: Heartbeat) -> str:
 def report_overdue(phase_name: str, processes: Sequence[str]) -> str:
     """Log the states of processes and stacks of overdue ones; describe these.
 
-    A name of a process includes its children ("generation engine 0 core"). The result is the end of a message, empty
-    when the run writes no logs.
+    A name of a process includes its children ("generation engine 0 core"). The result ends a message; empty: no logs.
     """
     log = find_current_log()
     if log is None:
@@ -143,10 +135,10 @@ def _find_last_error(file: Path) -> str | None:
 
 def read_statuses(log: ProcessLog) -> list[ProcessStatus]:
     """Read the states of all other processes, hanging ones first."""
-    machine, now = identify_machine(), time.time()
+    machine, now = beats.identify_machine(), time.time()
     statuses = [
         ProcessStatus(beat, state=_read_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
-        for beat in read_heartbeats(log.folder / HEARTBEATS_FOLDER).values()
+        for beat in beats.read_heartbeats(log.folder / beats.HEARTBEATS_FOLDER).values()
         if beat.name != log.name
     ]
     return sorted(statuses, key=lambda status: not status.is_hanging)
@@ -164,7 +156,7 @@ def _describe_statuses(statuses: Sequence[ProcessStatus]) -> list[str]:
     return parts
 
 
-def _read_state(beat: Heartbeat, machine: str) -> str:
+def _read_state(beat: beats.Heartbeat, machine: str) -> str:
     if beat.machine != machine:
         return FAR
     try:
@@ -180,8 +172,7 @@ def _read_state(beat: Heartbeat, machine: str) -> str:
 
 def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessStatus]) -> None:
     """Make processes write their stacks into their logs."""
-    # A live process gets a signal, one of another machine a byte in its file of requests. A stopped one can do nothing,
-    # so py-spy reads its stacks from outside.
+    # A live process gets a signal, one of another machine a byte in its file of requests; py-spy reads a stopped one.
     stopped = [status.heartbeat for status in overdue if status.state in (STOPPED, TRACED)]
     signalled: dict[Path, int] = {}
     wait_s = 0.0
@@ -195,9 +186,9 @@ def request_stacks(log: ProcessLog, phase_name: str, overdue: Sequence[ProcessSt
                 os.kill(beat.pid, signal.SIGUSR1)
                 signalled[file] = size
         elif status.state == FAR:
-            with build_requests_path(log.folder / HEARTBEATS_FOLDER, beat.name).open("ab") as requests:
+            with beats.build_requests_path(log.folder / beats.HEARTBEATS_FOLDER, beat.name).open("ab") as requests:
                 requests.write(b"!")
-            wait_s = max(wait_s, REQUEST_BEATS * read_beat_s())
+            wait_s = max(wait_s, REQUEST_BEATS * beats.read_beat_s())
     with ThreadPoolExecutor(max_workers=2) as pool:
         texts = pool.map(_read_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
         for beat, text in zip(stopped, texts, strict=False):

@@ -19,18 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megatron_grpo.cluster.heartbeat import (
-    BEAT_S,
-    BEAT_VARIABLE,
-    HEARTBEATS_FOLDER,
-    SHARED_BEAT_S,
-    HeartbeatWriter,
-    build_file_stem,
-)
+from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
-DRIVER = "driver"  # name of the driver's process
+# Names of processes, in messages and of log files.
+DRIVER = "driver"
+ENGINE_NAME = "generation engine {}".format
+RANK_NAME = "policy rank {}".format
+WORKER_NAME = "rollout worker {}".format
 # Environment variables with the folder of logs and the log level, for the driver's processes.
 FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"
 LEVEL_VARIABLE = "MEGATRON_GRPO_LOG_LEVEL"
@@ -49,7 +46,7 @@ class ProcessLog:
     pid: int
     stream: TextIO
     handler: logging.Handler
-    heartbeat: HeartbeatWriter
+    heartbeat: beats.HeartbeatWriter
 
 
 _current: ProcessLog | None = None
@@ -62,7 +59,7 @@ def find_current_log() -> ProcessLog | None:
 
 def build_log_path(folder: Path, name: str) -> Path:
     """Build the path of the log of a process, like "policy rank 0"."""
-    return folder / f"{build_file_stem(name)}.log"
+    return folder / f"{beats.build_file_stem(name)}.log"
 
 
 def choose_library_level() -> str:
@@ -115,7 +112,8 @@ class AdviceOnce(OncePerMessage):
 
 def read_log_environment() -> dict[str, str]:
     """Read the environment variables of logs, for processes elsewhere."""
-    return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}
+    names = (FOLDER_VARIABLE, LEVEL_VARIABLE, beats.BEAT_VARIABLE)
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @contextmanager
@@ -126,11 +124,11 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
-    for heartbeat in (folder / HEARTBEATS_FOLDER).glob("*"):  # an earlier start may have had more processes
+    for heartbeat in (folder / beats.HEARTBEATS_FOLDER).glob("*"):  # an earlier start may have had more processes
         heartbeat.unlink(missing_ok=True)
     before = read_log_environment()
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
-    os.environ[BEAT_VARIABLE] = str(BEAT_S if one_machine else SHARED_BEAT_S)
+    os.environ[beats.BEAT_VARIABLE] = str(beats.BEAT_S if one_machine else beats.SHARED_BEAT_S)
     _current = log = _open(folder, DRIVER, level)
     logger.info("the driver begins: pid %d, %s", log.pid, " ".join(sys.argv))
     try:
@@ -189,7 +187,7 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     logging.captureWarnings(True)
     # The handler is in C, so kill -USR1 PID works even while the interpreter is held.
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
-    heartbeat = HeartbeatWriter(folder / HEARTBEATS_FOLDER, name, stream)
+    heartbeat = beats.HeartbeatWriter(folder / beats.HEARTBEATS_FOLDER, name, stream)
     heartbeat.start()
     return ProcessLog(folder=folder, name=name, pid=os.getpid(), stream=stream, handler=handler, heartbeat=heartbeat)
 

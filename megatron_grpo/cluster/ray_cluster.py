@@ -12,16 +12,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_grpo.cluster import machines
 from megatron_grpo.cluster.cleanup import FolderRemover, keep_sigterm_handler
-from megatron_grpo.cluster.machines import (
-    LOCAL,
-    LOCAL_MARKER,
-    check_address,
-    check_machines,
-    check_reachable,
-    explain_origin,
-    fill_in_address,
-)
 from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
@@ -62,7 +54,7 @@ class RayCluster:
         """
         if ray.is_initialized():
             raise RunError("this process has called ray.init already; call ray.shutdown() before the run is started")
-        fill_in_address(self.config)
+        machines.fill_in_address(self.config)
         with keep_sigterm_handler():
             if self.config.ray_address is None:
                 self._start_local(remove_if_killed)
@@ -79,7 +71,9 @@ class RayCluster:
         memory = None if self.config.gpus else OBJECT_STORE_BYTES
         try:
             # Without an address Ray would join one in the environment, which takes no such arguments.
-            ray.init(address=LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **_QUIET)
+            ray.init(
+                address=machines.LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **_QUIET
+            )
         except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
             raise RunError(f"Ray does not start on this machine: {error}") from error
 
@@ -88,7 +82,7 @@ class RayCluster:
         # error only once `cluster.num_nodes` machines have joined.
         end = time.monotonic() + self.config.startup_timeout_s
         logged: list[str] = []
-        while (shortage := check_machines(self.config, ray.nodes())) is not None:
+        while (shortage := machines.check_machines(self.config, ray.nodes())) is not None:
             joined = sorted(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
             if len(joined) >= self.config.num_nodes or time.monotonic() > end:
                 raise RunError(shortage)
@@ -99,10 +93,7 @@ class RayCluster:
             time.sleep(JOIN_S)
 
     def reserve(
-        self,
-        policy: ParallelConfig | None,
-        generation: GenerationParallelConfig | None,
-        value: ParallelConfig | None = None,
+        self, policy: ParallelConfig | None, generation: GenerationParallelConfig | None, value: ParallelConfig | None
     ) -> None:
         """Reserve GPUs for models and engines; does nothing on CPUs."""
         per_node = self.config.gpus
@@ -197,7 +188,7 @@ class RayCluster:
 
 
 def _join(address: str) -> None:
-    reason = check_address(address) or check_reachable(address)
+    reason = machines.check_address(address) or machines.check_reachable(address)
     if reason is None:
         try:
             ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **_QUIET)
@@ -205,7 +196,7 @@ def _join(address: str) -> None:
             reason = _explain_failed_join(error)
     if reason is not None:
         message = f"no Ray cluster answers at cluster.ray_address={address}: {reason}"
-        raise RunError(f"{message}{explain_origin(address)}")
+        raise RunError(f"{message}{machines.explain_origin(address)}")
 
 
 def _explain_failed_join(error: BaseException) -> str:
@@ -241,6 +232,6 @@ def list_assigned_gpus() -> list[str]:
 
 def find_node_address() -> str:
     """Find the address of this node for the run's other processes."""
-    if LOCAL_MARKER in os.environ:
+    if machines.LOCAL_MARKER in os.environ:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor
 from megatron_grpo.cluster.futures import gather
-from megatron_grpo.cluster.process_names import ENGINE_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.generation.engine import VllmEngine

@@ -6,15 +6,12 @@ standard deviations, and its advantage is 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_grpo.config.loop_schema import LoopConfig
-    from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
-    from megatron_grpo.config.schema import GRPOConfig
+from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.schema import GRPOConfig
 
 
 def has_signal(rewards: Tensor) -> Tensor:
@@ -68,10 +65,8 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         over_batch: take the standard deviation over all rewards of the step (Liu et al. 2025, "Tricks or Traps?"),
             which does not inflate groups whose rewards hardly differ.
 
-    Returns:
-        [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean suffers.
-
-    Raises ValueError for another shape, and for fewer than two samples, which leave nothing to compare.
+    The result is [groups, samples]. A group whose rewards are all equal gets exact zeros, whatever rounding its mean
+    suffers. Raises ValueError for another shape, and for fewer than two samples, which leave nothing to compare.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
@@ -107,16 +102,11 @@ def clip_advantages(advantages: Tensor, config: LoopConfig) -> Tensor:
 def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
     """GDPO's advantages up to scale: the weighted sum of normalised rewards.
 
-    Args:
-        parts: [functions, groups, samples]; NaN where a function gave no reward, which adds nothing to the sample and
-            is left out of the group's mean and standard deviation.
-        weights: [functions]: factor of each function's normalised rewards.
+    `parts`: [functions, groups, samples]; NaN where a function gave no reward, which adds nothing to the sample and is
+    left out of the group's mean and standard deviation. `weights`: [functions]: factor of each normalised reward.
 
-    Returns:
-        [groups, samples]; exact zeros in a group without a signal: no function tells its samples apart, or the
-        functions' terms cancel out up to rounding.
-
-    Raises ValueError if a group has fewer than two samples.
+    The result, [groups, samples], has exact zeros in a group without a signal: no function tells its samples apart, or
+    the functions' terms cancel out up to rounding. Raises ValueError if a group has fewer than two samples.
     """
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]
@@ -131,8 +121,7 @@ def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
     """GDPO's advantages: scores normalised over all samples of the step.
 
     GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
-    GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
-    spread drown the others.
+    GRPO does, gives combinations of one sum the same advantage, and lets the reward of largest spread drown others.
 
     `parts` and `weights`: as `gdpo_scores`. The result, [groups, samples], has mean 0 and standard deviation 1 over the
     samples that some function scored, 0 for the others; zeros everywhere when no group has a signal.

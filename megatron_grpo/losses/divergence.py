@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.losses.loss import MAX_LOG_RATIO, Segments, bounded_exp, response_mean, response_sum
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loss_schema import LossConfig
-
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -60,8 +57,7 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     - policy_kl_error, KL(P || G): r log r - (r - 1);
     - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
 
-    `prev` and `generation`: log-probabilities under P and G, of any shape, which is that of the results; log ratios are
-    cut off at MAX_LOG_RATIO.
+    `prev` and `generation`: log-probabilities under P and G, in the results' shape; log ratios end at MAX_LOG_RATIO.
     """
     log_ratio = (prev - generation).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.
@@ -90,10 +86,8 @@ def find_inconsistent_sequences(
 
     The mean is over tokens with a `loss_mask` of 1, without those that a filter of sampling removes in training (-inf
     in `prev`). Tensors are [sum(lengths)], float32; `prev` and `generation` are log-probabilities in the training
-    framework and the engine.
-
-    Returns:
-        [sequences], bool: true above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
+    framework and the engine. Returns [sequences], bool: true above the threshold; and the metrics
+    max_seq_mult_prob_error and num_masked_seqs.
     """
     is_compared = (loss_mask > 0) & ~prev.isneginf()
     errors = torch.where(is_compared, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
@@ -134,8 +128,7 @@ def sampling_correction(
     Tokens of weight 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py, with 0
     outside the mask; `prev` and `generation` are log-probabilities in the training framework and the engine, float32.
 
-    Returns:
-        float32, without gradient: factor of each token's policy-gradient term; and bool: where a limit changed it.
+    Returns the factor of each token's policy-gradient term, float32, without gradient; and where a limit changed it.
     """
     # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenFields
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.loss_schema import LossConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,8 @@ class Segments:
     and have no gradient, so that backward needs no communication.
     """
 
-    sequence_index: Tensor
-    """[tokens], int64: index of each token's sequence in the microbatch."""
-    sizes: Tensor
-    """[sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it."""
+    sequence_index: Tensor  # [tokens], int64: index of each token's sequence in the microbatch
+    sizes: Tensor  # [sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Sums [sequences] over the context-parallel ranks that share them; None: this rank has whole sequences."""
 
@@ -106,9 +102,8 @@ class LossFunction(Protocol):
             tokens: the fields that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
                 positive if the batch marks correct responses; for a policy also entropy.
 
-        Returns:
-            The shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name ends
-            in _max or _min is reduced by that instead (`combine_metrics`).
+        Returns the shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name
+        ends in _max or _min is reduced by that instead (`combine_metrics`).
         """
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
+from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate, sampling_correction
 from megatron_grpo.losses.loss import (
+    GlobalCounts,
+    Segments,
     bounded_exp,
     loss_share,
     mask_values,
@@ -19,10 +22,6 @@ from megatron_grpo.losses.loss import (
     token_weights,
     weighted_mean,
 )
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loss_schema import LossConfig
-    from megatron_grpo.losses.loss import GlobalCounts, Segments
 
 
 class ClippedPGLossFn:
@@ -158,13 +157,11 @@ class ClippedPGLossFn:
 def _consistency_metrics(
     curr: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, counts: GlobalCounts
 ) -> dict[str, Tensor]:
-    """Metrics of the trainer's disagreement with the engine, and the policy's entropy.
-
-    token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
-    sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
-    -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. Log-probabilities are float32, without
-    gradient, 0 outside the mask and at tokens that a filter removes: these count as agreement.
-    """
+    """Metrics of the trainer's disagreement with the engine, and the policy's entropy."""
+    # token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
+    # sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
+    # -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. Log-probabilities are float32,
+    # without gradient, 0 outside the mask and at tokens that a filter removes: these count as agreement.
     error, weight = bounded_exp((prev - generation).abs()), bounded_exp(prev - generation)
     return {
         "token_mult_prob_error": token_mean(error, mask, counts),
@@ -241,11 +238,9 @@ def surrogate(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """min(r A, clip(r) A); dual clipping: at least c A.
-
-    Schulman et al. 2017, eq. 7; asymmetric bounds: DAPO (Yu et al. 2025, eq. 10); dual clipping: Ye et al. 2020, eq. 5;
-    with the response's ratio: GSPO (Zheng et al. 2025, eq. 5). Ratio and advantages are [sequences, length], float32.
-    """
+    """min(r A, clip(r) A); dual clipping: at least c A."""
+    # Schulman et al. 2017, eq. 7; asymmetric bounds: DAPO (Yu et al. 2025, eq. 10); dual clipping: Ye et al. 2020, eq.
+    # 5; with the response's ratio: GSPO (Zheng et al. 2025, eq. 5). Both tensors are [sequences, length], float32.
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
     clamped = ratio.clamp(low, high)
     # The minimum is pessimistic: clipping removes the gradient that moves further away, not the one that leads back.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
+from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
 from megatron_grpo.losses.loss import GlobalCounts, Segments, mask_values, token_mean, token_weights, weighted_mean
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
-
 
 VARIANCE_EPSILON = 1e-8  # added to the variance before advantages are divided by its root
 
@@ -45,8 +42,7 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
 
         delta_t = r_t + gamma V_(t+1) - V_t,    A_t = delta_t + gamma lambda A_(t+1)
 
-    V_t is the value before token t is chosen. A response is over after its last token, also a truncated one: nothing
-    follows, so value and advantage there are 0.
+    V_t is the value before token t is chosen. After the last token, also of a truncated response, V and A are 0.
 
     Args:
         token_rewards: [sum(lengths)], the responses laid end to end; so is the result.
@@ -107,11 +103,8 @@ def estimate_advantages(
         gae         advantages = GAE(lambda_policy),  returns = GAE(lambda_value) + values
         raw_reward  advantages = returns = the discounted sum of the rewards from the token on, without the values
 
-    Advantages are not normalised here: see `whiten`.
-
-    Args:
-        token_rewards: [sum(lengths)], the responses laid end to end.
-        values: [sum(lengths)]: values before each token, under the value model before the step.
+    Advantages are not normalised here: see `whiten`. Rewards and values are [sum(lengths)], the responses laid end to
+    end; values are those before each token, under the value model before the step.
     """
     if config.name == "raw_reward":
         # With values of 0 and lambda 1 the recursion of GAE is that of the discounted sum of rewards.

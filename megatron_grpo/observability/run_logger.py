@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,16 +25,9 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.prompt_renderer import join_content
+from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
-from megatron_grpo.observability.run_files import (
-    METRICS_FILE,
-    STARTS_FILE,
-    VALIDATION_FILE,
-    format_json_line,
-    open_to_append,
-    read_lines,
-)
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
 from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
@@ -116,10 +109,7 @@ class ProgressDisplay:
         bar = ProgressBar(total=self.total_steps, completed=step, width=24)
         head = Table.grid(padding=(0, 2))
         head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", times)
-        panel = Table.grid()
-        panel.add_row(head)
-        panel.add_row(Text("  ".join(figures), style="cyan"))
-        self._live.update(panel)
+        self._live.update(Group(head, Text("  ".join(figures), style="cyan")))
 
     def print_line(self, text: str) -> None:
         """Print a line, above the live one."""
@@ -152,11 +142,11 @@ class RunLogger:
         self.config = config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         last_step = -1 if resume_step is None else resume_step  # step 0 is the validation before training
-        self._metrics = open_to_append(self.run_dir / METRICS_FILE, last_step)
-        self._validations = open_to_append(self.run_dir / VALIDATION_FILE, last_step)
+        self._metrics = run_files.open_to_append(self.run_dir / run_files.METRICS_FILE, last_step)
+        self._validations = run_files.open_to_append(self.run_dir / run_files.VALIDATION_FILE, last_step)
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
-            (self.run_dir / STARTS_FILE).unlink(missing_ok=True)
+            (self.run_dir / run_files.STARTS_FILE).unlink(missing_ok=True)
         self._trackers: list[Tracker] = []
         if config.logger.tensorboard:
             self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
@@ -174,7 +164,7 @@ class RunLogger:
         self._end = COMPLETED
         self._begin = time.monotonic()
         self._earlier_s = 0.0
-        for row in read_lines(self.run_dir / METRICS_FILE):
+        for row in run_files.read_lines(self.run_dir / run_files.METRICS_FILE):
             self._earlier_s += row["timing"][TOTAL]
             self._environment_figures.update(filter(is_environment_metric, row))
         self._resume_step = resume_step
@@ -184,15 +174,16 @@ class RunLogger:
     ) -> None:
         """Report that all processes are up and the first step can begin.
 
-        `parts`: seconds of each part of the start-up; parts may overlap. `changes`: differences from the configuration
-        of a resumed run's previous start, a line each.
+        `parts`: seconds of parts of the start-up, which may overlap. `changes`: settings changed since the last start.
         """
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
         self._begin = time.monotonic()
         now = datetime.now().isoformat(timespec="seconds")
-        with (self.run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(format_json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)}))
+        with (self.run_dir / run_files.STARTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(
+                run_files.format_json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)})
+            )
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
@@ -204,8 +195,7 @@ class RunLogger:
     ) -> None:
         """Report one training step, from 1, to the files, the trackers and the terminal.
 
-        `timing`: seconds of each phase, and of the step as "total" (`StepTimer.seconds`). `throughput`: samples and
-        tokens per second, utilisation.
+        `timing`: seconds by phase, and "total" of the step. `throughput`: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
         metrics = self._drop_excess_figures(metrics)
@@ -214,7 +204,7 @@ class RunLogger:
         self._logging_s = 0.0
         # Figures of the clock differ between equal runs, so they stand apart from the metrics.
         clock_figures = {"timing": timing, "throughput": dict(throughput)}
-        self._metrics.write(format_json_line({"step": step, **metrics, **clock_figures}))
+        self._metrics.write(run_files.format_json_line({"step": step, **metrics, **clock_figures}))
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
         self._track(step, "throughput", throughput)
@@ -237,7 +227,7 @@ class RunLogger:
 
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Report a validation after `step` training steps."""
-        self._validations.write(format_json_line({"step": step, **metrics, "timing": dict(timing)}))
+        self._validations.write(run_files.format_json_line({"step": step, **metrics, "timing": dict(timing)}))
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
         figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 
-# Key of the step's whole time among the times of its phases.
-TOTAL = "total"
+TOTAL = "total"  # key of the step's whole time among the times of its phases
 
 
 class StepTimer:

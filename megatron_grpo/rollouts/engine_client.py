@@ -15,7 +15,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, Generation
 from megatron_grpo.cluster.actor_calls import call_actor, stream_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, is_lost, wrap_for_pickling
 from megatron_grpo.cluster.overdue import report_hanging
-from megatron_grpo.cluster.process_names import ENGINE_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.rollouts.failures import RolloutFailure

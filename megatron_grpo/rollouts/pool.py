@@ -23,7 +23,7 @@ from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor, cal
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, gather
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.process_names import ENGINE_NAME, WORKER_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME, WORKER_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec

@@ -15,8 +15,7 @@ from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_record
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.process_log import begin_process_log
-from megatron_grpo.cluster.process_names import WORKER_NAME
+from megatron_grpo.cluster.process_log import WORKER_NAME, begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import EnvironmentHandle

@@ -23,12 +23,10 @@ from megatron_grpo.run.directory import POLICY_FOLDER
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
-# The hash is fast and detects accidents; it does not protect against forgery.
-CHECKSUM_KEY = "xxh3_128"
+CHECKSUM_KEY = "xxh3_128"  # the hash is fast and detects accidents; it does not protect against forgery
 _CHECKSUM_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 _READ_BYTES = 8 * 2**20
-# One thread hashes faster than a local disk reads, but network file systems need many readers.
-_THREADS = 8
+_THREADS = 8  # one thread hashes faster than a local disk reads, but network file systems need many readers
 
 STATE_FILE = "state.json"
 LOADER_FILE = "dataloader.pt"
@@ -36,10 +34,8 @@ LOADER_FILE = "dataloader.pt"
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
 
 T = TypeVar("T")
-# Size and digest of a file: "bytes" and CHECKSUM_KEY.
-FileRecord = dict[str, int | str]
-# True: stop reading, because the result is no longer needed.
-IsCancelled = Callable[[], bool]
+FileRecord = dict[str, int | str]  # size and digest of a file: "bytes" and CHECKSUM_KEY
+IsCancelled = Callable[[], bool]  # true: stop reading, because the result is no longer needed
 
 
 class CheckpointError(RunError):

@@ -21,23 +21,14 @@ from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, Ru
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
 from megatron_grpo.data.identity import find_training_difference, identify, read_identity
 from megatron_grpo.observability.run_files import sync
-from megatron_grpo.run.checkpoint_files import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    CheckpointError,
-    read_state,
-    replace_state,
-    verify_checkpoint,
-    write_driver_files,
-)
+from megatron_grpo.run import checkpoint_files as files
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model_ranks import ModelRanks
 
 _DAMAGED = "damaged_step_"
-# Free bytes of a disk below which a failed write is explained by the disk being full.
-_LEAST_FREE = 2**20
+_LEAST_FREE = 2**20  # free bytes of a disk below which a failed write is explained by the disk being full
 
 
 @dataclass(slots=True)
@@ -66,8 +57,7 @@ class Checkpointer:
         """keep_forever(step): True for checkpoints that pruning must not delete; `open_run` sets it."""
         self.on_complete: Callable[[int, Path], None] = lambda step, folder: None
         """Called with step and folder of every complete checkpoint; `setup` sets this and `note`."""
-        self.note: Callable[[str], None] = lambda text: None
-        """Takes messages for the user about saved checkpoints."""
+        self.note: Callable[[str], None] = lambda text: None  # takes messages for the user about saved checkpoints
         self.pending: PendingSave | None = None
 
     def find_start(self, stop: Event | None = None) -> Path | None:
@@ -83,14 +73,13 @@ class Checkpointer:
         resume, steps = self.config.resume, self.list_steps()
         path = None if resume in ("auto", "none") else Path(resume).resolve()
         is_foreign = path is not None and path.parent != self.folder.resolve()
-        # A run that started from another run's checkpoint and has saved since goes on from its own: a job that is
-        # queued again has the same command line.
+        # A run that began with another run's checkpoint goes on from its own: a job queued again has the same command.
         if resume == "auto" or (is_foreign and (steps or self._list_set_aside())):
             return self._find_newest_intact(stop)
         start_step = 0
         if path is not None:
             self._require_intact(path, stop)
-            start_step = 0 if is_foreign else read_state(path)["save_state"]["total_steps"]
+            start_step = 0 if is_foreign else files.read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > start_step:
             later = f"{self.folder} has later checkpoints, up to step {steps[-1]}"
             raise self._make_refusal(
@@ -121,12 +110,9 @@ class Checkpointer:
     ) -> None:
         """Begin to write checkpoint `step`, which `finish` completes.
 
-        Args:
-            step: training steps so far.
-            state: state that the driver needs to continue (JSON); must not be changed until `finish`.
-            loader_state: state of the training data loader.
-            models: trained models, by their folder in the checkpoint.
-            background: let ranks write in the background, and return as soon as the models may change.
+        `step`: training steps so far; `state`: what the driver needs to continue (JSON), not changed until `finish`;
+        `loader_state`: that of the training data; `models`: by their folder in the checkpoint. With `background` ranks
+        write in the background, and the call returns as soon as the models may change.
         """
         self.finish()
         # The folder is renamed when all files are on disk, last the manifest with their digests, so every checkpoint
@@ -152,8 +138,8 @@ class Checkpointer:
                     for model in pending.writers:
                         model.finish_checkpoint()
                 pool = ThreadPoolExecutor(1, "checkpoint-digests")
-                files = (pending.folder, pending.step, pending.state, pending.loader_state)
-                pending.driver_files = pool.submit(write_driver_files, *files)
+                arguments = (pending.folder, pending.step, pending.state, pending.loader_state)
+                pending.driver_files = pool.submit(files.write_driver_files, *arguments)
                 pool.shutdown(wait=False)
         elif pending.driver_files.done():
             self.finish()
@@ -170,7 +156,7 @@ class Checkpointer:
             if pending.driver_files is None:
                 for model in pending.writers:
                     model.finish_checkpoint()
-                write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state)
+                files.write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state)
             else:
                 pending.driver_files.result()
             self._remove(pending.step)
@@ -202,7 +188,7 @@ class Checkpointer:
 
     def replace_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Atomically replace the driver's state in a checkpoint, then prune."""
-        replace_state(self.locate(step), state)
+        files.replace_state(self.locate(step), state)
         self._prune()  # new metrics may change the ranking
 
     def remove_leftovers(self) -> None:
@@ -213,11 +199,11 @@ class Checkpointer:
 
     def _find_newest_intact(self, stop: Event | None) -> Path | None:
         """Find the newest intact checkpoint, and set later ones aside; None: there are none."""
-        damaged: dict[int, CheckpointError] = {}
+        damaged: dict[int, files.CheckpointError] = {}
         for step in reversed(self.list_steps()):
             try:
-                remark = verify_checkpoint(self.locate(step), stop)
-            except CheckpointError as error:
+                remark = files.verify_checkpoint(self.locate(step), stop)
+            except files.CheckpointError as error:
                 damaged[step] = error
                 continue
             except OSError as error:  # the content may be intact, and readable at another try
@@ -242,10 +228,10 @@ class Checkpointer:
     def _require_intact(self, path: Path, stop: Event | None) -> None:
         """Check the checkpoint that checkpointing.resume names."""
         try:
-            if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
-                raise self._make_refusal(f"is not a checkpoint: it has no {STATE_FILE}")
-            remark = verify_checkpoint(path, stop)
-        except CheckpointError as error:
+            if not (path / files.STATE_FILE).is_file() and not (path / files.MANIFEST_FILE).is_file():
+                raise self._make_refusal(f"is not a checkpoint: it has no {files.STATE_FILE}")
+            remark = files.verify_checkpoint(path, stop)
+        except files.CheckpointError as error:
             raise self._make_refusal(f"cannot be started from: {error}; name another checkpoint") from None
         except OSError as error:
             raise self._make_refusal(f"cannot be read: {error}") from None
@@ -285,8 +271,8 @@ class Checkpointer:
         scores: dict[int, float] = {}
         for step in steps:
             try:
-                value = step if metric is None else read_state(self.locate(step))["metrics"].get(metric)
-            except (CheckpointError, OSError):
+                value = step if metric is None else files.read_state(self.locate(step))["metrics"].get(metric)
+            except (files.CheckpointError, OSError):
                 continue
             is_number = isinstance(value, int | float) and math.isfinite(value)  # NaN cannot be sorted
             scores[step] = float(value) * (1 if metric is None else sign) if is_number else -math.inf

@@ -27,17 +27,13 @@ from megatron_grpo.data.specs import find_task_templates
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
 
-# Digests of the run's data (`DataIdentity`).
-DATA_FILE = "data.json"
+DATA_FILE = "data.json"  # digests of the run's data (`DataIdentity`)
 # The chat template of the run's prompts, if it is not the model folder's; exports have it.
 TEMPLATE_FILE = "chat_template.jinja"
-# Settings that each engine reported when it started.
-ENGINES_FILE = "engines.json"
+ENGINES_FILE = "engines.json"  # settings that each engine reported when it started
 LOCK_FILE = ".lock"
-# A file that the user puts into a run's folder to end and save training after the current step.
-STOP_FILE = "stop"
-# Path and digest of the model that the run began with.
-MODEL_FILE = "model.json"
+STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
+MODEL_FILE = "model.json"  # path and digest of the model that the run began with
 # Folders of the models' distributed checkpoints inside a checkpoint, the value model's with PPO.
 POLICY_FOLDER, VALUE_FOLDER = "megatron", "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
@@ -48,8 +44,7 @@ IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
 def lock_run_directory(path: str) -> Iterator[Path]:
     """Create or reopen a run's folder and lock it.
 
-    A new folder is removed if it stays empty. Raises RunError if another driver holds the lock, or the folder cannot be
-    written.
+    A new folder is removed if it stays empty. RunError: another driver holds the lock, or the folder is not writable.
     """
     folder = Path(os.path.abspath(path))
     try:
@@ -126,9 +121,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
 def read_config_file(file: Path) -> dict[str, Any]:
     """Read the configuration that `record_start` wrote.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read or is not a configuration; the text names it.
+    Raises FileNotFoundError, or ValueError if the file cannot be read or is not a configuration; the text names it.
     """
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -247,8 +240,7 @@ def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
 def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """Build the configuration of recorded values, which `overrides` change.
 
-    `source`: origin of the values, for messages. Raises ConfigError for a change that is not understood, or that makes
-    the configuration wrong.
+    `source`: origin of the values, for messages. ConfigError: a change is not understood, or makes values wrong.
     """
     algorithm = str(values.get("algorithm", "grpo"))
     for override in overrides:

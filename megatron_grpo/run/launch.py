@@ -71,7 +71,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
 def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
     """Begin to start engines alone; the stack ends them."""
     generation = replace(config.generation, placement="separate")  # there is no policy to share devices with
-    cluster.reserve(None, generation.parallel)
+    cluster.reserve(None, generation.parallel, None)
     return _start_generation(replace(config, generation=generation), folder, cluster, stack)
 
 

@@ -24,8 +24,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sources import SourceError, open_source
 from megatron_grpo.run.directory import CONFIG_FILE, LOCK_FILE, is_in_use, lock_run_directory
 
-# Subfolder of the run's folder for the datasets of a script.
-DATA_FOLDER = "data"
+DATA_FOLDER = "data"  # subfolder of the run's folder for the datasets of a script
 
 
 class Callback:
@@ -37,9 +36,8 @@ class Callback:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | Literal["save"] | None:
         """Called after step `step` was logged; `metrics` are its figures, as in metrics.jsonl.
 
-        Returns:
-            True ends training after this step, which is then validated and saved like every last step. "save" writes a
-            checkpoint, for which on_checkpoint is called; python -m megatron_grpo.export makes a model of its folder.
+        If it returns True, training ends after this step, which is validated and saved like every last step. "save"
+        writes a checkpoint, for which on_checkpoint is called; python -m megatron_grpo.export makes a model of it.
         """
         return None
 

@@ -16,12 +16,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import filesystem_async, fully_parallel
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -109,7 +105,7 @@ class RankCheckpoint:
             # Replicas have equal weights and divide their writing. Each rank writes its part of the optimizer's state.
             default = serialization.get_default_save_sharded_strategy()
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = FullyParallelSaveStrategyWrapper(default, replicas)
+            strategy = fully_parallel.FullyParallelSaveStrategyWrapper(default, replicas)
             request = dist_checkpointing.save(
                 state,
                 folder,
@@ -160,7 +156,7 @@ class RankCheckpoint:
             # Each replica reads a part of the weights and sends it to the others, but all of its own optimizer state.
             default = serialization.get_default_load_sharded_strategy(folder)
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = FullyParallelLoadStrategyWrapper(default, replicas)
+            strategy = fully_parallel.FullyParallelLoadStrategyWrapper(default, replicas)
             weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
             loaded = dist_checkpointing.load(weights, folder, strategy) | dist_checkpointing.load(state, folder)
             load_weights(rank.chunks, loaded["model"])

@@ -28,10 +28,8 @@ class RankSettings:
     """Everything that a rank of a model is built from."""
 
     config: PolicyConfig
-    shape: ModelShape
-    """Sizes of the model; a shape from `as_value_model` makes it a value model."""
-    folder: str
-    """The model's folder in Hugging Face format; empty: weights stay uninitialised, in a dry run."""
+    shape: ModelShape  # sizes of the model; a shape from `as_value_model` makes it a value model
+    folder: str  # the model's folder in Hugging Face format; empty: weights stay uninitialised, in a dry run
     decay_steps: int  # optimizer steps of the learning-rate schedule
     reference: ReferenceConfig | None = None
     temperature: float = 1.0  # of sampling, at which the policy's log-probabilities are taken
@@ -65,8 +63,7 @@ class RankTrainResult:
     Example: `RankTrainResult(grad_norm=0.8, learning_rate=1e-6, metrics=[{"loss": 0.01}, {"loss": 0.02}])`.
     """
 
-    grad_norm: float
-    """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""
+    grad_norm: float  # global L2 norm of the gradient; when it is not finite the optimizer step was not made
     learning_rate: float
     metrics: list[dict[str, float]] | None
     """Loss and metrics of each microbatch of the rank; None on ranks without the loss."""

@@ -18,16 +18,8 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import Segments
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
+from megatron_grpo.trainer.model import packed_sequences as packs
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
-from megatron_grpo.trainer.model.packed_sequences import (
-    PackedLayout,
-    PackedSequences,
-    build_membership,
-    build_packed_sequences,
-    lay_out,
-    select_routing,
-    select_source,
-)
 
 MaskField = Literal["loss_mask", "sampled"]
 
@@ -44,11 +36,9 @@ class Microbatch:
 
     token_ids: Tensor
     """[1, tokens of this rank], int64; zeros on padding, and everywhere on stages that do not read them."""
-    sequences: PackedSequences
-    rows: Tensor
-    """[rows], int64: index, among this rank's tokens, of the hidden state that predicts each row."""
-    tokens: TokenFields
-    """Fields of the predicted tokens, each [rows]; token_ids is always there, int64."""
+    sequences: packs.PackedSequences
+    rows: Tensor  # [rows], int64: index, among this rank's tokens, of the hidden state that predicts each row
+    tokens: TokenFields  # fields of the predicted tokens, each [rows]; token_ids is always there, int64
     segments: Segments
     token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
@@ -62,10 +52,10 @@ class MicrobatchMaker:
         self._move = platform.move
         self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
-    def lay_out(self, lengths: Sequence[int]) -> PackedLayout:
+    def lay_out(self, lengths: Sequence[int]) -> packs.PackedLayout:
         """Lay sequences of these lengths out on this rank."""
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
-        return lay_out(
+        return packs.lay_out(
             lengths,
             rank=parallel_state.get_context_parallel_rank(),
             size=parallel.context,
@@ -119,17 +109,17 @@ class MicrobatchMaker:
             token_indices=token_indices,
         )
 
-    def _pack(self, layout: PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> PackedSequences:
+    def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
         # `routed`: the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
-        packed = build_packed_sequences(layout, self._transformer_engine, self._shape.window, self._move)
+        packed = packs.build_packed_sequences(layout, self._transformer_engine, self._shape.window, self._move)
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:
                 part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
-            source = select_source(layout, part=part, parts=parts, is_dummy=is_dummy)
-            packed.membership = build_membership(layout, source, self._move)
+            source = packs.select_source(layout, part=part, parts=parts, is_dummy=is_dummy)
+            packed.membership = packs.build_membership(layout, source, self._move)
             if routed is not None:
-                packed.routed = select_routing(routed.numpy(), source, self._move)
+                packed.routed = packs.select_routing(routed.numpy(), source, self._move)
         return packed
 
 

@@ -79,8 +79,7 @@ _DECAY_STYLES = {
 class ModelOptimizer:
     """Wraps a model's chunks for data-parallel training, and steps them.
 
-    Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a
-    step does not depend on how it was split.
+    Gradients are summed over microbatches and ranks, never averaged: losses are normalised by counts of the whole step.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
@@ -220,8 +219,7 @@ def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
-    # Whether to overlap (gradient reduction, weight gathering) with computation: by default on GPUs only, and never
-    # without data-parallel neighbours.
+    # Whether to overlap (gradient reduction, weight gathering): by default on GPUs only, never with a single replica.
     if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
         return False, False
     reduce = is_like_cuda if config.overlap_grad_reduce is None else config.overlap_grad_reduce

@@ -72,13 +72,7 @@ def exchange_shapes_in_order() -> None:
 
 
 def initialize_parallel(
-    parallel: ParallelConfig,
-    *,
-    rank: int,
-    store: Store,
-    seed: int,
-    timeout_s: float,
-    platform: Platform | None = None,
+    parallel: ParallelConfig, *, rank: int, store: Store, seed: int, timeout_s: float, platform: Platform | None = None
 ) -> None:
     """Join the other ranks, form process groups, seed random states."""
     platform = platform or detect_platform()
@@ -92,8 +86,7 @@ def initialize_parallel(
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             patch_state_of_adamw()
     exchange_shapes_in_order()
-    # Megatron-Core relies on one hardware queue to order a layer's communication before its computation, and checks the
-    # variable even without a GPU.
+    # One hardware queue orders a layer's communication before its computation; Megatron-Core checks it even on CPUs.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if platform.name == "cuda":
         torch.cuda.set_device(platform.device)
@@ -120,8 +113,7 @@ def initialize_parallel(
 
 def make_deterministic() -> None:
     """Make torch, cuBLAS and NCCL deterministic, before the first product and communicator."""
-    # Without this, Megatron-Core's unpermutation of tokens adds in the order in which threads arrive. torch refuses
-    # operations that have no deterministic form.
+    # Else Megatron-Core's unpermutation adds in the order of threads. torch refuses what has no deterministic form.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True)

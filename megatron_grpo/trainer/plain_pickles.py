@@ -1,7 +1,6 @@
 """Restricts a distributed checkpoint's pickles to listed classes, so that reading a file runs none of its code.
 
-By themselves, torch reads `.metadata` and the objects among the tensors, and Transformer Engine the state of its
-layers, without such a list.
+Without this, torch reads `.metadata` and objects among the tensors, and Transformer Engine its state, with no list.
 """
 
 from __future__ import annotations
@@ -20,37 +19,30 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_grpo.config.errors import RunError
 
-AllowedNames = dict[str, frozenset[str]]
-"""Names that a pickle may import, by module."""
-
-
-def _parse_names(table: str) -> AllowedNames:
-    rows = (line.split(":") for line in table.strip().splitlines())
-    return {module.strip(): frozenset(names.split()) for module, names in rows}
-
+AllowedNames = dict[str, str]  # names that a pickle may import, with blanks between them, by module
 
 _DTYPES = " ".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 # pathlib._local is Python 3.13's.
-_METADATA_NAMES = _parse_names(f"""
-    collections: OrderedDict
-    pathlib: PosixPath PurePosixPath
-    pathlib._local: PosixPath PurePosixPath
-    torch: Size {_DTYPES}
-    torch.distributed.checkpoint.filesystem: _StorageInfo
-    torch.distributed.checkpoint.metadata: BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex \
-        StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING
-    torch.distributed.checkpoint.planner: BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType
-    torch.serialization: _get_layout
-""")
-_LAYER_STATE_NAMES = _parse_names("""
-    collections: OrderedDict
-    megatron.core.extensions.transformer_engine: TEDelayedScaling
-    megatron.core.safe_globals: safe_load_from_bytes
-    torch._utils: _rebuild_tensor_v2
-    torch.storage: _load_from_bytes
-    transformer_engine.common.recipe: DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams \
-        MXFP8BlockScaling NVFP4BlockScaling QParams _FormatHelper
-""")
+_METADATA_NAMES = {
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath PurePosixPath",
+    "torch": f"Size {_DTYPES}",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch.serialization": "_get_layout",
+}
+_LAYER_STATE_NAMES = {
+    "collections": "OrderedDict",
+    "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
+    "megatron.core.safe_globals": "safe_load_from_bytes",
+    "torch._utils": "_rebuild_tensor_v2",
+    "torch.storage": "_load_from_bytes",
+    "transformer_engine.common.recipe": "DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams "
+    "MXFP8BlockScaling NVFP4BlockScaling QParams _FormatHelper",
+}
 _ADVICE = "which no checkpoint of a run does: loading it could run its author's code; take the file from the run"
 
 
@@ -60,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
         self._where, self._allowed = where, allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in self._allowed.get(module, ()):
+        if name not in self._allowed.get(module, "").split():
             raise RunError(f"{self._where} names {module}.{name}, {_ADVICE}")
         # `torch.storage._load_from_bytes` would unpickle without a list, had Megatron-Core's import not replaced it.
         return super().find_class(module, name)

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from megatron_grpo.cluster.futures import explain_error, find_lost_calls, gather, is_canary_failure, is_lost, join_names
 from megatron_grpo.cluster.overdue import report_hanging
-from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME, RANK_NAME
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy

@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 
-from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME, RANK_NAME
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.generation.engine_canary import CanaryPrompt

@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 
-from megatron_grpo.cluster.process_names import ENGINE_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.generation.engine_interface import Engine

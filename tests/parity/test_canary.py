@@ -17,8 +17,8 @@ from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
 from megatron_grpo.generation.engine_canary import CanaryPrompt
-from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model import packed_sequences
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.boxes import Box, pack_boxes, to_slices
@@ -89,7 +89,7 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
     config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
     folder = str(model.path)
     rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=folder, decay_steps=100))
-    original = microbatch.build_packed_sequences
+    original = packed_sequences.build_packed_sequences
 
     def faulty(packed: PackedLayout, *arguments: Any, **named: Any) -> Any:
         if fault == "leak":  # one boundary is lost: keys of all sequences before are seen
@@ -99,11 +99,11 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
             packed = replace(packed, positions=np.roll(packed.positions, 1))
         return original(packed, *arguments, **named)
 
-    microbatch.build_packed_sequences = faulty
+    packed_sequences.build_packed_sequences = faulty
     try:
         return score_canary(rank, sequences)
     finally:
-        microbatch.build_packed_sequences = original
+        packed_sequences.build_packed_sequences = original
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pipeline=2), Layout(context=2)], ids=str)

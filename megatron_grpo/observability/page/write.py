@@ -17,17 +17,8 @@ import yaml
 
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
+from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import load_token_bytes, make_step_tables, make_token_table
-from megatron_grpo.observability.run_files import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    STARTS_FILE,
-    SUMMARY_FILE,
-    VALIDATION_FILE,
-    read_lines,
-    replace_non_finite,
-    write_text,
-)
 
 REPORT_FILE = "report.html"
 STYLE = "report.css"
@@ -49,14 +40,14 @@ def make_packed_element(name: str, value: Any) -> str:
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:  # non-finite numbers are rare, and searching for them takes longest
-        text = json.dumps(replace_non_finite(value, _DIGITS), separators=(",", ":"))
+        text = json.dumps(run_files.replace_non_finite(value, _DIGITS), separators=(",", ":"))
     packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
     return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
 
 
 def format_escaped_json(value: Any) -> str:
     """Format as ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
-    text = json.dumps(replace_non_finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(run_files.replace_non_finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)
 
 
@@ -86,9 +77,11 @@ def read_run_data(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if the folder is not a run's, or a line of a file is damaged; the message names it.
     """
-    if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
-        raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
-    steps, defaults = _read_rows(folder / METRICS_FILE), dict(flatten(asdict(Config())))
+    if not (folder / run_files.METRICS_FILE).exists() and not (folder / run_files.CONFIG_FILE).exists():
+        raise ValueError(
+            f"{folder} is not the folder of a run: it has neither {run_files.METRICS_FILE} nor {run_files.CONFIG_FILE}"
+        )
+    steps, defaults = _read_rows(folder / run_files.METRICS_FILE), dict(flatten(asdict(Config())))
     # Of each setting: key, value, and the default where it differs.
     settings = [
         (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
@@ -96,20 +89,20 @@ def read_run_data(folder: Path) -> dict[str, Any]:
     ]
     return {
         "name": folder.resolve().name,
-        "summary": _read_mapping(folder / SUMMARY_FILE, json.loads),
+        "summary": _read_mapping(folder / run_files.SUMMARY_FILE, json.loads),
         "metrics": collect_columns([_select_metrics(row) for row in steps]),
         **{
             group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps])
             for group in _CLOCK_FIGURES
         },
-        "validation": collect_columns([_select_metrics(row) for row in _read_rows(folder / VALIDATION_FILE)]),
+        "validation": collect_columns([_select_metrics(row) for row in _read_rows(folder / run_files.VALIDATION_FILE)]),
         "config": settings,
-        "starts": read_lines(folder / STARTS_FILE),
+        "starts": run_files.read_lines(folder / run_files.STARTS_FILE),
     }
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    rows = read_lines(file)
+    rows = run_files.read_lines(file)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get("step"), int):
             raise ValueError(f"{file}:{number} is damaged: it has no number under step")
@@ -129,7 +122,7 @@ def _read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the settings of a run by key; empty if they cannot be read."""
-    return dict(flatten(_read_mapping(folder / CONFIG_FILE, yaml.safe_load)))
+    return dict(flatten(_read_mapping(folder / run_files.CONFIG_FILE, yaml.safe_load)))
 
 
 def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -152,7 +145,7 @@ def write_report(folders: Sequence[Path]) -> Path:
     Raises ValueError if a folder is not a run's, OSError if a file cannot be read or written.
     """
     file = folders[0] / REPORT_FILE
-    write_text(file, render_report(folders))
+    run_files.write_text(file, render_report(folders))
     return file
 
 

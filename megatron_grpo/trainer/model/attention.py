@@ -45,8 +45,7 @@ class TorchCoreAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> Tensor:
-        # From [tokens, 1, heads, head_dim], for the key and value [tokens, 1, key heads, ...], any float type, to
-        # [tokens, 1, heads * value_dim].
+        # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim].
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
@@ -58,8 +57,7 @@ class TorchCoreAttention(torch.nn.Module):
         return _select_rows(torch.cat(parts), calls.out)[:, None].flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, rectangle: AttentionRectangle) -> Tensor:
-        # From [tokens, heads, head_dim] to [slots of queries, heads, value_dim]. Repeated slots are visible only to
-        # queries whose output is discarded.
+        # From [tokens, heads, head_dim] to [slots of queries, heads, value_dim]. Only dropped queries see repeats.
         keys, values = (_select_rows(tensor, rectangle.keys).transpose(1, 2) for tensor in (key, value))
         mask = None
         if not rectangle.square or (self.window is not None and rectangle.keys.shape[1] > self.window):
@@ -70,8 +68,7 @@ class TorchCoreAttention(torch.nn.Module):
             mask = key_slot <= position
             if self.window is not None:
                 mask = mask & (key_slot > position - self.window)
-        # On GPUs only FlashAttention takes keys with fewer heads than queries, and neither masks nor float32; any other
-        # kernel would hold all scores.
+        # On GPUs FlashAttention alone takes fewer key heads, but no mask and no float32; other kernels hold all scores.
         if self._on_gpu and (mask is not None or query.dtype == torch.float32):
             keys, values = (
                 tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (keys, values)
@@ -100,8 +97,7 @@ class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
     Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
-    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding. A second one is that of layers
-    with a window.
+    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding; windowed layers have the second.
     """
 
     def __init__(self, *rotaries: RotaryEmbedding) -> None:

@@ -113,8 +113,7 @@ class LatentAttention(MegatronModule):
         return projected
 
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
-        # Neighbouring elements are rotated against each other. They are moved half a vector apart, in queries as in
-        # keys, which leaves query-key products unchanged.
+        # Neighbours rotate against each other. Moving them half a vector apart leaves query-key products unchanged.
         vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         cos, sin = (angles.cos() * self.rope_factor), (angles.sin() * self.rope_factor)
         first, second = vectors.chunk(2, dim=-1)

@@ -33,12 +33,10 @@ from torch import Tensor
 
 from megatron_grpo.models.routed_experts import UNKNOWN
 
-# Sequences share an attention call if the shortest has at least this share of the longest's tokens.
-LEAST_FILL = 0.75
+LEAST_FILL = 0.75  # sequences share an attention call if the shortest has at least this share of the longest's tokens
 
 Ints = NDArray[np.int64]
-Move = Callable[[NDArray[Any]], Tensor]
-"""A function that puts an array on the device."""
+Move = Callable[[NDArray[Any]], Tensor]  # a function that puts an array on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,7 @@ class Membership:
 
     sequence: Tensor
     """[tokens], int64: index of the token's sequence in the microbatch; padding counts as one more sequence."""
-    weight: Tensor
-    """[tokens], float32: one over the tokens of the sequence; 0 on padding."""
+    weight: Tensor  # [tokens], float32: one over the tokens of the sequence; 0 on padding
     sequences: int
 
 
@@ -56,14 +53,11 @@ class Membership:
 class AttentionRectangle:
     """Parts of sequences that one attention call computes; shorter ones repeat their last token."""
 
-    queries: Tensor
-    """[parts, most queries], int64: index of each query in this rank's tokens."""
-    keys: Tensor
-    """[parts, most keys], int64: index of each key in the gathered tokens of all context-parallel ranks."""
+    queries: Tensor  # [parts, most queries], int64: index of each query in this rank's tokens
+    keys: Tensor  # [parts, most keys], int64: index of each key in the gathered tokens of all context-parallel ranks
     first: Tensor
     """[parts], int64: position of the first query minus that of the first key, which is 0 without a window."""
-    square: bool
-    """True if every part has as many queries as keys, both from position 0: the mask is simply causal."""
+    square: bool  # true if every part has as many queries as keys, both from position 0: the mask is simply causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +65,7 @@ class AttentionCalls:
     """Attention calls of one layer for a microbatch on this rank."""
 
     rectangles: list[AttentionRectangle]
-    out: Tensor
-    """[tokens of this rank], int64: slot of each token's query, slots counted rectangle by rectangle."""
+    out: Tensor  # [tokens of this rank], int64: slot of each token's query, slots counted rectangle by rectangle
 
 
 @dataclass
@@ -124,10 +117,8 @@ class PackedLayout:
     Example: rank 0 of 2 with the sequences A and B above: source [0, 1, 6, 7, 8, 11], positions [0, 1, 6, 7, 0, 3].
     """
 
-    source: Ints
-    """[tokens of this rank]: index of each token in the flat sequences; -1 is padding."""
-    positions: Ints
-    """[tokens of this rank]: position of each token in its sequence."""
+    source: Ints  # [tokens of this rank]: index of each token in the flat sequences; -1 is padding
+    positions: Ints  # [tokens of this rank]: position of each token in its sequence
     gathered_index: Ints
     """[all tokens, padding included], in sequence order: index of each token in the ranks' concatenated tokens."""
     widths: Ints  # padded length of each sequence, over all ranks

@@ -127,7 +127,7 @@ def test_only_those_in_trouble_are_named_beside_another_s_failure(folder: Path) 
 
 def test_a_process_of_another_machine_is_asked_through_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with logged_processes(folder, {"policy rank 0": SLEEPS}):
-        monkeypatch.setattr(late, "identify_machine", lambda: "another one")
+        monkeypatch.setattr(late.beats, "identify_machine", lambda: "another one")
         text = report_overdue("training step", ["policy rank 0"])
         monkeypatch.undo()
         log = build_log_path(folder, "policy rank 0").read_text()

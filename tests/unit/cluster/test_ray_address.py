@@ -112,7 +112,7 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
         monkeypatch.setenv("RAY_ADDRESS", variable)
     inits: list[dict[str, Any]] = []
     monkeypatch.setattr(ray, "init", lambda **settings: inits.append(settings))
-    monkeypatch.setattr("megatron_grpo.cluster.ray_cluster.check_reachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.cluster.machines.check_reachable", lambda address: None)
     monkeypatch.setattr(RayCluster, "_await_machines", lambda self: None)
     cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=given))
     cluster.start()

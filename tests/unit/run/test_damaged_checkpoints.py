@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig
-from megatron_grpo.run import checkpoints as checkpointer_module
+from megatron_grpo.run import checkpoint_files
 from megatron_grpo.run.checkpoint_files import read_with_checksum, write_with_checksum
 from megatron_grpo.run.checkpoints import Checkpointer
 from tests.support.checkpoints import save
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_now_is_not_set_aside(tmp_path: Path, monkeypatch: p
     def fail(path: Path, _: object) -> None:
         raise OSError(errno.EIO, "Input/output error", str(path / "weights"))
 
-    monkeypatch.setattr(checkpointer_module, "verify_checkpoint", fail)
+    monkeypatch.setattr(checkpoint_files, "verify_checkpoint", fail)
     with pytest.raises(RunError, match=r"step_4 cannot be read: .*Input/output error.*weights"):
         checkpointer.find_start()
     assert names(checkpointer) == ["step_2", "step_4"]
