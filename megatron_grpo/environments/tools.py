@@ -29,11 +29,7 @@ _MAX_CHARACTERS = 400  # of an expression
 _MAX_BITS = 4096  # of the numerator or denominator of an intermediate result
 _DIGITS = 12  # significant digits of a result that is not a whole number
 
-_BINARY = {
-    **OPERATORS,
-    ast.FloorDiv: lambda dividend, divisor: Fraction(dividend // divisor),
-    ast.Mod: operator.mod,
-}
+_BINARY = {**OPERATORS, ast.FloorDiv: lambda dividend, divisor: Fraction(dividend // divisor), ast.Mod: operator.mod}
 
 
 def calculate(expression: str) -> str:

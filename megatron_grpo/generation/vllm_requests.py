@@ -29,9 +29,7 @@ PACE_S = 0.02  # a complete response waits this long for others, so that one mes
 _SAME_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-async def iterate_finished(
-    pending: dict[asyncio.Task[Result], int],
-) -> AsyncIterator[dict[int, asyncio.Task[Result]]]:
+async def iterate_finished(pending: dict[asyncio.Task[Result], int]) -> AsyncIterator[dict[int, asyncio.Task[Result]]]:
     """Remove finished tasks from `pending`, and yield them by number, together within PACE_S."""
     while pending:
         await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -81,10 +81,7 @@ class Conversation:
             return output
 
     def _encode_messages(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ChatMessage] | None,
-        variables: Mapping[str, Any] | None,
+        self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any] | None
     ) -> list[int]:
         renderer, history = self.renderer, self._history
         if not renderer.has_template:

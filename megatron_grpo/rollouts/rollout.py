@@ -218,11 +218,7 @@ class GroupRollout:
         return compute_sample_seed(settings.run_seed, settings.generation_batch, self.datum["idx"], sample, turn)
 
     def _make_trajectory(
-        self,
-        sample: int,
-        pieces: list[NDArray[np.int32]],
-        outputs: list[GenerationOutput],
-        stop_reason: StopReason,
+        self, sample: int, pieces: list[NDArray[np.int32]], outputs: list[GenerationOutput], stop_reason: StopReason
     ) -> Trajectory:
         """Make a trajectory of context and sampled pieces, which alternate."""
         spans: list[Span] = []

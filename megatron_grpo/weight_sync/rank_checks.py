@@ -17,13 +17,7 @@ from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
 from megatron_grpo.weight_sync.boxes import Box, to_slices, unpack_boxes
-from megatron_grpo.weight_sync.fingerprints import (
-    Fingerprint,
-    compute_fingerprint,
-    draw_probes,
-    is_expert,
-    name_boxes,
-)
+from megatron_grpo.weight_sync.fingerprints import Fingerprint, compute_fingerprint, draw_probes, is_expert, name_boxes
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank

@@ -81,11 +81,7 @@ def plan_messages(
 
 
 def _plan_engine(
-    shape: ModelShape,
-    engine: Sequence[Sequence[Box]],
-    dtypes: Sequence[str],
-    piece_bytes: int,
-    holders: _HolderSets,
+    shape: ModelShape, engine: Sequence[Sequence[Box]], dtypes: Sequence[str], piece_bytes: int, holders: _HolderSets
 ) -> Iterator[tuple[Pieces, NDArray[np.int64]]]:
     """Yield an engine's pieces, and each one's set of holders."""
     entries = build_weight_map(shape)
