@@ -160,6 +160,9 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_experts() -> None:
+    # Transformer Engine's product, which the router takes where it is installed, needs a GPU.
+    _import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
+
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # alltoall needs its split sizes as numbers; the original converts them only when it copies them from a GPU.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

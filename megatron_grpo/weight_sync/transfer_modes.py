@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.process_names import ENGINE_NAME
+from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.generation.engine_interface import Engine

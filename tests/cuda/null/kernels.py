@@ -148,11 +148,11 @@ def _sum(mode: Answers, tensor: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(tensor, dtype=None if tensor.is_floating_point() else torch.int64)
 
 
-def _order(mode: Answers, tensor: Tensor, *rest: Any) -> Tensor:
+def _order(mode: Answers, tensor: Tensor, *rest: Any, **settings: Any) -> Tensor:
     return torch.zeros_like(tensor, dtype=torch.int64)
 
 
-def _sorted(mode: Answers, tensor: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _sorted(mode: Answers, tensor: Tensor, *rest: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     return tensor.clone(), torch.zeros_like(tensor, dtype=torch.int64)
 
 
