@@ -38,8 +38,7 @@ CPU_BATCH_TOKENS = 4096  # of one forward pass; more when a single sequence may 
 # name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
-RECORD_ROUTING = "megatron_grpo_record_routing"
-"""Key of vLLM's additional_config that makes workers record each token's experts."""
+RECORD_ROUTING = "megatron_grpo_record_routing"  # in vLLM's additional_config: workers record tokens' experts
 
 SPIN_S = 0.002  # seconds that processes busy-wait for their next message before they sleep on a socket
 RECHECK_MS = 20  # longest sleep: a wake-up is lost when two messages come within a millisecond of each other

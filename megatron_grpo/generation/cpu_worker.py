@@ -57,8 +57,7 @@ def patch_expert_layers() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-Rows = dict[int, NDArray[np.int16]]
-"""The experts that tokens go through, [tokens, experts of a token], by number of a layer with experts."""
+Rows = dict[int, NDArray[np.int16]]  # experts by layer that has some: [tokens, experts of a token]
 
 
 class RoutingRecorder:

@@ -28,8 +28,7 @@ class VllmSettings:
     precision: str  # dtype of weights and activations, unless config.engine.dtype is set
     max_total_sequence_length: int  # of prompt and response together, in tokens
     routed: RoutedForm | None = None  # form of the experts recorded for responses; None: none are recorded
-    in_flight: AsyncGRPOConfig | None = None
-    """Settings for weight changes while responses are in flight; None: weights change only between them."""
+    in_flight: AsyncGRPOConfig | None = None  # weight changes while responses are in flight; None: only between
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 

@@ -38,8 +38,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self.pieces: list[NDArray[np.int32]] = []  # context and sampled tokens, alternating, [tokens] each, int32
         self.outputs: list[GenerationOutput] = []
-        self.failure: Exception | None = None
-        """The engine's error in the last call; the agent learns only that its call failed."""
+        self.failure: Exception | None = None  # the engine's in the last call; the agent learns only that it failed
         # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
         self._history: list[ChatMessage] | str | None = None
         self._lock = asyncio.Lock()  # one call at a time, because each continues the last

@@ -39,8 +39,7 @@ class EndpointSettings:
 
     host: str
     port: int  # 0: any free port
-    token: str | None = field(repr=False)
-    """Bearer token; None: none is required, because only this machine reaches the endpoint."""
+    token: str | None = field(repr=False)  # bearer token; None: not required, because only this machine has access
     tokenizer: Any = field(repr=False)  # folder with the tokenizer, or the tokenizer that a script passed
 
 

@@ -19,8 +19,7 @@ from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import fetch_stored, wrap_for_pickling
 from megatron_grpo.models.routed_experts import RoutedForm
 
-TokenFunction = Callable[..., tuple[TokenArrays, Any]]
-"""Function of (lengths, arrays by field, ...) that returns arrays of new fields, and a summary."""
+TokenFunction = Callable[..., tuple[TokenArrays, Any]]  # (lengths, arrays by field, ...) to new arrays, summary
 OBJECT_BYTES = 2**20  # size of token data that shares one Ray object
 TOKEN_BYTES = 8  # of a token id and its log-probability
 WRITTEN_GROUPS = 64  # most groups in memory at a time while rollouts are written
@@ -35,10 +34,8 @@ class PackedGroups:
     """
 
     references: list[Any]  # Ray's references to lists of groups
-    indices: NDArray[np.int32]
-    """[groups, 2], int32: for each group the index of its reference, and its index in that list."""
-    outcomes: list[list[Outcome]] = field(default_factory=list)
-    """Outcomes of each group, for the driver; empty where only tokens are needed."""
+    indices: NDArray[np.int32]  # [groups, 2], int32: index of each group's reference, and its index in that list
+    outcomes: list[list[Outcome]] = field(default_factory=list)  # by group, for the driver; empty: only tokens
 
     def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
         """Fetch the trajectories of each group; RayError if lost."""

@@ -73,8 +73,7 @@ class PendingBatch:
 
     number: int  # unique
     sampled: dict[int, Any]  # by worker, a reference that is ready when all its responses are sampled
-    streams: dict[Any, int]
-    """Ray generators of lists of complete prompts' numbers, each with its worker; removed when the worker is done."""
+    streams: dict[Any, int]  # Ray generators of lists of complete prompts, each with its worker; removed when it ends
 
     def is_done(self) -> bool:
         """True once all prompts are scored or have failed."""
@@ -87,8 +86,7 @@ class RolloutPool:
     """The driver's handle of the rollout workers."""
 
     config: RolloutsConfig
-    engines: Sequence[Any]
-    """Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled."""
+    engines: Sequence[Any]  # Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled
     environments: Mapping[str, EnvironmentPool]  # by task name, not yet started
     _: KW_ONLY
     generation_timeout_s: float  # deadline for sampling one generation batch, and for each call on its tokens
@@ -96,8 +94,7 @@ class RolloutPool:
     max_turns: int = 1
     routed: RoutedForm | None = None  # form of the experts that engines return; None: engines return none
     endpoint: EndpointSettings | None = None
-    restore: RestoreEngines = refuse_to_restore
-    """Replaces lost engines in `engines` in place, or raises SamplingError."""
+    restore: RestoreEngines = refuse_to_restore  # replaces lost engines in `engines` in place, or raises SamplingError
 
     def __post_init__(self) -> None:
         self.actors: list[Any] = []
