@@ -115,8 +115,6 @@ def partition_sequences(config: Config, batch: StepBatch, cost: Cost = TOKEN_COS
     partitions: list[list[int]] = [[] for _ in range(count)]
     packer = make_packer(policy, cost)
     for start, end in pairwise([0, *ends]):
-        for partition, share in zip(
-            partitions, packer.assign_to_replicas(batch.lengths[start:end], count), strict=True
-        ):
-            partition += [start + index for index in share]
+        for part, share in zip(partitions, packer.assign_to_replicas(batch.lengths[start:end], count), strict=True):
+            part += [start + index for index in share]
     return [np.array(sorted(partition), dtype=np.int64) for partition in partitions]

@@ -87,8 +87,7 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         for name, tensor in self.fields.as_dict().items():
-            columns = tensor.shape[1:] if name == "routed_experts" else ()
-            expected = (sum(self.lengths), *columns)
+            expected = (sum(self.lengths), *(tensor.shape[1:] if name == "routed_experts" else ()))
             assert tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}, expected {expected}"
 
     def __len__(self) -> int:
