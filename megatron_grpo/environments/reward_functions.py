@@ -234,15 +234,12 @@ class RewardFunctionEnvironment(Environment):
         return rewards
 
     def _make_arguments(
-        self,
-        requests: list[EnvironmentRequest],
-        scores: list[EnvironmentReturn],
-        metrics: defaultdict[str, list[float]],
+        self, requests: list[EnvironmentRequest], scores: list[EnvironmentReturn], logged: defaultdict[str, list[float]]
     ) -> dict[str, Any]:
-        """Make the keyword arguments; log_extra writes to `scores`, log_metric to `metrics`."""
+        """Make the keyword arguments; log_extra writes to `scores`, log_metric to `logged`."""
 
         def log_metric(name: str, value: float) -> None:
-            metrics[name].append(float(value))
+            logged[name].append(float(value))
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             for score, value in zip(scores, values, strict=True):
@@ -255,18 +252,18 @@ class RewardFunctionEnvironment(Environment):
         ids = [request.response_ids for request in requests]
         return {
             "prompts": [request.prompt for request in requests],
-            "completions": [_make_completion(request) for request in requests],
+            "completions": [
+                request.response
+                if isinstance(request.prompt, str)
+                else [{"role": "assistant", "content": request.response}]
+                for request in requests
+            ],
             "completion_ids": [[] if response_ids is None else response_ids.tolist() for response_ids in ids],
             **columns,
             "trainer_state": requests[0].trainer_state,
             "log_metric": log_metric,
             "log_extra": log_extra,
         }
-
-
-def _make_completion(request: EnvironmentRequest) -> str | list[dict[str, str]]:
-    text = request.response
-    return text if isinstance(request.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _convert_reward(value: Any) -> float | None:

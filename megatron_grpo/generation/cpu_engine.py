@@ -92,8 +92,7 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload(["megatron_grpo.generation.cpu_preload"])
-    threads = len(cores.split("|")[0].split(","))
-    with environment(OMP_NUM_THREADS=str(threads), **_preload_openmp()):
+    with environment(OMP_NUM_THREADS=str(len(cores.split("|")[0].split(","))), **_preload_openmp()):
         forkserver.ensure_running()
 
 
@@ -103,9 +102,8 @@ def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str
     That is one comma-separated core list per rank, joined by "|"; a rank without its own core shares one.
     """
     share = len(cores) // total  # 0: there are more ranks than cores
-    assigned = [
-        cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(first, first + ranks)
-    ]
+    numbers = range(first, first + ranks)
+    assigned = [cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in numbers]
     return "|".join(",".join(map(str, rank_cores)) for rank_cores in assigned)
 
 
@@ -160,7 +158,6 @@ def _preload_openmp() -> dict[str, str]:
     if spec is None or spec.origin is None or "omp" in preloaded:
         return {}
     torch = Path(spec.origin).parent
-    libraries = [
-        path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")
-    ]
+    folders = (torch.parent / "torch.libs", torch / "lib")
+    libraries = [path for folder in folders for path in folder.glob("libgomp*.so*")]
     return {"LD_PRELOAD": ":".join(filter(None, [preloaded, *map(str, libraries[:1])]))}

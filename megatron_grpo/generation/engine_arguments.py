@@ -84,8 +84,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
-        overrides = passed.get("hf_overrides") or {}
-        passed["hf_overrides"] = {"tie_word_embeddings": False, **overrides}
+        passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
     return arguments | passed
 
 

@@ -79,9 +79,8 @@ class TokenCheck:
         if scope_type == "lifespan":
             server = getattr(scope["app"].state, "server", None)  # uvicorn's, which vLLM puts there
             if server is None:  # uvicorn takes an exception here to mean that the application has no start-up
-                await send(
-                    {"type": "lifespan.startup.failed", "message": "this vLLM does not expose its uvicorn server"}
-                )
+                reason = "this vLLM does not expose its uvicorn server"
+                await send({"type": "lifespan.startup.failed", "message": reason})
                 return
             config = server.config
             # A middleware sees only complete heads, so incomplete ones are bounded by the server's connections, which

@@ -124,10 +124,8 @@ class Conversation:
         context = np.array(piece, dtype=np.int32)
         room = self.max_length - self.length - len(context)
         if room < 1:
-            raise BadCallError(
-                f"{self.length + len(context)} tokens leave no room within policy.max_total_sequence_length="
-                f"{self.max_length}"
-            )
+            limit = f"policy.max_total_sequence_length={self.max_length}"
+            raise BadCallError(f"{self.length + len(context)} tokens leave no room within {limit}")
         request = GenerationRequest(
             prompt_ids=np.concatenate([*self.pieces, context]),
             seed=self.compute_seed(len(self.outputs)),

@@ -75,9 +75,8 @@ class Endpoint:
         app.cleanup_ctx.append(self._close_idle_connections)
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, self._settings.host, self._settings.port)
         try:
-            await site.start()
+            await web.TCPSite(self.runner, self._settings.host, self._settings.port).start()
         except OSError as error:
             where = f"generation.endpoint.host={self._settings.host} and port={self._settings.port}"
             raise SamplingError(f"the endpoint cannot listen at {where}: {error.strerror or error}") from None
@@ -113,12 +112,8 @@ class Endpoint:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()
             server = self.runner.server
-            connections = [] if server is None else server.connections
-            self._idle_since = {
-                connection: self._idle_since.get(connection, now)
-                for connection in connections
-                if connection not in self._busy
-            }
+            idle = set() if server is None else {*server.connections} - self._busy
+            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in idle}
             excess = len(self._idle_since) - IDLE_CONNECTIONS
             oldest_first = sorted(self._idle_since.items(), key=lambda pair: pair[1])
             for number, (connection, since) in enumerate(oldest_first):

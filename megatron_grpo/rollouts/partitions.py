@@ -85,13 +85,11 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
     return fields if routed is None else (*fields, "routed_experts")
 
 
-def locate_sequences(
-    partitions: Sequence[NDArray[np.int64]], group_sizes: Sequence[int]
-) -> list[list[tuple[int, int]]]:
-    """Find each sequence's group, and its index in the group."""
+def locate_sequences(partitions: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Find each sequence's group, and its index in it, from the groups' sizes."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
-    ends = np.cumsum(group_sizes)
-    begins = ends - np.asarray(group_sizes)
+    ends = np.cumsum(sizes)
+    begins = ends - np.asarray(sizes)
     located = []
     for indices in partitions:
         groups = np.searchsorted(ends, indices, side="right")
@@ -123,9 +121,8 @@ def concatenate_trajectories(trajectories: Sequence[Trajectory], routed: RoutedF
         begin += trajectory.tokens
     arrays = {"token_ids": token_ids, "sampled": sampled, "generation_logprobs": logprobs}
     if routed is not None:
-        arrays["routed_experts"] = routed.concatenate(
-            [(trajectory.tokens, trajectory.routed) for trajectory in trajectories]
-        )
+        pairs = [(trajectory.tokens, trajectory.routed) for trajectory in trajectories]
+        arrays["routed_experts"] = routed.concatenate(pairs)
     return arrays
 
 
