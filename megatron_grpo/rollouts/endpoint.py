@@ -112,7 +112,8 @@ class Endpoint:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()
             server = self.runner.server
-            idle = set() if server is None else {*server.connections} - self._busy
+            connections = [] if server is None else server.connections  # the oldest first
+            idle = [connection for connection in connections if connection not in self._busy]
             self._idle_since = {connection: self._idle_since.get(connection, now) for connection in idle}
             excess = len(self._idle_since) - IDLE_CONNECTIONS
             oldest_first = sorted(self._idle_since.items(), key=lambda pair: pair[1])
@@ -137,8 +138,7 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _answer_call(self, request: web.Request, accepted: set[str]) -> web.Response:
-        name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
-        conversation = self._open.get(name)
+        conversation = self._open.get(request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or "")
         if conversation is None:
             return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
         try:

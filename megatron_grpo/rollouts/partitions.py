@@ -20,6 +20,7 @@ from megatron_grpo.cluster.futures import fetch_stored, wrap_for_pickling
 from megatron_grpo.models.routed_experts import RoutedForm
 
 TokenFunction = Callable[..., tuple[TokenArrays, Any]]  # (lengths, arrays by field, ...) to new arrays, summary
+Partitions = Sequence[NDArray[np.int64]]  # indices of each partition's sequences
 OBJECT_BYTES = 2**20  # size of token data that shares one Ray object
 TOKEN_BYTES = 8  # of a token id and its log-probability
 WRITTEN_GROUPS = 64  # most groups in memory at a time while rollouts are written
@@ -85,11 +86,11 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
     return fields if routed is None else (*fields, "routed_experts")
 
 
-def locate_sequences(partitions: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Find each sequence's group, and its index in it, from the groups' sizes."""
+def locate_sequences(partitions: Partitions, group_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Find each sequence's group, and its index in the group."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
-    ends = np.cumsum(sizes)
-    begins = ends - np.asarray(sizes)
+    ends = np.cumsum(group_sizes)
+    begins = ends - np.asarray(group_sizes)
     located = []
     for indices in partitions:
         groups = np.searchsorted(ends, indices, side="right")
@@ -143,7 +144,7 @@ def build_partitions(
 
 
 def gather_partitions(
-    parts: Sequence[NDArray[Any]], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
+    parts: Sequence[NDArray[Any]], partitions: Partitions, lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
     """Concatenate a field's parts, [tokens of the partition], in the step's order."""
     # One slice per sequence, because one index of all tokens would take twice the memory of the data.
@@ -156,9 +157,7 @@ def gather_partitions(
     return gathered
 
 
-def split_by_partition(
-    values: NDArray[Any], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
-) -> list[NDArray[Any]]:
+def split_by_partition(values: NDArray[Any], partitions: Partitions, lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
     """Split a field into partitions: the inverse of `gather_partitions`."""
     pieces = np.split(values, np.cumsum(lengths)[:-1])
     return [np.concatenate([values[:0], *(pieces[index] for index in indices.tolist())]) for indices in partitions]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
@@ -37,6 +36,7 @@ from megatron_grpo.rollouts import partitions
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.engine_replacer import EngineReplacer, RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.failures import require_few_failures
+from megatron_grpo.rollouts.partitions import Partitions, TokenFunction
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 
@@ -268,13 +268,11 @@ class RolloutPool:
                 counts.append(EngineCounts())
         return counts
 
-    def build_partitions(
-        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
-    ) -> dict[str, list[Any]]:
+    def build_partitions(self, groups: Sequence[SampledGroup], sequences: Partitions) -> dict[str, list[Any]]:
         """Make the workers store a step's tokens as arrays, by partition.
 
         Returns `StepBatch.fields` with the arrays of `concatenate_trajectories`, without waiting for them: fetching an
-        array waits until it is stored, and raises if its worker failed. `sequences` has indices by partition.
+        array waits until it is stored, and raises if its worker failed.
         """
         fields = partitions.list_rollout_fields(self.routed)
         located = partitions.locate_sequences(sequences, [len(group.outcomes) for group in groups])
@@ -295,7 +293,7 @@ class RolloutPool:
                 stored[name][partition] = reference
         return stored
 
-    def compute(self, fn: partitions.TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
+    def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
         """Add new fields, computed in a worker, to the batch; returns the summary.
 
         `fn` is called with the lengths, the arrays of `fields` and `args`, and must be importable in the worker. Raises

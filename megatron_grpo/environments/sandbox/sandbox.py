@@ -356,5 +356,4 @@ def _find_problem(sandbox: Sandbox) -> str | None:
         return str(error)
     if result.stdout == "ready\n":
         return None
-    output = result.stderr.strip()[-200:]
-    return f"a trial program ended by {result.ending}, exit code {result.exit_code}: {output}"
+    return f"a trial program ended by {result.ending}, exit code {result.exit_code}: {result.stderr.strip()[-200:]}"
