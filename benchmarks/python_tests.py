@@ -92,7 +92,7 @@ def variant(number: int) -> tuple[str, str, tuple[str, ...]]:
 
 
 def apart(sandbox: Sandbox, program: str, tests: tuple[str, ...]) -> bool:
-    verdict = check_program(sandbox, program, tests, run_all=True)
+    verdict = check_program(sandbox, program, tests, run_all=True, allow_untrusted=False)
     return verdict.passed == verdict.tests
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX, UNUSUALLY_SHORT
 
-MAX_METRICS = 200
-"""Most metrics of environments in one response, step or run; further metrics are left out, with a message."""
+MAX_METRICS = 200  # of environments in one response, step or run; further ones are left out, with a message
 
 _MAX_CHARACTERS = 120  # of a metric's name; trackers refuse names of more than 250
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

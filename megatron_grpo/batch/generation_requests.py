@@ -32,8 +32,7 @@ class SamplingSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words: tuple[str, ...] = ()
-    structured: StructuredConfig = field(default_factory=StructuredConfig)
-    """Grammar of the responses; none if no field is set."""
+    structured: StructuredConfig = field(default_factory=StructuredConfig)  # grammar; none if no field is set
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
@@ -53,8 +52,7 @@ class GenerationRequest:
         GenerationRequest(prompt_ids=np.array([5, 6, 7], dtype=np.int32), seed=1234, max_new_tokens=512)
     """
 
-    prompt_ids: NDArray[np.int32]
-    """All tokens before the response: [prompt tokens], int32."""
+    prompt_ids: NDArray[np.int32]  # all tokens before the response: [prompt tokens], int32
     seed: int  # seed of this request alone, so that its tokens do not depend on other requests in flight
     max_new_tokens: int  # most tokens of this response; the settings' max_new_tokens limits it too
 
@@ -70,14 +68,11 @@ class GenerationOutput:
         )
     """
 
-    token_ids: NDArray[np.int32]
-    """Sampled tokens, with the stop token if one was sampled: [response tokens], int32."""
-    logprobs: NDArray[np.float32]
-    """Log-probability of each token after penalties, temperature and filters: [response tokens], float32."""
+    token_ids: NDArray[np.int32]  # sampled tokens, with the stop token if one was sampled: [response tokens], int32
+    logprobs: NDArray[np.float32]  # log-probabilities after penalties, temperature, filters: [response tokens], float32
     text: str  # the text of `decode_response`
     stop_reason: StopReason
-    spans: list[Span]
-    """Spans of tokens that one committed weight version sampled; positions count from the first response token."""
+    spans: list[Span]  # tokens of one committed weight version each; positions count from the first response token
     routed: NDArray[Any] | None = None
     """Experts that each token went through: [prompt and response tokens but the last, `RoutedForm.columns`]. None: not
     recorded."""

@@ -22,8 +22,7 @@ class Cost:
 
     per_token: float
     per_pair: float  # cost of a pair of a query and a key that it attends to
-    window: int | None = None
-    """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
+    window: int | None = None  # tokens that a token sees in layers with a window, itself included; None: no such layer
     per_windowed_pair: float = 0.0  # cost of a pair in the layers with a sliding window
 
     def compute(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -56,8 +55,7 @@ class SequencePacker:
         # [[0, 1], [3, 2]]
     """
 
-    microbatch_tokens: int
-    """Most tokens of a microbatch, padding included; a sequence that is longer alone gets one of its own."""
+    microbatch_tokens: int  # most tokens of a microbatch, with padding; a sequence longer than that gets its own
     multiple: int  # number of tokens of which the length of every padded sequence is a multiple
     cost: Cost
 

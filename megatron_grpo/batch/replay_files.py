@@ -81,8 +81,7 @@ class StepFigures:
     config: dict[str, Any]  # the configuration of the run when it made the step
     device: str  # name that the vendor gives the device of a rank; "cpu" without a GPU
     versions: dict[str, str] = field(default_factory=find_library_versions)
-    states: list[StateFigure] = field(default_factory=list)
-    """Hidden states of the watched tokens; empty: an earlier version recorded none."""
+    states: list[StateFigure] = field(default_factory=list)  # hidden states of watched tokens; empty: not recorded
 
 
 def locate_figures_file(run_dir: Path, step: int) -> Path:

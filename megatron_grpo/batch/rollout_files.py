@@ -149,8 +149,7 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues]]) -> pa.Tab
     return pa.table({name: pa.array(columns[name], type=schema.field(name).type) for name in schema.names})
 
 
-DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of the folder"
-"""End of a message about a damaged file."""
+DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of the folder"  # end of a message
 
 
 def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
@@ -214,10 +213,8 @@ class StepFacts:
 
     position: dict[str, Any]  # state of the loader of training prompts after the step (JSON)
     longest: int  # tokens of the longest sequence
-    dropped: list[Outcome] = field(default_factory=list)
-    """Samples that dynamic sampling dropped: their rollouts are not in the file, but metrics of sampling count them."""
-    carried: int = 0
-    """Number of groups, first in the file, that were sampled, and counted in metrics, before the run was resumed."""
+    dropped: list[Outcome] = field(default_factory=list)  # by dynamic sampling: not in the file, but in metrics
+    carried: int = 0  # groups, first in the file, that were sampled, and counted in metrics, before the run was resumed
     dynamic_sampling: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling; empty without it
 
 

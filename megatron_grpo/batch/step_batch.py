@@ -16,8 +16,7 @@ from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 
 StoredArray = Any  # Ray's ObjectRef to an array; losses import this module without Ray
-TokenArrays = dict[str, NDArray[Any]]
-"""Arrays of a step's tokens by field, [tokens of the step]: sequences end to end in the step's order."""
+TokenArrays = dict[str, NDArray[Any]]  # by field, [tokens of the step]: sequences end to end in the step's order
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,20 +34,15 @@ class StepBatch:
         )
     """
 
-    lengths: NDArray[np.int64]
-    """Tokens of each sequence, prompt included: [sequences], int64."""
-    response_tokens: NDArray[np.int64]
-    """Sampled tokens of each sequence: [sequences], int64."""
-    in_loss: NDArray[np.bool_]
-    """True if the loss is taken over the sampled tokens: [sequences], bool."""
-    positive: NDArray[np.bool_] | None = None
-    """True if the response is correct: [sequences], bool. None: the loss does not use it."""
+    lengths: NDArray[np.int64]  # tokens of each sequence, prompt included: [sequences], int64
+    response_tokens: NDArray[np.int64]  # sampled tokens of each sequence: [sequences], int64
+    in_loss: NDArray[np.bool_]  # True if the loss is taken over the sampled tokens: [sequences], bool
+    positive: NDArray[np.bool_] | None = None  # correct responses: [sequences], bool; None: the loss does not use it
     loss_weights: NDArray[np.float32] | None = None
     """Weight of each sequence in the loss (loss_multiplier of its prompt): [sequences], float32. None: all weigh 1."""
     advantages: NDArray[np.float32] | None = None
     """Advantage that all tokens of a response share: [sequences], float32. None: `fields` has one for each token."""
-    prob_error_limit: float | None = None
-    """Largest token_mult_prob_error that the policy learns from; None: there is no limit."""
+    prob_error_limit: float | None = None  # largest token_mult_prob_error that the policy learns from; None: no limit
     partitions: list[NDArray[np.int64]] = field(default_factory=list)
     """Indices of the sequences of each partition, int64, ascending. A partition is never divided among replicas."""
     fields: dict[str, list[StoredArray]] = field(default_factory=dict)
@@ -121,8 +115,6 @@ def partition_sequences(config: Config, batch: StepBatch, cost: Cost = TOKEN_COS
     partitions: list[list[int]] = [[] for _ in range(count)]
     packer = make_packer(policy, cost)
     for start, end in pairwise([0, *ends]):
-        for partition, share in zip(
-            partitions, packer.assign_to_replicas(batch.lengths[start:end], count), strict=True
-        ):
-            partition += [start + index for index in share]
+        for part, share in zip(partitions, packer.assign_to_replicas(batch.lengths[start:end], count), strict=True):
+            part += [start + index for index in share]
     return [np.array(sorted(partition), dtype=np.int64) for partition in partitions]

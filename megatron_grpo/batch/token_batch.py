@@ -31,34 +31,23 @@ class TokenFields:
         )
     """
 
-    token_ids: Tensor | None = None
-    """Token ids: [...], int32 in storage, int64 in a padded batch."""
-    sampled: Tensor | None = None
-    """True where the policy drew the token: [...], bool."""
-    loss_mask: Tensor | None = None
-    """1 where the loss is taken, else 0: [...], float32."""
-    generation_logprobs: Tensor | None = None
-    """Log-probability under which the engine drew the token, 0 where it drew none: [...], float32."""
-    prev_logprobs: Tensor | None = None
-    """Log-probability in training, under the policy at the start of the step: [...], float32."""
-    reference_logprobs: Tensor | None = None
-    """Log-probability in training, under the reference policy: [...], float32."""
+    token_ids: Tensor | None = None  # token ids: [...], int32 in storage, int64 in a padded batch
+    sampled: Tensor | None = None  # True where the policy drew the token: [...], bool
+    loss_mask: Tensor | None = None  # 1 where the loss is taken, else 0: [...], float32
+    generation_logprobs: Tensor | None = None  # log-probability when the engine drew the token, else 0: [...], float32
+    prev_logprobs: Tensor | None = None  # log-probability in training, at the start of the step: [...], float32
+    reference_logprobs: Tensor | None = None  # log-probability in training, under the reference policy: [...], float32
     unfiltered_logprobs: Tensor | None = None
     """Log-probability under the policy over the full vocabulary: [...], float32, in training with gradient. None: no
     filter removes tokens. With one, the policy's other log-probabilities are over the tokens that it keeps, and -inf
     for those that it removes."""
-    advantages: Tensor | None = None
-    """Advantage of the token, 0 where none was sampled: [...], float32."""
-    positive: Tensor | None = None
-    """1 in the sampled tokens of correct responses, else 0: [...], float32."""
+    advantages: Tensor | None = None  # advantage of the token, 0 where none was sampled: [...], float32
+    positive: Tensor | None = None  # 1 in the sampled tokens of correct responses, else 0: [...], float32
     weight: Tensor | None = None
     """Weight of the sequence in the loss, 0 where no token was sampled: [...], float32. None: all weigh 1."""
-    values: Tensor | None = None
-    """Return that the value model predicts before the token, at the start of the step: [...], float32."""
-    returns: Tensor | None = None
-    """Target of the value model before the token: [...], float32."""
-    entropy: Tensor | None = None
-    """Entropy in nats of the distribution that the token was drawn from: [...], float32, with gradient."""
+    values: Tensor | None = None  # return predicted before the token, at the start of the step: [...], float32
+    returns: Tensor | None = None  # target of the value model before the token: [...], float32
+    entropy: Tensor | None = None  # in nats, of the distribution that drew the token: [...], float32, with gradient
     routed_experts: Tensor | None = None
     """Experts that the engine chose for the token, layer by layer: [..., layers with experts * experts of a token],
     int8 or int16; -1 where they are unknown, as for a sequence's last token, which the engine never runs."""
@@ -94,13 +83,11 @@ class TokenBatch:
     """
 
     lengths: list[int]
-    fields: TokenFields
-    """Fields of [sum(lengths)] tokens."""
+    fields: TokenFields  # of [sum(lengths)] tokens
 
     def __post_init__(self) -> None:
         for name, tensor in self.fields.as_dict().items():
-            columns = tensor.shape[1:] if name == "routed_experts" else ()
-            expected = (sum(self.lengths), *columns)
+            expected = (sum(self.lengths), *(tensor.shape[1:] if name == "routed_experts" else ()))
             assert tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}, expected {expected}"
 
     def __len__(self) -> int:

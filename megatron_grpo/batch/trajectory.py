@@ -45,15 +45,11 @@ class Outcome:
     """
 
     prompt_idx: int  # row of the dataset
-    group: int
-    """Number of the prompt in its generation batch, or in the step; the samples of one prompt share it."""
+    group: int  # number of the prompt in its generation batch, or in the step; the samples of one prompt share it
     sample: int  # number of the sample in its group
-    reward: float | None = 0.0
-    """None: no reward function gave one, or the rollout failed. Baselines and the loss leave it out."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    """Reward per reward function, when there are several."""
-    reward_errors: int = 0
-    """Number of reward functions that failed for the response; they count as if they had given no reward."""
+    reward: float | None = 0.0  # None: no function gave one, or the rollout failed; baselines and the loss leave it out
+    reward_parts: dict[str, float] = field(default_factory=dict)  # reward per reward function, when there are several
+    reward_errors: int = 0  # reward functions that failed for the response; they count as if they had given no reward
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
     correct: bool | None = False  # None: the environment cannot say
@@ -97,16 +93,13 @@ class Trajectory(Outcome):
     oldest_version: int = field(init=False)
     versions: int = field(init=False)
 
-    token_ids: NDArray[np.int32]
-    """Prompt and response: [tokens], int32."""
-    spans: list[Span]
-    """Spans of the sampled tokens, over which the loss is taken; in order, disjoint."""
+    token_ids: NDArray[np.int32]  # prompt and response: [tokens], int32
+    spans: list[Span]  # of the sampled tokens, over which the loss is taken; in order, disjoint
     logprobs: NDArray[np.float32]
     """Log-probability under which each token was drawn, span after span: [sampled tokens], float32."""
     response: str
     stop_reason: StopReason
-    notes: dict[str, str] = field(default_factory=dict)
-    """Notes of the environment on the rollout, for readers of the file of rollouts."""
+    notes: dict[str, str] = field(default_factory=dict)  # the environment's, for readers of the file of rollouts
     routed: NDArray[Any] | None = None
     """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.columns`]. None: not recorded.
     The engine never runs the last token."""
@@ -160,8 +153,7 @@ class Trajectory(Outcome):
         return Trajectory(**{**row, **arrays, "spans": [Span(*span) for span in row["spans"]]})
 
 
-ROW_FIELDS = tuple(field.name for field in fields(Trajectory) if field.init)
-"""Fields of a trajectory that a row has: all but the counts."""
+ROW_FIELDS = tuple(field.name for field in fields(Trajectory) if field.init)  # of a trajectory's row: not the counts
 
 
 @dataclass(slots=True)

@@ -95,12 +95,7 @@ class CodeEnvironment(Environment):
 
 
 def check_program(
-    sandbox: Sandbox,
-    program: str,
-    tests: Sequence[str | tuple[str, str]],
-    *,
-    run_all: bool,
-    allow_untrusted: bool = False,
+    sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, run_all: bool, allow_untrusted: bool
 ) -> Verdict:
     """Run the tests of a row against a Python program.
 
@@ -129,10 +124,8 @@ def check_program(
     return verdict
 
 
-def _run_python_tests(
-    sandbox: Sandbox, program: str, tests: PreparedTests, run_all: bool, allow_untrusted: bool
-) -> Verdict:
-    result = sandbox.run_tests(program, asdict(tests), run_all=run_all, allow_untrusted=allow_untrusted)
+def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, run_all: bool, trusts_all: bool) -> Verdict:
+    result = sandbox.run_tests(program, asdict(tests), run_all=run_all, allow_untrusted=trusts_all)
     verdict, passed = Verdict(tests=tests.test_count), set()
     # A report with one malformed line is discarded as a whole: what wrote that line may have written the others.
     try:

@@ -179,8 +179,7 @@ def _parse_end(line: str, number: int, fence: _Fence) -> _End | None:
         return None
     before, after = line[:column], line[column:].lstrip(fence.mark[0])
     end_column = column if before.strip() else None
-    is_closing = end_column is None and not after.strip()
-    rest = after if "```" in after else ""
+    is_closing, rest = end_column is None and not after.strip(), after if "```" in after else ""
     return _End(number, end_column, is_closing=is_closing, next_line=number + 1, rest=rest)
 
 

@@ -53,9 +53,8 @@ class EnvironmentPool:
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
         """Start processes for `shares` rollout workers, without waiting for them."""
-        rewards: dict[str, Any] = {
-            name: function for name, function in self.rewards.items() if name in self.config.reward_funcs
-        }
+        names = self.config.reward_funcs
+        rewards: dict[str, Any] = {name: self.rewards[name] for name in names if name in self.rewards}
         for folder in self.config.reward_model_folders:
             rewards[folder], workers = start_reward_model(folder, self.config.reward_model)
             self._actors += workers

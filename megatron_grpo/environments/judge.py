@@ -124,10 +124,10 @@ class JudgeEnvironment(Environment):
         """Return the judge's answer; "" if malformed or cut off."""
         messages = [{"role": "user", "content": question}]
         body = {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, "temperature": 0.0}
-        reason, attempts = "", 0
-        for attempts in range(1, self.attempts + 1):
-            if attempts > 1:
-                await asyncio.sleep(min(2.0**attempts / 8, 10.0))
+        reason, tries = "", 0
+        for tries in range(1, self.attempts + 1):
+            if tries > 1:
+                await asyncio.sleep(min(2.0**tries / 8, 10.0))
             try:
                 async with (
                     asyncio.timeout(self.request_timeout_s),
@@ -146,9 +146,7 @@ class JudgeEnvironment(Environment):
                 reason = f"no whole answer within options.request_timeout_s={self.request_timeout_s:g} s"
             except (OSError, aiohttp.ClientError) as error:
                 reason = f"{type(error).__name__}: {error}"
-        raise RunError(
-            f"the judge at {self._address} gave no answer in {attempts} of {self.attempts} attempts: {reason}"
-        )
+        raise RunError(f"the judge at {self._address} gave no answer in {tries} of {self.attempts} attempts: {reason}")
 
 
 async def _read_reply(content: aiohttp.StreamReader) -> bytes:

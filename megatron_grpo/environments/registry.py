@@ -62,14 +62,12 @@ def import_environment_class(kind: str) -> type[Environment]:
     except ValueError as error:
         raise RunError(str(error)) from error
     if not (inspect.isclass(environment) and issubclass(environment, Environment)):
-        advice = ""
+        text = "is not a subclass of megatron_grpo.environments.interface.Environment"
         if hasattr(environment, "remote"):
-            advice = (
-                "; take ray.remote away: the run starts the processes of environments itself (env.NAME.num_workers)"
-            )
+            text += "; take ray.remote away: the run starts the processes of environments itself (env.NAME.num_workers)"
         elif hasattr(environment, "global_post_process_and_metrics"):
-            advice = "; docs/migrating.md says how to carry an environment of NeMo RL over"
-        raise RunError(f"is not a subclass of megatron_grpo.environments.interface.Environment{advice}")
+            text += "; docs/migrating.md says how to carry an environment of NeMo RL over"
+        raise RunError(text)
     if inspect.isabstract(environment):
         raise RunError(f"does not define {', '.join(sorted(environment.__abstractmethods__))}")
     return environment

@@ -22,15 +22,9 @@ from typing import Any
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
+from megatron_grpo.environments import user_functions
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.user_functions import (
-    AGENT_RESULT,
-    ARGUMENTS,
-    AgentFunction,
-    RewardFunction,
-    list_accepted_names,
-    list_required_parameters,
-)
+from megatron_grpo.environments.user_functions import ARGUMENTS, RewardFunction
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +79,9 @@ class RewardCall:
         name = getattr(function, "__qualname__", type(function).__name__)
         self._function = function
         self._path = f"{getattr(function, '__module__', '?')}.{name}"
-        self._accepted_names = list_accepted_names(function)
-        self._required_names = {parameter.name for parameter in list_required_parameters(function)} - {*ARGUMENTS}
+        self._accepted_names = user_functions.list_accepted_names(function)
+        required = user_functions.list_required_parameters(function)
+        self._required_names = {parameter.name for parameter in required} - {*ARGUMENTS}
 
     def call(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
@@ -168,7 +163,7 @@ class RewardFunctionEnvironment(Environment):
     correctness: str | None  # name of the function whose reward above 0 means correct, and whose None means unknown
     timeout_s: float | None = None  # deadline of one call of a function; None: only the deadline of the process
     tolerant: bool = False  # a failed function counts as reward None; otherwise the rollout fails
-    agent_function: AgentFunction | None = None  # runs the rollouts, if there is one
+    agent_function: user_functions.AgentFunction | None = None  # runs the rollouts, if there is one
     reads_token_ids = True
 
     def __post_init__(self) -> None:
@@ -191,9 +186,8 @@ class RewardFunctionEnvironment(Environment):
         """
         scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]
         logged_metrics: defaultdict[str, list[float]] = defaultdict(list)
-        outcomes = self._call_functions(
-            self.functions, self._make_arguments(requests, scores, logged_metrics), len(requests)
-        )
+        arguments = self._make_arguments(requests, scores, logged_metrics)
+        outcomes = self._call_functions(self.functions, arguments, len(requests))
         for name in self.functions:  # in the order of the configuration, whichever finished first
             outcome = outcomes[name]
             if isinstance(outcome, RewardError):
@@ -220,7 +214,7 @@ class RewardFunctionEnvironment(Environment):
         return outcomes
 
     def _retry_each(
-        self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], scores: list[EnvironmentReturn]
+        self, name: str, failure: RewardError, requests: list[EnvironmentRequest], scores: list[EnvironmentReturn]
     ) -> list[float | None]:
         """Call a failed function again for each response by itself."""
         if not self.tolerant:
@@ -240,15 +234,12 @@ class RewardFunctionEnvironment(Environment):
         return rewards
 
     def _make_arguments(
-        self,
-        requests: Sequence[EnvironmentRequest],
-        scores: Sequence[EnvironmentReturn],
-        logged_metrics: defaultdict[str, list[float]],
+        self, requests: list[EnvironmentRequest], scores: list[EnvironmentReturn], logged: defaultdict[str, list[float]]
     ) -> dict[str, Any]:
-        """Make the keyword arguments; log_extra writes to `scores`, log_metric to `logged_metrics`."""
+        """Make the keyword arguments; log_extra writes to `scores`, log_metric to `logged`."""
 
         def log_metric(name: str, value: float) -> None:
-            logged_metrics[name].append(float(value))
+            logged[name].append(float(value))
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             for score, value in zip(scores, values, strict=True):
@@ -257,7 +248,7 @@ class RewardFunctionEnvironment(Environment):
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         columns = {name: [request.extra_env_info.get(name) for request in requests] for name in names}
         if self.agent:
-            columns[AGENT_RESULT] = [request.state for request in requests]
+            columns[user_functions.AGENT_RESULT] = [request.state for request in requests]
         ids = [request.response_ids for request in requests]
         return {
             "prompts": [request.prompt for request in requests],

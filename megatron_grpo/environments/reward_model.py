@@ -55,12 +55,9 @@ class RewardModel:
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer = load_tokenizer(path)
+        dtype = getattr(torch, config.precision)
         self._model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            dtype=getattr(torch, config.precision),
-            num_labels=1,
-            trust_remote_code=False,
-            output_loading_info=True,
+            path, dtype=dtype, num_labels=1, trust_remote_code=False, output_loading_info=True
         )
         if loading["missing_keys"]:  # transformers draws these at random, with a warning
             raise RunError(f"reward model {path} has no weights for {', '.join(sorted(loading['missing_keys']))}")
@@ -103,8 +100,8 @@ class RewardModel:
         if len(token_ids) > 1 and pad_id is None:
             return [score for ids in token_ids for score in self._score_batch([ids])]
         length = max(map(len, token_ids))
-        padded_ids = [[*ids, *[pad_id or 0] * (length - len(ids))] for ids in token_ids]
-        mask = [[1] * len(ids) + [0] * (length - len(ids)) for ids in token_ids]
+        padded_ids = torch.tensor([[*ids, *[pad_id or 0] * (length - len(ids))] for ids in token_ids])
+        mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in token_ids])
         # Decoder models score the last token that is not config.pad_token_id, and look at the ids, not at the attention
         # mask. So the padding is that id. Without such an id transformers scores the last token of a single text; then
         # the padding is an id that none of the texts has, and config.pad_token_id is set to it for this pass. The
@@ -112,11 +109,8 @@ class RewardModel:
         if self._pad_id is None:
             self._model.config.get_text_config().pad_token_id = pad_id if len(token_ids) > 1 else None
         with torch.inference_mode():
-            logits = self._model(
-                input_ids=torch.tensor(padded_ids, device=self._device),
-                attention_mask=torch.tensor(mask, device=self._device),
-            ).logits
-        return [float(score) for score in logits[:, 0]]
+            output = self._model(input_ids=padded_ids.to(self._device), attention_mask=mask.to(self._device))
+        return [float(score) for score in output.logits[:, 0]]
 
     def _choose_padding(self, token_ids: Sequence[list[int]]) -> int | None:
         """Choose the id that pads these texts; None: padding would matter."""
@@ -148,10 +142,9 @@ class RewardModelClient:
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         share = -(-len(prompts) // len(self._workers))
-        begins = range(0, len(prompts), share)
         calls = [
             worker.compute_rewards.remote(prompts[begin : begin + share], completions[begin : begin + share])
-            for worker, begin in zip(self._workers, begins, strict=False)
+            for worker, begin in zip(self._workers, range(0, len(prompts), share), strict=False)
         ]
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
 

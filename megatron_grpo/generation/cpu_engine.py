@@ -38,8 +38,7 @@ CPU_BATCH_TOKENS = 4096  # of one forward pass; more when a single sequence may 
 # name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
-RECORD_ROUTING = "megatron_grpo_record_routing"
-"""Key of vLLM's additional_config that makes workers record each token's experts."""
+RECORD_ROUTING = "megatron_grpo_record_routing"  # in vLLM's additional_config: workers record tokens' experts
 
 SPIN_S = 0.002  # seconds that processes busy-wait for their next message before they sleep on a socket
 RECHECK_MS = 20  # longest sleep: a wake-up is lost when two messages come within a millisecond of each other
@@ -93,8 +92,7 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload(["megatron_grpo.generation.cpu_preload"])
-    threads = len(cores.split("|")[0].split(","))
-    with environment(OMP_NUM_THREADS=str(threads), **_preload_openmp()):
+    with environment(OMP_NUM_THREADS=str(len(cores.split("|")[0].split(","))), **_preload_openmp()):
         forkserver.ensure_running()
 
 
@@ -104,9 +102,8 @@ def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str
     That is one comma-separated core list per rank, joined by "|"; a rank without its own core shares one.
     """
     share = len(cores) // total  # 0: there are more ranks than cores
-    assigned = [
-        cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(first, first + ranks)
-    ]
+    numbers = range(first, first + ranks)
+    assigned = [cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in numbers]
     return "|".join(",".join(map(str, rank_cores)) for rank_cores in assigned)
 
 
@@ -161,7 +158,6 @@ def _preload_openmp() -> dict[str, str]:
     if spec is None or spec.origin is None or "omp" in preloaded:
         return {}
     torch = Path(spec.origin).parent
-    libraries = [
-        path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")
-    ]
+    folders = (torch.parent / "torch.libs", torch / "lib")
+    libraries = [path for folder in folders for path in folder.glob("libgomp*.so*")]
     return {"LD_PRELOAD": ":".join(filter(None, [preloaded, *map(str, libraries[:1])]))}

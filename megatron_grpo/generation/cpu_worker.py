@@ -49,16 +49,14 @@ def patch_expert_layers() -> None:
     def apply(self: Any, *, w1: Tensor, expert_map: Tensor | None, **arguments: Any) -> None:
         assert expert_map is not None, "without expert parallelism nothing is to be replaced"
         assert not arguments["apply_router_weight_on_input"], "a weight of 0 must reach the output"
-        weights, chosen = localize_choices(
-            arguments.pop("topk_weights"), arguments.pop("topk_ids"), expert_map, len(w1)
-        )
+        weights, chosen = arguments.pop("topk_weights"), arguments.pop("topk_ids")
+        weights, chosen = localize_choices(weights, chosen, expert_map, len(w1))
         original(self, w1=w1, expert_map=None, topk_weights=weights, topk_ids=chosen, **arguments)
 
     CPUUnquantizedExperts.apply = apply
 
 
-Rows = dict[int, NDArray[np.int16]]
-"""The experts that tokens go through, [tokens, experts of a token], by number of a layer with experts."""
+Rows = dict[int, NDArray[np.int16]]  # experts by layer that has some: [tokens, experts of a token]
 
 
 class RoutingRecorder:
@@ -89,8 +87,7 @@ class RoutingRecorder:
             if count:
                 if not starts.get(request, 0):  # the request begins, or begins anew after it was preempted
                     self._requests[request] = []
-                rows = {layer: experts[begin : begin + count] for layer, experts in step.items()}
-                self._requests[request].append(rows)
+                self._requests[request].append({layer: rows[begin : begin + count] for layer, rows in step.items()})
                 begin += count
 
     def take(self, name: str) -> Rows:

@@ -28,8 +28,7 @@ class VllmSettings:
     precision: str  # dtype of weights and activations, unless config.engine.dtype is set
     max_total_sequence_length: int  # of prompt and response together, in tokens
     routed: RoutedForm | None = None  # form of the experts recorded for responses; None: none are recorded
-    in_flight: AsyncGRPOConfig | None = None
-    """Settings for weight changes while responses are in flight; None: weights change only between them."""
+    in_flight: AsyncGRPOConfig | None = None  # weight changes while responses are in flight; None: only between
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
@@ -85,8 +84,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
-        overrides = passed.get("hf_overrides") or {}
-        passed["hf_overrides"] = {"tie_word_embeddings": False, **overrides}
+        passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
     return arguments | passed
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 DRAIN_S = 10.0  # an operation that needs a paused engine waits this long for aborted requests
 POLL_S = 0.05
 
-Cause = Literal["weights", "memory"]
-"""What is missing while the gate is closed: complete weights, or the device memory of a sleeping engine."""
+Cause = Literal["weights", "memory"]  # missing while the gate is closed; memory: the engine sleeps
 
 
 @dataclass(eq=False)
@@ -39,8 +38,7 @@ class Gate:
 
     llm: AsyncLLM
     _: KW_ONLY
-    updates_in_flight: bool
-    """While weights change, requests in flight are paused and new ones wait; otherwise new ones are refused."""
+    updates_in_flight: bool  # while weights change, requests pause or wait; otherwise new ones are refused
     keeps_cache: bool  # the engine's prefix cache outlasts a pause; otherwise a pause empties it
     on_change: Callable[[int], None]  # called with the number of requests in flight when it changes
 

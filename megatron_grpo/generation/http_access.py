@@ -15,8 +15,7 @@ from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 
 Scope = MutableMapping[str, Any]
 Application = Callable[[Scope, Any, Any], Awaitable[None]]
-NAMES_VARIABLE = "MEGATRON_GRPO_SERVER_NAMES"
-"""Environment variable with further names of a server's machine, separated by spaces."""
+NAMES_VARIABLE = "MEGATRON_GRPO_SERVER_NAMES"  # further names of a server's machine, separated by spaces
 BODY_BYTES = 2**26
 HEAD_BYTES = 2**16  # of a request's line and headers
 REQUEST_S = 30.0  # deadline for the head of a request, and again for its body
@@ -80,9 +79,8 @@ class TokenCheck:
         if scope_type == "lifespan":
             server = getattr(scope["app"].state, "server", None)  # uvicorn's, which vLLM puts there
             if server is None:  # uvicorn takes an exception here to mean that the application has no start-up
-                await send(
-                    {"type": "lifespan.startup.failed", "message": "this vLLM does not expose its uvicorn server"}
-                )
+                reason = "this vLLM does not expose its uvicorn server"
+                await send({"type": "lifespan.startup.failed", "message": reason})
                 return
             config = server.config
             # A middleware sees only complete heads, so incomplete ones are bounded by the server's connections, which

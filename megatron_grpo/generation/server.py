@@ -165,8 +165,7 @@ class ServerEngine(Engine):
 
     async def _compute_canary(self, number: int, tokens: tuple[int, ...]) -> list[float]:
         body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": SAMPLING_ARGUMENTS}
-        answer = await self._post("/inference/v1/generate", body)
-        candidates = answer["prompt_logprobs"][1:]
+        candidates = (await self._post("/inference/v1/generate", body))["prompt_logprobs"][1:]
         return [by_token[str(token)]["logprob"] for token, by_token in zip(tokens[1:], candidates, strict=True)]
 
     @phase("fingerprint weights")
@@ -190,8 +189,7 @@ class ServerEngine(Engine):
             if self._settings.keeps_cache:  # separates prompts cached under different weights
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
-                answer = await self._post("/inference/v1/generate", body)
-                return self._parse_response(answer)
+                return self._parse_response(await self._post("/inference/v1/generate", body))
             except (ServerGoneError, OtherWeightsError) as error:
                 logger.warning("%s: %s: %s", name, type(error).__name__, error)
                 await self._ensure_current_version()
@@ -200,8 +198,8 @@ class ServerEngine(Engine):
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
-        versions = choice["weight_versions"]
-        if not versions or not all(span["version"].startswith(self._prefix) for span in versions):
+        spans = choice["weight_versions"]
+        if not spans or not all(span["version"].startswith(self._prefix) for span in spans):
             raise OtherWeightsError
         token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
         assert [token["token_id"] for token in content] == token_ids, "one log-probability per sampled token"
@@ -211,9 +209,7 @@ class ServerEngine(Engine):
             logprobs=np.array(logprobs, dtype=np.float32),
             text=decode_response(self._tokenizer, token_ids, choice["finish_reason"]),
             stop_reason=choice["finish_reason"],
-            spans=[
-                Span(span["start"], span["end"], int(span["version"].removeprefix(self._prefix))) for span in versions
-            ],
+            spans=[Span(span["start"], span["end"], int(span["version"].removeprefix(self._prefix))) for span in spans],
         )
 
     async def _ensure_current_version(self) -> None:
@@ -270,29 +266,23 @@ class ServerEngine(Engine):
         return require_answers(answer["results"], f"{self._url}: ")
 
     async def _require_fitting_server(self) -> None:
-        url = self._url
+        url, advice = self._url, "start it with python -m megatron_grpo.serve"
         try:
             worker, *_ = await self._call_workers(EngineWorker.describe)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{url} cannot be refitted: {error}; start it with python -m megatron_grpo.serve"
-            ) from None
+            raise RuntimeError(f"{url} cannot be refitted: {error}; {advice}") from None
         if "problem" in worker:
             raise RuntimeError(f"{url}: {worker['problem']}")
         expected = json.loads(json.dumps(asdict(read_model_shape(self._settings.model_path))))
-        differences = [
-            f"{name} {worker['shape'].get(name)}, not {value}"
-            for name, value in expected.items()
-            if worker["shape"].get(name) != value
-        ]
+        served = [(name, worker["shape"].get(name), value) for name, value in expected.items()]
+        differences = [f"{name} {actual}, not {value}" for name, actual, value in served if actual != value]
         if differences:
             model = f"policy.model.path={self._settings.model_path}"
             raise RuntimeError(f"{url} serves another model than {model}: {'; '.join(differences)}")
         for name in ("tensor", "pipeline", "expert"):
             if worker[name] != getattr(self._settings.config.parallel, name):
-                raise RuntimeError(
-                    f"{url} runs with {name} {worker[name]}; give generation.parallel.{name}={worker[name]}"
-                )
+                key = f"generation.parallel.{name}"
+                raise RuntimeError(f"{url} runs with {name} {worker[name]}; give {key}={worker[name]}")
         await self._require_same_tokenizer()
         if worker["longest"] < self._settings.max_total_sequence_length:
             raise RuntimeError(

@@ -38,8 +38,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self.pieces: list[NDArray[np.int32]] = []  # context and sampled tokens, alternating, [tokens] each, int32
         self.outputs: list[GenerationOutput] = []
-        self.failure: Exception | None = None
-        """The engine's error in the last call; the agent learns only that its call failed."""
+        self.failure: Exception | None = None  # the engine's in the last call; the agent learns only that it failed
         # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
         self._history: list[ChatMessage] | str | None = None
         self._lock = asyncio.Lock()  # one call at a time, because each continues the last
@@ -125,10 +124,8 @@ class Conversation:
         context = np.array(piece, dtype=np.int32)
         room = self.max_length - self.length - len(context)
         if room < 1:
-            raise BadCallError(
-                f"{self.length + len(context)} tokens leave no room within policy.max_total_sequence_length="
-                f"{self.max_length}"
-            )
+            limit = f"policy.max_total_sequence_length={self.max_length}"
+            raise BadCallError(f"{self.length + len(context)} tokens leave no room within {limit}")
         request = GenerationRequest(
             prompt_ids=np.concatenate([*self.pieces, context]),
             seed=self.compute_seed(len(self.outputs)),

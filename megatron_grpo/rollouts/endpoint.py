@@ -39,8 +39,7 @@ class EndpointSettings:
 
     host: str
     port: int  # 0: any free port
-    token: str | None = field(repr=False)
-    """Bearer token; None: none is required, because only this machine reaches the endpoint."""
+    token: str | None = field(repr=False)  # bearer token; None: not required, because only this machine has access
     tokenizer: Any = field(repr=False)  # folder with the tokenizer, or the tokenizer that a script passed
 
 
@@ -76,9 +75,8 @@ class Endpoint:
         app.cleanup_ctx.append(self._close_idle_connections)
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, self._settings.host, self._settings.port)
         try:
-            await site.start()
+            await web.TCPSite(self.runner, self._settings.host, self._settings.port).start()
         except OSError as error:
             where = f"generation.endpoint.host={self._settings.host} and port={self._settings.port}"
             raise SamplingError(f"the endpoint cannot listen at {where}: {error.strerror or error}") from None
@@ -114,12 +112,9 @@ class Endpoint:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()
             server = self.runner.server
-            connections = [] if server is None else server.connections
-            self._idle_since = {
-                connection: self._idle_since.get(connection, now)
-                for connection in connections
-                if connection not in self._busy
-            }
+            connections = [] if server is None else server.connections  # the oldest first
+            idle = [connection for connection in connections if connection not in self._busy]
+            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in idle}
             excess = len(self._idle_since) - IDLE_CONNECTIONS
             oldest_first = sorted(self._idle_since.items(), key=lambda pair: pair[1])
             for number, (connection, since) in enumerate(oldest_first):
@@ -143,8 +138,7 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _answer_call(self, request: web.Request, accepted: set[str]) -> web.Response:
-        name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
-        conversation = self._open.get(name)
+        conversation = self._open.get(request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or "")
         if conversation is None:
             return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
         try:

@@ -151,8 +151,7 @@ class EngineClient:
         restarts = self.restarts
         try:
             message = wrap_for_pickling([request.content for request in requests])
-            stream = stream_actor(self._actor, Engine.generate, message, requests[0].settings, call)
-            async for reference in stream:
+            async for reference in stream_actor(self._actor, Engine.generate, message, requests[0].settings, call):
                 for index, output in await reference:
                     answer = requests[index].answer
                     if isinstance(output, str):

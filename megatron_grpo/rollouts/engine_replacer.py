@@ -13,8 +13,7 @@ from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 
-RestoreEngines = Callable[[Mapping[int, str]], None]
-"""Replaces lost engines, whose reasons it gets by engine number; SamplingError: it cannot."""
+RestoreEngines = Callable[[Mapping[int, str]], None]  # reasons by engine number; SamplingError: it cannot
 
 
 def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:

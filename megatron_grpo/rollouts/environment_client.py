@@ -189,8 +189,7 @@ class EnvironmentClient:
             async with asyncio.timeout(STARTUP_S):
                 return await call_actor(actor, EnvironmentWorker.start)
         except TimeoutError:
-            text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
-            raise SamplingError(text) from None
+            raise SamplingError(f"environment {name}: a process did not start within {STARTUP_S:g} s") from None
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
 

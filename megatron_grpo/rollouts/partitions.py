@@ -19,8 +19,8 @@ from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import fetch_stored, wrap_for_pickling
 from megatron_grpo.models.routed_experts import RoutedForm
 
-TokenFunction = Callable[..., tuple[TokenArrays, Any]]
-"""Function of (lengths, arrays by field, ...) that returns arrays of new fields, and a summary."""
+TokenFunction = Callable[..., tuple[TokenArrays, Any]]  # (lengths, arrays by field, ...) to new arrays, summary
+Partitions = Sequence[NDArray[np.int64]]  # indices of each partition's sequences
 OBJECT_BYTES = 2**20  # size of token data that shares one Ray object
 TOKEN_BYTES = 8  # of a token id and its log-probability
 WRITTEN_GROUPS = 64  # most groups in memory at a time while rollouts are written
@@ -35,10 +35,8 @@ class PackedGroups:
     """
 
     references: list[Any]  # Ray's references to lists of groups
-    indices: NDArray[np.int32]
-    """[groups, 2], int32: for each group the index of its reference, and its index in that list."""
-    outcomes: list[list[Outcome]] = field(default_factory=list)
-    """Outcomes of each group, for the driver; empty where only tokens are needed."""
+    indices: NDArray[np.int32]  # [groups, 2], int32: index of each group's reference, and its index in that list
+    outcomes: list[list[Outcome]] = field(default_factory=list)  # by group, for the driver; empty: only tokens
 
     def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
         """Fetch the trajectories of each group; RayError if lost."""
@@ -88,9 +86,7 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
     return fields if routed is None else (*fields, "routed_experts")
 
 
-def locate_sequences(
-    partitions: Sequence[NDArray[np.int64]], group_sizes: Sequence[int]
-) -> list[list[tuple[int, int]]]:
+def locate_sequences(partitions: Partitions, group_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Find each sequence's group, and its index in the group."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
     ends = np.cumsum(group_sizes)
@@ -126,9 +122,8 @@ def concatenate_trajectories(trajectories: Sequence[Trajectory], routed: RoutedF
         begin += trajectory.tokens
     arrays = {"token_ids": token_ids, "sampled": sampled, "generation_logprobs": logprobs}
     if routed is not None:
-        arrays["routed_experts"] = routed.concatenate(
-            [(trajectory.tokens, trajectory.routed) for trajectory in trajectories]
-        )
+        pairs = [(trajectory.tokens, trajectory.routed) for trajectory in trajectories]
+        arrays["routed_experts"] = routed.concatenate(pairs)
     return arrays
 
 
@@ -149,7 +144,7 @@ def build_partitions(
 
 
 def gather_partitions(
-    parts: Sequence[NDArray[Any]], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
+    parts: Sequence[NDArray[Any]], partitions: Partitions, lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
     """Concatenate a field's parts, [tokens of the partition], in the step's order."""
     # One slice per sequence, because one index of all tokens would take twice the memory of the data.
@@ -162,9 +157,7 @@ def gather_partitions(
     return gathered
 
 
-def split_by_partition(
-    values: NDArray[Any], partitions: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
-) -> list[NDArray[Any]]:
+def split_by_partition(values: NDArray[Any], partitions: Partitions, lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
     """Split a field into partitions: the inverse of `gather_partitions`."""
     pieces = np.split(values, np.cumsum(lengths)[:-1])
     return [np.concatenate([values[:0], *(pieces[index] for index in indices.tolist())]) for indices in partitions]

@@ -6,13 +6,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain, count, pairwise
+from itertools import chain, count, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
@@ -33,17 +32,11 @@ from megatron_grpo.environments.interface import STARTUP_S
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.rollouts import partitions
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.engine_replacer import EngineReplacer, RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.failures import require_few_failures
-from megatron_grpo.rollouts.partitions import (
-    TokenFunction,
-    choose_evenly,
-    list_rollout_fields,
-    locate_sequences,
-    pack_groups,
-    store_groups,
-)
+from megatron_grpo.rollouts.partitions import Partitions, TokenFunction
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 
@@ -73,8 +66,7 @@ class PendingBatch:
 
     number: int  # unique
     sampled: dict[int, Any]  # by worker, a reference that is ready when all its responses are sampled
-    streams: dict[Any, int]
-    """Ray generators of lists of complete prompts' numbers, each with its worker; removed when the worker is done."""
+    streams: dict[Any, int]  # Ray generators of lists of complete prompts, each with its worker; removed when it ends
 
     def is_done(self) -> bool:
         """True once all prompts are scored or have failed."""
@@ -87,8 +79,7 @@ class RolloutPool:
     """The driver's handle of the rollout workers."""
 
     config: RolloutsConfig
-    engines: Sequence[Any]
-    """Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled."""
+    engines: Sequence[Any]  # Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled
     environments: Mapping[str, EnvironmentPool]  # by task name, not yet started
     _: KW_ONLY
     generation_timeout_s: float  # deadline for sampling one generation batch, and for each call on its tokens
@@ -96,8 +87,7 @@ class RolloutPool:
     max_turns: int = 1
     routed: RoutedForm | None = None  # form of the experts that engines return; None: engines return none
     endpoint: EndpointSettings | None = None
-    restore: RestoreEngines = refuse_to_restore
-    """Replaces lost engines in `engines` in place, or raises SamplingError."""
+    restore: RestoreEngines = refuse_to_restore  # replaces lost engines in `engines` in place, or raises SamplingError
 
     def __post_init__(self) -> None:
         self.actors: list[Any] = []
@@ -235,12 +225,10 @@ class RolloutPool:
         for prompt in complete:
             by_worker[prompt.worker].append(prompt)
         # One call for all prompts of a worker, so that it can pack small groups into common objects.
-        calls = {
-            worker: call_actor(
-                self.actors[worker], RolloutWorker.hand_over, [(prompt.batch, prompt.number) for prompt in prompts]
-            )
-            for worker, prompts in by_worker.items()
-        }
+        calls: dict[int, Any] = {}
+        for worker, prompts in by_worker.items():
+            numbers = [(prompt.batch, prompt.number) for prompt in prompts]
+            calls[worker] = call_actor(self.actors[worker], RolloutWorker.hand_over, numbers)
         answers = self._gather(calls, self.generation_timeout_s, "handing over of rollouts")
         group_of: dict[CompletePrompt, SampledGroup] = {}
         for prompts, (packed, remarks) in zip(by_worker.values(), answers, strict=True):
@@ -280,34 +268,29 @@ class RolloutPool:
                 counts.append(EngineCounts())
         return counts
 
-    def build_partitions(
-        self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
-    ) -> dict[str, list[Any]]:
+    def build_partitions(self, groups: Sequence[SampledGroup], sequences: Partitions) -> dict[str, list[Any]]:
         """Make the workers store a step's tokens as arrays, by partition.
 
         Returns `StepBatch.fields` with the arrays of `concatenate_trajectories`, without waiting for them: fetching an
         array waits until it is stored, and raises if its worker failed.
         """
-        fields = list_rollout_fields(self.routed)
-        located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
-        workers = min(len(self.actors), len(partitions))
-        stored: dict[str, list[Any]] = {name: [None] * len(partitions) for name in fields}
+        fields = partitions.list_rollout_fields(self.routed)
+        located = partitions.locate_sequences(sequences, [len(group.outcomes) for group in groups])
+        workers = min(len(self.actors), len(sequences))
+        stored: dict[str, list[Any]] = {name: [None] * len(sequences) for name in fields}
         for number, worker in enumerate(self.actors[:workers]):
-            assigned = range(number, len(partitions), workers)
+            assigned = range(number, len(sequences), workers)
             # A worker gets only the groups of its own partitions, numbered anew.
             needed = sorted({group for partition in assigned for group, _ in located[partition]})
             new_index = {group: index for index, group in enumerate(needed)}
             # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
             pairs = ([(new_index[group], sample) for group, sample in located[partition]] for partition in assigned)
-            renumbered = [np.array(sequences, dtype=np.int32).reshape(-1, 2) for sequences in pairs]
-            packed = pack_groups([groups[group] for group in needed])
+            indices = [np.array(located_pairs, dtype=np.int32).reshape(-1, 2) for located_pairs in pairs]
+            packed = partitions.pack_groups([groups[group] for group in needed])
             results = len(fields) * len(assigned)
-            references = iter(
-                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, renumbered, self.routed)
-            )
-            for partition in assigned:
-                for name in fields:
-                    stored[name][partition] = next(references)
+            calls = call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, indices, self.routed)
+            for (partition, name), reference in zip(product(assigned, fields), calls, strict=True):
+                stored[name][partition] = reference
         return stored
 
     def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
@@ -324,14 +307,13 @@ class RolloutPool:
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
         """Fetch the trajectories of a few groups; RunError if one was lost."""
         try:
-            return pack_groups(groups).fetch(self.generation_timeout_s)
+            return partitions.pack_groups(groups).fetch(self.generation_timeout_s)
         except RayError as error:
-            raise RunError(
-                f"the trajectories of {len(groups)} groups cannot be fetched: {explain_error(error)}"
-            ) from error
+            reason = explain_error(error)
+            raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {reason}") from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        return store_groups(groups).unpack()
+        return partitions.store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
         """Read a step's rollouts from an earlier run's file; raises RunError."""
@@ -355,19 +337,17 @@ class RolloutPool:
         `batch` has them (None: the run does not train). `max_rollouts` are spread evenly over the step; None: all are
         written.
         """
-        chosen = choose_evenly([len(group.outcomes) for group in groups], max_rollouts)
+        chosen = partitions.choose_evenly([len(group.outcomes) for group in groups], max_rollouts)
         file = locate_rollouts_file(run_dir, step)
-        return self._call_next(RolloutWorker.dump, pack_groups(groups), chosen, batch, file, record)
+        return self._call_next(RolloutWorker.dump, partitions.pack_groups(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Wait until a `dump` is written; RunError if that fails."""
         self._gather(dump, self.generation_timeout_s, "writing of rollouts")
 
-    def _call_next(
-        self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> dict[int, Any]:
+    def _call_next(self, method: Method[Arguments], *args: Arguments.args, **named: Arguments.kwargs) -> dict[int, Any]:
         worker = next(self._calls) % len(self.actors)
-        return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
+        return {worker: call_actor(self.actors[worker], method, *args, **named)}
 
     @staticmethod
     def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:

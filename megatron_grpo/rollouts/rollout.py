@@ -7,6 +7,7 @@ import hashlib
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -80,9 +81,8 @@ class GroupRollout:
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""
         self._deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
-        samples = [
-            asyncio.create_task(self._run_sample(number, engine)) for number in range(self.settings.samples_per_prompt)
-        ]
+        numbers = range(self.settings.samples_per_prompt)
+        samples = [asyncio.create_task(self._run_sample(number, engine)) for number in numbers]
         try:
             self._sampled = await asyncio.gather(*samples)
         except BaseException:  # gather leaves the other samples running
@@ -194,13 +194,9 @@ class GroupRollout:
     async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         datum, settings = self.datum, self.settings
         assert self.endpoint is not None
-        conversation = Conversation(
-            engine,
-            settings.sampling,
-            self.endpoint.get_renderer(datum["task_name"], self.environment.prompts),
-            lambda turn: self._compute_seed(sample, turn),
-            settings.max_total_sequence_length,
-        )
+        renderer = self.endpoint.get_renderer(datum["task_name"], self.environment.prompts)
+        seed, length = partial(self._compute_seed, sample), settings.max_total_sequence_length
+        conversation = Conversation(engine, settings.sampling, renderer, seed, length)
         with self.endpoint.open_rollout(conversation) as access:
             try:
                 state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)

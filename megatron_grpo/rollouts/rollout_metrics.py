@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import batched, islice
 from statistics import fmean, stdev
 
 import torch
@@ -54,8 +54,7 @@ def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) 
     the standard deviation of all rewards. groups_all_wrong, groups_mixed and groups_all_right are shares of the groups
     whose responses are all judged, and left out without such groups.
     """
-    starts = range(0, len(outcomes), samples_per_prompt)
-    groups = [outcomes[start : start + samples_per_prompt] for start in starts]
+    groups = list(batched(outcomes, samples_per_prompt))
     by_group = [[outcome.reward for outcome in group if outcome.reward is not None] for group in groups]
     if samples_per_prompt == 1:
         by_group = [[reward for rewards in by_group for reward in rewards]]

@@ -143,11 +143,11 @@ class FakeRollouts:
         return [group.objects_ref.get() for group in groups]
 
     def build_partitions(
-        self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
+        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Reference]]:
         trajectories = [one for group in groups for one in group.objects_ref.get()]
         built: dict[str, list[Reference]] = {name: [] for name in _entries(trajectories[0])}
-        for numbers in partitions:
+        for numbers in sequences:
             rows = [_entries(trajectories[number]) for number in numbers]
             for name, references in built.items():
                 values = [value for row in rows for value in row[name]]

@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from ctypes import c_int, c_uint, c_uint64
 
 # Flags of new namespaces of control groups, host names, IPC, processes and networks.
 NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
@@ -143,12 +144,7 @@ _REFUSED = (
 class _Comparison(ctypes.Structure):
     """libseccomp's struct scmp_arg_cmp."""
 
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("first", ctypes.c_uint64),
-        ("second", ctypes.c_uint64),
-    )
+    _fields_ = (("argument", c_uint), ("operator", c_int), ("first", c_uint64), ("second", c_uint64))
 
 
 # System calls that the filter refuses: name, error, and conditions on the arguments.

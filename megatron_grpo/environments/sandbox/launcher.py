@@ -79,10 +79,9 @@ def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = Fal
     # Without a memory cgroup the first program's process watches the memory of both programs.
     needs_watch = not (is_partner or _has_cgroup(spec))
     watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if needs_watch else None
+    is_limited = spec["level"] == "limits"
     try:
-        exit_code = (
-            _run_limited(spec, watch) if spec["level"] == "limits" else _run_in_namespaces(spec, status_fd, watch)
-        )
+        exit_code = _run_limited(spec, watch) if is_limited else _run_in_namespaces(spec, status_fd, watch)
     except OSError as error:
         os.write(status_fd, f"refused {error}\n".encode())
     else:

@@ -25,8 +25,7 @@ OPERATORS = frozenset(f"__{side}{name}__" for name in _BINARY.split() for side i
 """Special methods with an operand, which in a test may be the expected value."""
 COMPARISONS = frozenset(f"__{name}__" for name in _COMPARING.split())
 NUMBERS = frozenset(f"__{name}__" for name in _NUMERIC.split())
-FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _CONTAINER.split()}
-"""Special methods that a proxy has if the class of its object has them."""
+FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _CONTAINER.split()}  # if the class has them
 
 
 class StopTest(BaseException):

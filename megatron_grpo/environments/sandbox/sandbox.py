@@ -72,8 +72,7 @@ class Sandbox:
         self.python = python or os.path.realpath(sys.executable)
         self._config = config
         self._cgroup_parent = find_cgroup_parent()
-        prefix = [] if python else [sys.base_prefix]
-        self._readable = [*prefix, *map(os.path.abspath, config.readable)]
+        self._readable = [*([] if python else [sys.base_prefix]), *map(os.path.abspath, config.readable)]
 
     def run_python(self, source: str, stdin: str = "") -> ProgramResult:
         """Run a Python program, without the packages of a user."""
@@ -89,20 +88,17 @@ class Sandbox:
         with self._make_folder(files or {}) as (folder, remaining_files):
             return self._run([self._describe(folder, argv=list(argv), files=remaining_files)], stdin)
 
-    def run_tests(
-        self, program: str, tests: Mapping[str, Any], *, run_all: bool, allow_untrusted: bool
-    ) -> ProgramResult:
+    def run_tests(self, program: str, tests: dict[str, Any], *, run_all: bool, allow_untrusted: bool) -> ProgramResult:
         """Run Python tests and a program, in two sandboxes.
 
         The process of the program never has the tests. `tests` is a `data.code_tests.PreparedTests` as a dict. Returns
         the result of the process of the tests, with its report as `stdout` (`test_process.py`).
         """
         with self._make_folder({}) as (test_folder, _), self._make_folder({}) as (program_folder, _):
-            test_role, program_role = _ROLE.format("test"), _ROLE.format("program")
-            test_spec = self._describe(
-                test_folder, role=test_role, tests=dict(tests), run_all=run_all, allow_untrusted=allow_untrusted
-            )
-            return self._run([test_spec, self._describe(program_folder, role=program_role, source=program)], "")
+            contents = {"tests": tests, "run_all": run_all, "allow_untrusted": allow_untrusted}
+            test_spec = self._describe(test_folder, role=_ROLE.format("test"), **contents)
+            program_spec = self._describe(program_folder, role=_ROLE.format("program"), source=program)
+            return self._run([test_spec, program_spec], "")
 
     @contextmanager
     def _make_folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -360,5 +356,4 @@ def _find_problem(sandbox: Sandbox) -> str | None:
         return str(error)
     if result.stdout == "ready\n":
         return None
-    output = result.stderr.strip()[-200:]
-    return f"a trial program ended by {result.ending}, exit code {result.exit_code}: {output}"
+    return f"a trial program ended by {result.ending}, exit code {result.exit_code}: {result.stderr.strip()[-200:]}"

@@ -190,9 +190,7 @@ class TestPeer(Peer):
         if reply[3] is None:
             return
         output, changed, touched = reply[3]
-        self.names |= {
-            name: self.decode(value, Memo()) for name, value in changed.items() if name in self.program_names
-        }
+        self.names |= {key: self.decode(value, Memo()) for key, value in changed.items() if key in self.program_names}
         self.touched |= {str(inspection) for inspection in touched}
         sys.stdout.write(str(output))
 
