@@ -147,9 +147,12 @@ class ModelWriter:
         problems = []
         # A head that is tied to the embedding may be another parameter in the same memory.
         first_names = {parameter.data_ptr(): name for name, parameter in reversed([*self._model.named_parameters()])}
+        # vLLM records what a layer had when its loader began. Others appear later, such as products of latent attention.
+        records = {name: get_layerwise_info(layer).restore_metadata[0] for name, layer in self._model.named_modules()}
+        is_recorded = any(records.values())
         for module, layer in self._model.named_modules():
             plain = {} if is_derived(layer) else dict(layer.named_parameters(recurse=False))
-            for parameter_name, parameter in (plain | get_layerwise_info(layer).restore_metadata[0]).items():
+            for parameter_name, parameter in (records[module] if is_recorded else plain).items():
                 name, expected = f"{module}.{parameter_name}", parameter.numel()
                 is_tied = parameter_name in plain and first_names[plain[parameter_name].data_ptr()] != name
                 if expected not in (received[name], received[name] + constant[name]) and not is_tied:

@@ -271,7 +271,9 @@ def _permute_tokens(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_toke
     return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
 
 
-def _merge_tokens(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int]) -> Tensor:
+def _merge_tokens(
+    tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int], pad_offsets: None = None
+) -> Tensor:
     """Sum the copies of each token: [copies, hidden] to [tokens, hidden]."""
     kernel = Kernel("dispatch", [(restore_shape, tokens.dtype)], keeps=[1])
     result: Tensor = run(kernel, tokens, row_map)
