@@ -147,7 +147,7 @@ class ModelWriter:
         problems = []
         # A head that is tied to the embedding may be another parameter in the same memory.
         first_names = {parameter.data_ptr(): name for name, parameter in reversed([*self._model.named_parameters()])}
-        # vLLM records what a layer had when its loader began. Others appear later, such as products of latent attention.
+        # vLLM records what a layer had when it was loaded. Others appear later, such as products of latent attention.
         records = {name: get_layerwise_info(layer).restore_metadata[0] for name, layer in self._model.named_modules()}
         is_recorded = any(records.values())
         for module, layer in self._model.named_modules():
