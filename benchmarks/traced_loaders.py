@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
@@ -33,6 +34,7 @@ RANKS = (0, 3)
 
 
 def main() -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM prints its log to where the JSON goes
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["qwen3_235b_a22b", "deepseek_v3"])
     options = parser.parse_args()
