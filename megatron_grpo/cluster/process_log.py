@@ -95,7 +95,7 @@ class OncePerMessage(logging.Filter):
 class AdviceOnce(OncePerMessage):
     """Passes a library's advice to its callers once, as information.
 
-    No user can follow it.
+    The advice is for programmers of callers: users of a run cannot follow it.
     """
 
     def __init__(self, *phrases: str) -> None:

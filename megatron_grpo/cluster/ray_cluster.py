@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster import machines
+from megatron_grpo.cluster.allocators import CPU_SETTINGS
 from megatron_grpo.cluster.cleanup import FolderRemover, keep_sigterm_handler
 from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
@@ -25,9 +26,6 @@ JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
 # Size of the object store on CPUs: batches of a tiny model are small, and Ray's default is a third of the memory.
 OBJECT_STORE_BYTES = 512 * 2**20
-# Settings of glibc for ranks on CPUs, read as a process starts: keep the memory of large tensors for later ones. Mapped
-# anew each time, by glibc's defaults, their page faults take a sixth of a train phase.
-CPU_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30)}
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +149,7 @@ class RayCluster:
 
     def _build_rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
         if group is None:
-            return {"num_cpus": 0, "runtime_env": {"env_vars": CPU_ALLOCATOR}}
+            return {"num_cpus": 0, "runtime_env": {"env_vars": CPU_SETTINGS}}
         bundle = rank // self.config.gpus
         return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _schedule_in(group, bundle)}
 

@@ -30,8 +30,9 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
 
     Args:
         layer: Hugging Face's number, less that of the first layer of the stage for names in a stage.
-        half: the half with the parameter; None: it is outside layers.
-        name: its name in Megatron-Core's layer or, outside layers, in the model; the final norm is "final_norm".
+        half: the half of the layer that has the parameter; None: the parameter is outside layers.
+        name: the parameter's name in Megatron-Core's layer or, outside layers, in the model, where the final norm is
+            "final_norm".
     """
     if half is None:
         return (name.replace("final_norm.", f"decoder.{FINAL_NORM}."),)

@@ -63,12 +63,13 @@ def trace_engine(
 
     Args:
         model_config: contents of the model's config.json.
-        shape: its sizes.
+        shape: sizes of the model.
         parallel: layout of the engine.
         dtype: type of the engine's weights.
 
     Raises:
-        ValueError: vLLM cannot build the model, or parts of its parameters cannot be explained.
+        ValueError: vLLM cannot build the model, parts of its parameters cannot be explained, or it takes longer than
+            TIMEOUT_S.
     """
     layout = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "expert": parallel.expert}
     request = {"config": model_config, "layout": layout, "dtype": dtype, "tensors": measure_tensors(shape)}
@@ -100,9 +101,13 @@ def _run(request: str) -> list[str]:
         command = [sys.executable, "-m", __name__, folder]
         (Path(folder) / "request.json").write_text(request)
         environment = {**os.environ, **_ENVIRONMENT}
-        result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        print("tracing vLLM's loaders, in a process that imports vLLM", file=sys.stderr, flush=True)
+        try:
+            result = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"the process that traces vLLM's loaders had not ended after {TIMEOUT_S:g} s") from None
         if result.returncode:
             raise ValueError(f"vLLM's loaders cannot be traced: {find_reason(result.stderr)}")
         return TypeAdapter(list[str]).validate_json((Path(folder) / "boxes.json").read_text())

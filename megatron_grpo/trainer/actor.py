@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
-from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:

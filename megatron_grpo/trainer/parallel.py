@@ -113,7 +113,8 @@ def initialize_parallel(
 
 def make_deterministic() -> None:
     """Make torch, cuBLAS and NCCL deterministic, before the first product and communicator."""
-    # Else Megatron-Core's unpermutation adds in the order of threads. torch refuses what has no deterministic form.
+    # Otherwise Megatron-Core's unpermutation of tokens adds in the order in which threads arrive. torch then refuses
+    # operations that have no deterministic form.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True)

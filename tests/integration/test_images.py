@@ -57,8 +57,8 @@ class Images:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        places = ["--root", str(folder / "images"), "--runroot", str(folder / "containers")]
-        self.buildah = ["buildah", "--storage-driver", "overlay", *places]
+        folders = ["--root", str(folder / "images"), "--runroot", str(folder / "containers")]
+        self.buildah = ["buildah", "--storage-driver", "overlay", *folders]
 
     def call(self, *arguments: object, offline: bool = False, status: int = 0) -> str:
         """Call buildah, without a network except loopback if `offline`; returns what it prints."""
@@ -135,7 +135,7 @@ def test_the_image_for_gpus_passes_its_import_check(images: Images) -> None:
     # The last step, as the image's user, ends the build before 10 GB are written a second and a third time.
     file = images.folder / "Dockerfile.stopped"
     file.write_text(f"{text}\nRUN id --user && python -m megatron_grpo.train --version && exit {STOPPED}\n")
-    said = images.build(file, "--build-arg", "BUILD=quick", "--build-arg", "BUILD_JOBS=2", status=STOPPED)
-    user, version = said.partition(f"&& exit {STOPPED}")[2].split("\n")[1:3]
+    output = images.build(file, "--build-arg", "BUILD=quick", "--build-arg", "BUILD_JOBS=2", status=STOPPED)
+    user, version = output.partition(f"&& exit {STOPPED}")[2].split("\n")[1:3]
     assert user == "10001"
     assert version.startswith("megatron_grpo ")

@@ -19,8 +19,8 @@ import torch
 from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
 
+from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.platform.device import connect_store, environment, open_store
 from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel

@@ -21,7 +21,10 @@ COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def table_boxes(parallel: GenerationParallelConfig, shape: ModelShape) -> list[list[Box]]:
-    """The boxes of an engine's ranks, without those of parameters that a stage keeps and does not use."""
+    """The boxes of an engine's ranks.
+
+    Parameters that a pipeline stage keeps, but does not compute with, are left out.
+    """
     return [list(rank_boxes(shape, shard)) for shard in split_engine(parallel, shape)]
 
 

@@ -124,8 +124,8 @@ INSTALLER = '[[ -z "{fails}" || "$*" != *{fails}* ]]'
 def test_uv_installs(machine: Machine) -> None:
     python = machine.add("venv/bin/python", "")
     assert machine.run("uv_or_pip.sh", str(machine.folder / "venv"), "--no-deps", "a==1").returncode == 0
-    asked = [call.removeprefix("python -m ") for call in machine.list_calls()]
-    assert asked[-2:] == [
+    calls = [call.removeprefix("python -m ") for call in machine.list_calls()]
+    assert calls[-2:] == [
         f"pip --disable-pip-version-check --quiet install {UV}",
         f"uv --quiet pip install --python {python} --compile-bytecode --no-deps a==1",
     ]
@@ -176,9 +176,9 @@ def test_the_cpu_build_of_torch_comes_from_any_index(machine: Machine, state: st
     machine.add("venv/bin/python", answers[state])
     assert machine.run("install_cpu.sh", str(machine.folder / "venv")).returncode == 0
     marks = ("import torch", "config list", UV)
-    asked = [call for call in machine.list_calls() if not any(mark in call for mark in marks)]
-    assert len(asked) == len(expected)
-    for call, part in zip(asked, expected, strict=True):
+    calls = [call for call in machine.list_calls() if not any(mark in call for mark in marks)]
+    assert len(calls) == len(expected)
+    for call, part in zip(calls, expected, strict=True):
         assert part in call
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron_grpo import refit_plan
+from megatron_grpo.planning import meta_engine
 
 LAYOUT = ["+exp=quickstart", "policy.parallel.tensor=2", "policy.parallel.pipeline=1"]
 
@@ -51,3 +52,9 @@ def test_links_are_listed_where_they_are_few(capsys: pytest.CaptureFixture[str])
 def test_a_mistake_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refit_plan.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_trace_that_does_not_end_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_engine, "TIMEOUT_S", 0.01)
+    with pytest.raises(ValueError, match=r"the process that traces vLLM's loaders had not ended after 0\.01 s"):
+        meta_engine._run("{}")

@@ -31,12 +31,13 @@ rows = [one for one in rows if one.library == "megatron-core" or one.names[0] ==
 def found():
     return [reduce(getattr, one.names, importlib.import_module(one.module)) for one in rows]
 
+# Without Transformer Engine its product is None, as after the patch: something else stands there before.
+importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = object()
 before = found()
 apply_patches()
 once = found()
 apply_patches()
-# Without Transformer Engine its product is None, and stays so.
-print(json.dumps([[str(row), a is not b or a is None, b is c] for row, a, b, c in zip(rows, before, once, found())]))
+print(json.dumps([[str(row), a is not b, b is c] for row, a, b, c in zip(rows, before, once, found())]))
 """
 
 

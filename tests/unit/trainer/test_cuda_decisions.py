@@ -18,9 +18,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
+from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.platform.allocators import choose_cuda_settings
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel
 from megatron_grpo.trainer.actor import RankActor

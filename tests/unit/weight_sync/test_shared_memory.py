@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_grpo.platform.allocators import choose_cuda_settings
+from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.weight_sync import shared_memory
 from megatron_grpo.weight_sync.shared_memory import CudaMemory, HostMemory, choose_shared_memory
 

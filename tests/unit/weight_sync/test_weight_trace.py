@@ -204,7 +204,7 @@ LAYOUTS = {
     "tp2 pp2 ep": GenerationParallelConfig(tensor=2, pipeline=2, expert=2),
     "tp4": GenerationParallelConfig(tensor=4),
 }
-# Some models have these on every stage; those that do not compute with them are beside the table.
+# Some of vLLM's models keep these parameters on every stage. Stages that do not compute with them are not in the table.
 ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
