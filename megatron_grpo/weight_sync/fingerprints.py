@@ -120,20 +120,34 @@ def name_boxes(boxes: Sequence[Box]) -> Iterator[tuple[str, Box]]:
     """Name the boxes of a rank for fingerprints.
 
     The name is that of the tensor, with the indices if it has several boxes. Boxes of experts have the name of the
-    expert ("model.layers.0.mlp.experts.3").
+    expert ("model.layers.0.mlp.experts.3"); a box of several experts is split.
     """
     counts = Counter(box.tensor for box in boxes)
     for box in boxes:
         if is_expert(box):
-            yield box.tensor.rsplit(".", 2)[0], box
+            yield from _split_experts(box)
         elif box.tensor:
             spans = [f"{indices.begin}:{indices.end}:{indices.step}" for indices in box.cut.tensor]
             yield box.tensor + (f" [{', '.join(spans)}]" if counts[box.tensor] > 1 else ""), box
 
 
+def _split_experts(box: Box) -> Iterator[tuple[str, Box]]:
+    # The first dimension of the parameter counts the rank's experts, and so may a dimension of the tensor.
+    axis = box.cut.order[0]
+    if axis < 0:  # the tensor of one expert, such as "experts.3.up_proj.weight"
+        yield box.tensor.rsplit(".", 2)[0], box
+        return
+    for index in range(box.cut.parameter[0].size):
+        places = box.cut.tensor[axis], box.cut.parameter[0]
+        expert, local = (indices.begin + index * indices.step for indices in places)
+        tensor = (*box.cut.tensor[:axis], Range(expert, expert + 1), *box.cut.tensor[axis + 1 :])
+        cut = box.cut._replace(tensor=tensor, parameter=(Range(local, local + 1), *box.cut.parameter[1:]))
+        yield f"{box.tensor.rpartition('.')[0]}.{expert}", box._replace(cut=cut)
+
+
 def is_expert(box: Box) -> bool:
-    """True for matrices of experts, which are compared by their experts' outputs."""
-    return box.parameter.endswith((".w13_weight", ".w2_weight")) and bool(box.tensor)
+    """True for matrices and biases of experts, which are compared by their experts' outputs."""
+    return box.parameter.endswith((".w13_weight", ".w2_weight", ".w13_bias", ".w2_bias")) and bool(box.tensor)
 
 
 @cache
@@ -218,7 +232,7 @@ def _fingerprint_experts(
         return {}
     limit = OUTPUT_TOLERANCES[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUT_TOLERANCE
     device = next(layer.parameters()).device
-    hidden, fingerprints = next(iter(experts.values())).cut.tensor[0].end, {}  # of a down projection, the last one
+    hidden, fingerprints = next(iter(experts.values())).cut.parameter[1].end, {}  # of a down projection, the last one
     inputs = functional.pad(draw_probes(hidden, device), (0, layer.hidden_size - hidden)).to(dtype)
     for name in experts:
         expert = int(name.rpartition(".")[2])

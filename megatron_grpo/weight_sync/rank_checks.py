@@ -17,7 +17,14 @@ from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
 from megatron_grpo.weight_sync.boxes import Box, to_slices, unpack_boxes
-from megatron_grpo.weight_sync.fingerprints import Fingerprint, compute_fingerprint, draw_probes, is_expert, name_boxes
+from megatron_grpo.weight_sync.fingerprints import (
+    PROBES,
+    Fingerprint,
+    compute_fingerprint,
+    draw_probes,
+    is_expert,
+    name_boxes,
+)
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
@@ -58,9 +65,15 @@ def check_rank_adapters(rank: PolicyRank) -> AdapterCheck:
     return check_adapters(rank.gather_chunks(), rank.shape)
 
 
+def _multiply_gate(projected: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = projected.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+# What lies between an expert's matrices, by `ModelShape.activation`, on rows in the order of vLLM's parameter.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": partial(_multiply_gate, activation=functional.silu),
+    "gelu_tanh": partial(_multiply_gate, activation=partial(functional.gelu, approximate="tanh")),
 }
 
 
@@ -81,12 +94,14 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[str]) -> list[dict[str
             for engine_rank, text in enumerate(engine):
                 for box_name, box in name_boxes(unpack_boxes(text)):
                     by_tensor[box.tensor].append((engine_rank, box_name, box))
+                    if is_expert(box):
+                        new = _ExpertOutput(rank.shape.hidden, _ACTIVATIONS[rank.shape.activation])
+                        experts.setdefault((engine_rank, box_name), new).expect(box)
         by_cut: dict[object, Fingerprint] = {}
         for engine_rank, box_name, box in by_tensor[name]:
             if is_expert(box):
                 values = box.cut.compute(tensor[to_slices(box.cut.tensor)])
-                new = _ExpertOutput(rank.shape.hidden, _ACTIVATIONS[rank.shape.activation])
-                output = experts.setdefault((engine_rank, box_name), new).add(box, values)
+                output = experts[engine_rank, box_name].add(box, values)
                 if output is not None:
                     fingerprints[engine_rank][box_name] = output
                 continue
@@ -98,20 +113,38 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[str]) -> list[dict[str
 
 
 class _ExpertOutput:
-    """Output of an expert, whose matrices come one at a time, down last."""
+    """Output of an expert for the probes, whose tensors come one at a time, the second matrix behind the first."""
 
     def __init__(self, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
         self._hidden, self._activation = hidden, activation
-        self._projected: list[Tensor] = []  # [PROBES, width of the part], float32, by the gate and by up
+        self._boxes = self._rows = 0  # that are still to come; of the first matrix
+        self._projected: Tensor | None = None  # [PROBES, rows], float32, by the first matrix
+        self._output: Tensor | None = None  # [PROBES, hidden], float32
+
+    def expect(self, box: Box) -> None:
+        """Count a box that will come."""
+        self._boxes += 1
+        if ".w13_" in box.parameter:
+            self._rows = max(self._rows, box.cut.parameter[1].end)
 
     def add(self, box: Box, values: Tensor) -> Fingerprint | None:
-        """Add values of a box, [1, rows, columns]; the last ones complete the fingerprint."""
-        weight = values[0].float()
-        if box.parameter.endswith(".w2_weight"):
-            gate, up = self._projected
-            self._projected = []
-            return compute_fingerprint((self._activation(gate) * up) @ weight.T)
-        projected = draw_probes(self._hidden, values.device) @ weight.T
-        is_gate = box.cut.parameter[1].begin == 0  # vLLM has the gate above
-        self._projected.insert(0 if is_gate else 1, projected)
-        return None
+        """Add values of a box, [1, rows(, columns)]; the last ones complete the fingerprint."""
+        part, rows = values[0].float(), slice(*box.cut.parameter[1])
+        is_bias = box.parameter.endswith("_bias")
+        if ".w13_" in box.parameter:
+            if self._projected is None:
+                self._projected = part.new_zeros(PROBES, self._rows)
+            self._projected[:, rows] += part if is_bias else draw_probes(self._hidden, part.device) @ part.T
+        else:
+            assert self._projected is not None, "the first matrix of an expert comes before the second"
+            if self._output is None:
+                self._output = part.new_zeros(PROBES, self._hidden)
+                self._projected = self._activation(self._projected)
+            columns = None if is_bias else slice(*box.cut.parameter[2])
+            self._output[:, rows] += part if columns is None else self._projected[:, columns] @ part.T
+        self._boxes -= 1
+        if self._boxes or self._output is None:
+            return None
+        fingerprint = compute_fingerprint(self._output)
+        self._projected = self._output = None
+        return fingerprint

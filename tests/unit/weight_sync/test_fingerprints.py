@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_grpo.weight_sync.boxes import Box, Cut, Range
+from megatron_grpo.weight_sync.boxes import Box, Cut, Range, to_slices
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
     EXACT_TOLERANCE,
@@ -22,8 +22,9 @@ from megatron_grpo.weight_sync.fingerprints import (
     draw_probes,
     find_differing,
     measure_difference,
+    name_boxes,
 )
-from megatron_grpo.weight_sync.rank_checks import _ExpertOutput
+from megatron_grpo.weight_sync.rank_checks import _ACTIVATIONS, _ExpertOutput
 
 ROWS, INPUTS = [96, 32], 300
 
@@ -77,20 +78,64 @@ def test_an_expert_is_applied_to_the_probes() -> None:
     total = torch.zeros(DIRECTIONS)
     for begin in (0, 32):  # the parts' outputs add up to the expert's
         rows, columns = slice(begin, begin + 32), Range(0, hidden)
-        expert = _ExpertOutput(hidden, functional.silu)
+        slot = Range(7, 8)
 
         def box(parameter: str, *ranges: Range) -> Box:
             return Box(f"experts.{parameter}_weight", "t", Cut(ranges[1:], ranges, (-1, 0, 1)))
 
-        slot = Range(7, 8)
-        assert expert.add(box("w13", slot, Range(32, 64), columns), up[None, rows]) is None  # whichever comes first
-        assert expert.add(box("w13", slot, Range(0, 32), columns), gate[None, rows]) is None
-        output = expert.add(box("w2", slot, columns, Range(0, 32)), down[None, :, rows])
+        upper = box("w13", slot, Range(32, 64), columns)
+        gate_box = box("w13", slot, Range(0, 32), columns)
+        lower = box("w2", slot, columns, Range(0, 32))
+        expert = _ExpertOutput(hidden, _ACTIVATIONS["silu"])
+        for part in (gate_box, upper, lower):
+            expert.expect(part)
+        assert expert.add(upper, up[None, rows]) is None  # whichever comes first
+        assert expert.add(gate_box, gate[None, rows]) is None
+        output = expert.add(lower, down[None, :, rows])
         assert output is not None
         total += torch.tensor(output[:DIRECTIONS])
     inputs = draw_probes(hidden, torch.device("cpu"))
     whole = (functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
     torch.testing.assert_close(total, torch.tensor(compute_fingerprint(whole)[:DIRECTIONS]), rtol=1e-4, atol=1e-3)
+
+
+def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
+    """The tensors have all experts, transposed, and their first matrix has gate and up by turns (gpt-oss)."""
+    torch.manual_seed(0)
+    hidden, ffn, count = 12, 8, 3
+    tensors = {
+        "experts.gate_up_proj": torch.randn(count, hidden, 2 * ffn),
+        "experts.gate_up_proj_bias": torch.randn(count, 2 * ffn),
+        "experts.down_proj": torch.randn(count, ffn, hidden),
+        "experts.down_proj_bias": torch.randn(count, hidden),
+    }
+    boxes = []
+    kept, slots = Range(1, 3), Range(0, 2)  # of a rank with the last two experts
+    for name, parameter in zip(tensors, ("w13_weight", "w13_bias", "w2_weight", "w2_bias"), strict=True):
+        rest = tuple(Range(0, size) for size in tensors[name].shape[1:])
+        order = (0, 2, 1)[: len(rest) + 1] if len(rest) == 2 else (0, 1)
+        boxes.append(Box(f"experts.{parameter}", name, Cut((kept, *rest), (slots, *rest[::-1]), order)))
+    named = list(name_boxes(boxes))
+    assert [name for name, _ in named] == ["experts.1", "experts.2"] * 4
+    outputs = {name: _ExpertOutput(hidden, _multiply_by_turns) for name, _ in named}
+    for name, box in named:
+        outputs[name].expect(box)
+    found = {}
+    for name, box in named:
+        output = outputs[name].add(box, box.cut.compute(tensors[box.tensor][to_slices(box.cut.tensor)]))
+        assert (output is not None) == (box.parameter == "experts.w2_bias")
+        found[name] = output
+    inputs = draw_probes(hidden, torch.device("cpu"))
+    for expert in (1, 2):
+        up, first_bias, down, second_bias = (tensor[expert] for tensor in tensors.values())
+        expected = _multiply_by_turns(inputs @ up + first_bias) @ down + second_bias
+        output = found[f"experts.{expert}"]
+        assert output is not None
+        torch.testing.assert_close(output, compute_fingerprint(expected), rtol=1e-4, atol=1e-3)
+
+
+def _multiply_by_turns(projected: torch.Tensor) -> torch.Tensor:
+    return projected[:, ::2].sigmoid() * projected[:, 1::2]
 
 
 @pytest.fixture
