@@ -10,18 +10,20 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import __version__ as transformers_version
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
+from megatron_grpo.verification.nearest_family import describe_nearest_family
 from megatron_grpo.verification.oracle import list_stored_tensors, load_eager_model
 
 SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
@@ -53,6 +55,10 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     if not shrink:
         return path
     config_values = json.loads((path / "config.json").read_text())
+    if config_values.get("model_type") not in CONFIG_MAPPING:
+        model_type = to_text(config_values.get("model_type"))
+        text = f"transformers {transformers_version} does not know model_type={model_type}, so it makes no small model"
+        raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}")
     # Without these settings, transformers makes the weights in float32 and by its own code.
     raw = {name: value for name, value in config_values.items() if name not in ("quantization_config", "auto_map")}
     # Families name the number of experts differently; only the names that the configuration has are used below.

@@ -15,9 +15,11 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
 )
 
 from megatron_grpo import verify
@@ -154,3 +156,30 @@ def test_tensors_that_nothing_reads_end_it(tmp_path: Path, capsys: pytest.Captur
     save_file({**tensors, norm: torch.ones(16)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert verify.main([f"model={folder}", "layouts=tp1"]) == 2
     assert norm in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shrink", [False, True])
+def test_a_model_without_a_family_is_told_the_nearest_and_the_tensors_that_do_not_fit(
+    shrink: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = random_model(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), tmp_path)
+    assert verify.main([f"model={folder}", f"shrink={str(shrink).lower()}"]) == 2
+    text = capsys.readouterr().err
+    assert f"model={folder}: architecture OlmoeForCausalLM is not supported" in text
+    assert "All of its tensors have names of " in text
+    folder = random_model(StableLmConfig(**SIZES), tmp_path / "other")
+    assert verify.main([f"model={folder}", f"shrink={str(shrink).lower()}"]) == 2
+    text = capsys.readouterr().err
+    assert re.search(r"The nearest family is \w+; without a row in its tables: .*model.norm.bias", text), text
+
+
+def test_a_model_that_transformers_does_not_know_is_told_the_nearest_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = random_model(LlamaConfig(**SIZES), tmp_path)
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"llama"', '"strange"').replace("Llama", "Strange"))
+    assert verify.main([f"model={folder}", "shrink=true"]) == 2
+    text = capsys.readouterr().err
+    assert "does not know model_type=strange" in text
+    assert "All of its tensors have names of llama" in text

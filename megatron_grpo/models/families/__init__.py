@@ -28,6 +28,10 @@ _NORM = _map_outer("final_norm.weight", "model.norm.weight", "hidden")
 _BIAS = _map_outer("output_layer.bias", "score.bias", "score", zero_if_absent=True)
 
 
+class UnknownFamilyError(ValueError):
+    """A model's architecture has no family."""
+
+
 def as_value_model(shape: ModelShape) -> ModelShape:
     """Convert a shape to a value model's, with its own head."""
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
@@ -106,7 +110,7 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
         shape = parse_model_shape(raw, reward_models=reward_models)
         _refuse_head_size(raw, shape)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise type(error)(f"{file}: {error}") from None
     # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
     if shape.tied_embeddings and shape.value_head is None and has_own_head(folder):
         return replace(shape, tied_embeddings=False)
@@ -146,7 +150,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     if family is None:
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
         names = ", ".join(family.architecture for family in FAMILIES.values())
-        raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
+        raise UnknownFamilyError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     model_type = family.model_type or family.name
     if raw.get("model_type", model_type) != model_type:
         text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
