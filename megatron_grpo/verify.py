@@ -136,14 +136,18 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
             yield row
 
 
+def add_sequence_parallelism(parallel: ParallelConfig, shape: ModelShape) -> ParallelConfig:
+    """Add it to a layout with tensor parallelism if the model cannot be trained without."""
+    needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
+    return replace(parallel, sequence=parallel.sequence or needs_sequence)
+
+
 def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
     """Select the requested layouts, or the defaults that fit the model."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
     usable = []
     for name, requested in read_layouts("layouts", names) if request.layouts is None else request.layouts:
-        # Tensor parallelism cannot train such models without sequence parallelism.
-        needs_sequence = requested.tensor > 1 and (shape.experts is not None or shape.latent is not None)
-        parallel = replace(requested, sequence=requested.sequence or needs_sequence)
+        parallel = add_sequence_parallelism(requested, shape)
         broken = [f"{key} {text}" for is_broken, key, text in check_split("parallel", parallel, shape) if is_broken]
         if not broken:
             usable.append((name, parallel))

@@ -1,0 +1,80 @@
+"""Every family of models against transformers: log-probabilities, gradients, weights, in each layout that it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.preflight.layout_checks import check_split
+from megatron_grpo.verification.problem import TINY, Truth, compute_truth, make_batch, prepare_model
+from megatron_grpo.verification.ranks import RankResults, Row, Task, compare_layout, measure
+from megatron_grpo.verify import add_sequence_parallelism, read_layouts
+from tests.parity.ranks import Layout, run_on_ranks
+
+GRADIENTS: dict[str, float] = {}
+"""Largest relative error of a gradient where it is not 1e-5."""
+QUICK = ["tp2sp", "pp2", "cp2", "ep2"]
+SLOW = ["tp2", "tp2pp2", "pp2vp2", "dp2", "cp2dp2", "tp2cp2", "tp2ep2", "pp2ep2", "ep2etp2"]
+BATCH = make_batch(vocab=131, sequences=7, longest=40, seed=0)
+"""For every replica of the widest layout at least one sequence."""
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Truth]]:
+    """A family's tiny model, and what transformers computes with it."""
+    made: dict[str, tuple[Path, Truth]] = {}
+    folder = tmp_path_factory.mktemp("families")
+
+    def make(family: str) -> tuple[Path, Truth]:
+        if family not in made:
+            path = prepare_model(f"tiny:{family}", False, folder / family, 0)
+            made[family] = path, compute_truth(path, BATCH)
+        return made[family]
+
+    return make
+
+
+def measure_on_rank(_layout: Layout, tasks: list[Task]) -> list[dict[str, Any]]:
+    return [measure(task, lambda _phase: None) for task in tasks]
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", ["tp1", *QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_families_compute_what_transformers_computes(
+    name: str,
+    packed: bool,
+    problem: Callable[[str], tuple[Path, Truth]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    ((_, requested),) = read_layouts("layouts", name)
+    by_layout: dict[Layout, list[str]] = {}
+    for family in TINY:
+        shape = read_model_shape(problem(family)[0])
+        parallel = add_sequence_parallelism(requested, shape)
+        if not any(is_broken for is_broken, _key, _text in check_split("parallel", parallel, shape)):
+            by_layout.setdefault(lay_out(parallel), []).append(family)
+    for layout, families in by_layout.items():
+        tasks = [Task(str(problem(family)[0]), layout.parallel, packed, BATCH, 1, 0, 600.0) for family in families]
+        ranks = run_on_ranks(layout, measure_on_rank, tasks, timeout_s=600.0)
+        for number, family in enumerate(families):
+            results = [RankResults(**rank[number]) for rank in ranks]
+            row = compare_layout(name, packed, results, problem(family)[1], BATCH, None)
+            record_property(family, f"{row.logprob:.1e} {row.gradient:.1e} {row.exact}")
+            expect_equal(family, row)
+
+
+def expect_equal(family: str, row: Row) -> None:
+    assert row.logprob <= 1e-5, f"{family}: log-probabilities differ by {row.logprob:.1e}"
+    limit = GRADIENTS.get(family, 1e-5)
+    assert row.gradient <= limit, f"{family}: {row.worst_tensor} has a gradient that is off by {row.gradient:.1e}"
+    assert row.exact, f"{family}: exported weights are not those of the folder"
+
+
+def lay_out(parallel: ParallelConfig) -> Layout:
+    """The layout of the tests' processes."""
+    return Layout(**{name: getattr(parallel, name) for name in Layout.__dataclass_fields__})
