@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
 
-LayerKind = Literal["mixer", "attention", "latent", "full_query", "compressed_query", "mlp", "dense", "experts"]
+LayerKind = Literal[
+    *("mixer", "attention", "qkv_bias", "qk_norm", "latent", "full_query", "compressed_query"),
+    *("mlp", "dense", "experts"),
+]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
 
@@ -67,8 +70,13 @@ class ModelShape:
     """HF's rope parameters when they scale the frequencies ("rope_type" other than "default"), else None."""
     max_positions: int
     qkv_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # each head of queries and keys is normalised
+    full_width_qk_norm: bool = False
+    """Whether all heads of queries are normalised together, and all of keys."""
+    rotated_dim: int | None = None  # features of a head that are rotated, its first; None: all
+    interleaved_rope: bool = False  # neighbours are rotated against each other instead of halves
     zero_centered_norms: bool = False  # norms multiply by 1 + weight instead of by weight
+    pre_norms: bool = True  # the inputs of attention and feed-forward are normalised
     post_norms: bool = False
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -96,21 +104,26 @@ class ModelShape:
 
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
         """List the kinds that a layer is of."""
-        mixers: tuple[LayerKind, ...] = ("attention",)
+        kinds: set[LayerKind] = {"mixer", "mlp", "experts" if self.has_experts(layer) else "dense"}
         if self.latent is not None:
-            mixers = "latent", "full_query" if self.latent.query_rank is None else "compressed_query"
-        return frozenset({"mixer", "mlp", *mixers, "experts" if self.has_experts(layer) else "dense"})
+            kinds |= {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
+        else:
+            options: dict[LayerKind, bool] = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
+            kinds |= {"attention", *(kind for kind, has_option in options.items() if has_option)}
+        return frozenset(kinds)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by the names of factors in the weight map (`weight_axes`).
 
         "query", "key" and "value" count the features of a key/value group; the "latent_..." are features of a head.
+        Tensor parallelism does not split "all_queries" and "all_keys".
         """
         features, groups = self.head_dim, self.key_value_heads
         sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
         sizes |= {"heads": self.attention_heads, "groups": groups, "head_dim": features}
         sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
+        sizes |= {"all_queries": self.attention_heads * features, "all_keys": groups * features}
         if (experts := self.experts) is not None:
             sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
             sizes["shared_ffn"] = experts.shared_ffn_hidden

@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
-from megatron_grpo.models.families import as_value_model, build_weight_map, read_model_shape
+from megatron_grpo.models.families import FAMILIES, as_value_model, build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_end_tokens, read_settings, read_token_ids
@@ -67,9 +67,10 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
-    """True for DeepSeek's layers behind the last, which predict further tokens."""
+    """True for layers behind the last, which predict further tokens."""
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
-    return shape.family == "deepseek_v3" and layer is not None and int(layer[1]) >= shape.layers
+    has_layers = FAMILIES[shape.family].has_further_predictions
+    return has_layers and layer is not None and int(layer[1]) >= shape.layers
 
 
 def list_unused_tensors(config: Config) -> Iterator[Problem]:

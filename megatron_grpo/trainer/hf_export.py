@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.models.adapter_check import check_adapters
-from megatron_grpo.models.families import is_untied_by_weights
+from megatron_grpo.models.families import FAMILIES, is_untied_by_weights
 from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
@@ -100,7 +100,7 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
         settings["tie_word_embeddings"] = False
     # Layers that predict further tokens (MTP) are neither trained nor exported.
     raw = read_config_json(source / "config.json")
-    if shape.family == "deepseek_v3":
+    if FAMILIES[shape.family].has_further_predictions:
         settings |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if raw.get(key)}
     return settings
 

@@ -26,8 +26,8 @@ _ATTENTION = """
     latent: self_attention.linear_kv_up_proj.weight [heads * latent_key_value, latent] = self_attn.kv_b_proj.weight
     latent: self_attention.linear_proj.weight [hidden, heads * latent_value] = self_attn.o_proj.weight
 """
+EXPERT_BIAS = "experts: mlp.router.expert_bias [experts] = mlp.gate.e_score_correction_bias"
 SHARED_EXPERTS = """
-    experts: mlp.router.expert_bias [experts] = mlp.gate.e_score_correction_bias
     experts: mlp.shared_experts.linear_fc1.weight [gate * shared_ffn | up * shared_ffn, hidden]
         = mlp.shared_experts.gate_proj.weight [gate * shared_ffn, hidden]
         + mlp.shared_experts.up_proj.weight [up * shared_ffn, hidden]
@@ -83,24 +83,15 @@ def compute_yarn_scale(factor: float, weight: float) -> float:
 def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     count = read_expert_count(raw, "num_local_experts", "n_routed_experts", 256)
     width, top_k = read_size(raw, "moe_intermediate_size"), read_top_k(raw, count)
-    dense = raw.get("first_k_dense_replace", 3)
-    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
-        raise ValueError(f"first_k_dense_replace={to_text(dense)} must be a number of layers")
     # Without the keys transformers takes 8 groups and the best 4, for which 16 experts are needed.
     is_grouped = count >= 16 or "n_group" in raw
     default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}
-    groups, top_groups = (read_size({**default, **raw}, key) for key in default)
-    if count < 2 * groups and "n_group" in raw:
-        raise ValueError(f"n_group={groups} of {count} experts is not supported; a group needs two experts or more")
-    if groups > 1 and (count % groups or top_k != 2 * top_groups):
-        # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
-        text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
-        raise ValueError(text + "groups must be equally large, with two experts of a token in each of its groups")
+    groups, top_groups = read_groups({**default, **raw}, count, top_k)
     return ExpertShape(
         count=count,
         ffn_hidden=width,
         top_k=top_k,
-        layers=tuple(layer >= dense for layer in range(layers)),
+        layers=read_sparse_layers(raw, layers, default=3),
         shared_ffn_hidden=width * read_size(raw, "n_shared_experts", 1),
         score="sigmoid",
         scaling=read_number(raw, "routed_scaling_factor", 2.5),
@@ -110,9 +101,33 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     )
 
 
+def read_sparse_layers(raw: Mapping[str, Any], layers: int, default: int) -> tuple[bool, ...]:
+    """Read which layers have experts; `default`: number of first layers without."""
+    dense = raw.get("first_k_dense_replace", default)
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise ValueError(f"first_k_dense_replace={to_text(dense)} must be a number of layers")
+    return tuple(layer >= dense for layer in range(layers))
+
+
+def read_groups(raw: Mapping[str, Any], count: int, top_k: int) -> tuple[int, int]:
+    """Read the groups of experts and how many a token chooses from.
+
+    ValueError: Megatron-Core would choose other groups.
+    """
+    groups, top_groups = read_size(raw, "n_group"), read_size(raw, "topk_group")
+    if count < 2 * groups:
+        raise ValueError(f"n_group={groups} of {count} experts is not supported; a group needs two experts or more")
+    if groups > 1 and (count % groups or top_k != 2 * top_groups):
+        # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
+        text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
+        raise ValueError(text + "groups must be equally large, with two experts of a token in each of its groups")
+    return groups, top_groups
+
+
 FAMILY = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     read=_read,
-    tables=(INPUT_NORM, _ATTENTION, MLP_NORM, MLP, EXPERTS, SHARED_EXPERTS),
+    tables=(INPUT_NORM, _ATTENTION, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
+    has_further_predictions=True,
 )

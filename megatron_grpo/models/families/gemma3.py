@@ -21,8 +21,8 @@ _DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}  # transformers' defaults of rope_theta
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+_THETA = {LOCAL: 10000.0, GLOBAL: 1000000.0}  # transformers' defaults of rope_theta
 _ACTIVATION = "gelu_pytorch_tanh"
 
 # Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
@@ -41,7 +41,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     if activation != _ACTIVATION:
         raise ValueError(f"hidden_activation={to_text(activation)} is not supported; only {_ACTIVATION} is")
     settings = {**_DEFAULTS, **raw}
-    local_theta, global_rope = read_rotary_by_kind(raw, _LOCAL, _GLOBAL, _THETA)
+    local_theta, global_rope = read_rotary_by_kind(raw, LOCAL, GLOBAL, _THETA)
     # Gemma reads hidden_activation and ignores Llama's hidden_act.
     set_aside = ("hidden_act", "rope_scaling", "rope_theta")
     as_dense = {key: value for key, value in settings.items() if key not in set_aside}
@@ -53,7 +53,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         activation="gelu_tanh",
         softmax_scale=read_number(settings, "query_pre_attn_scalar", 256.0) ** -0.5,
     )
-    windowed = _list_windowed_layers(settings, shape.layers)
+    windowed = list_windowed_layers(settings, shape.layers)
     return replace(
         shape,
         embedding_scale=shape.hidden**0.5,
@@ -63,15 +63,16 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     )
 
 
-def _list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+def list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """List which layers have the window, from layer_types or a pattern."""
     types = raw.get("layer_types")
     if types is None:
         # Every n-th layer has no window.
         pattern = read_size(raw, "sliding_window_pattern", 6)
         return tuple((layer + 1) % pattern > 0 for layer in range(layers))
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LOCAL, _GLOBAL}:
-        raise ValueError(f"layer_types={to_text(types)} must name {_LOCAL} or {_GLOBAL} for each of {layers} layers")
-    return tuple(kind == _LOCAL for kind in types)
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {LOCAL, GLOBAL}:
+        raise ValueError(f"layer_types={to_text(types)} must name {LOCAL} or {GLOBAL} for each of {layers} layers")
+    return tuple(kind == LOCAL for kind in types)
 
 
 FAMILY = Family(

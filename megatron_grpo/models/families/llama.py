@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_options
-from megatron_grpo.models.families.rotary import read_rotary
+from megatron_grpo.models.families.rotary import read_rotary, read_rotated_dim
 from megatron_grpo.models.shape import ModelShape, read_flag, read_number, read_size
 
 INPUT_NORM = "mixer: input_layernorm.weight [hidden] = input_layernorm.weight"
@@ -23,19 +23,24 @@ ATTENTION = """
         + self_attn.v_proj.weight [groups * value, hidden]
     attention: self_attention.linear_proj.weight [hidden, groups * query] = self_attn.o_proj.weight
 """
-_QKV_BIAS = """
-    attention: self_attention.linear_qkv.bias [groups * (query | key | value)]
+QKV_BIAS = """
+    qkv_bias: self_attention.linear_qkv.bias [groups * (query | key | value)]
         = self_attn.q_proj.bias [groups * query]
         + self_attn.k_proj.bias [groups * key]
         + self_attn.v_proj.bias [groups * value]
 """
 QK_NORM = """
-    attention: self_attention.q_layernorm.weight [head_dim] = self_attn.q_norm.weight
-    attention: self_attention.k_layernorm.weight [head_dim] = self_attn.k_norm.weight
+    qk_norm: self_attention.q_layernorm.weight [head_dim] = self_attn.q_norm.weight
+    qk_norm: self_attention.k_layernorm.weight [head_dim] = self_attn.k_norm.weight
 """
 MLP = """
     dense: mlp.linear_fc1.weight [gate * ffn | up * ffn, hidden]
         = mlp.gate_proj.weight [gate * ffn, hidden] + mlp.up_proj.weight [up * ffn, hidden]
+    dense: mlp.linear_fc2.weight [hidden, ffn] = mlp.down_proj.weight
+"""
+
+MERGED_MLP = """
+    dense: mlp.linear_fc1.weight [gate * ffn | up * ffn, hidden] = mlp.gate_up_proj.weight
     dense: mlp.linear_fc2.weight [hidden, ffn] = mlp.down_proj.weight
 """
 
@@ -50,6 +55,7 @@ def read_dense(
     windows: bool = False,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    rotated: float | None = None,
     rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
 ) -> ModelShape:
     """Read a dense decoder's sizes as transformers 5 and vLLM do.
@@ -59,19 +65,21 @@ def read_dense(
         nullable: keys that transformers replaces by a value of its own when they are null.
         options: options that the family lacks, beyond those of `refuse_options`.
         windows: whether layers may have windows, which the caller reads.
+        rotated: share of a head that is rotated if the file does not say it; None: it has to be all.
 
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
-    refuse_options(raw, family, options, nullable, windows)
+    refuse_options(raw, family, options, nullable, windows, is_partly_rotated=rotated is not None)
     default_values = {**_DEFAULTS, **(defaults or {})}
     raw = {**default_values, **raw}
-    theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"])
+    theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"], is_partial=rotated is not None)
     heads = read_size(raw, "num_attention_heads")
     key_value_heads = read_size(raw, "num_key_value_heads", heads)
     if heads % key_value_heads:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={key_value_heads}")
     hidden = read_size(raw, "hidden_size")
+    head_dim = read_size(raw, "head_dim", max(hidden // heads, 1))
     return ModelShape(
         family=family,
         layers=read_size(raw, "num_hidden_layers"),
@@ -79,7 +87,7 @@ def read_dense(
         ffn_hidden=read_size(raw, "intermediate_size"),
         attention_heads=heads,
         key_value_heads=key_value_heads,
-        head_dim=read_size(raw, "head_dim", max(hidden // heads, 1)),
+        head_dim=head_dim,
         vocab=read_size(raw, "vocab_size"),
         tied_embeddings=read_flag(raw, "tie_word_embeddings", default=False),
         norm_eps=read_number(raw, "rms_norm_eps", 1e-6),
@@ -88,6 +96,7 @@ def read_dense(
         max_positions=read_size(raw, "max_position_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        rotated_dim=None if rotated is None else read_rotated_dim(raw, head_dim, rotated),
     )
 
 
@@ -109,7 +118,7 @@ FAMILIES = (
         name="qwen2",
         architecture="Qwen2ForCausalLM",
         read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_KEY_VALUE_HEADS),
-        tables=(INPUT_NORM, ATTENTION, _QKV_BIAS, MLP_NORM, MLP),
+        tables=(INPUT_NORM, ATTENTION, QKV_BIAS, MLP_NORM, MLP),
     ),
     Family(
         name="llama",

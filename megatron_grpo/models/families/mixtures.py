@@ -19,7 +19,7 @@ EXPERTS = """
     experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
         = mlp.experts.{expert}.down_proj.weight
 """
-_MIXTRAL_NAMES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MIXTRAL_NAMES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def read_expert_count(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
@@ -78,6 +78,6 @@ FAMILIES = (
         architecture="MixtralForCausalLM",
         read=_read_mixtral,
         tables=(INPUT_NORM, ATTENTION, MLP_NORM, EXPERTS),
-        renamed=_MIXTRAL_NAMES,
+        renamed=MIXTRAL_NAMES,
     ),
 )

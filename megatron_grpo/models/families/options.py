@@ -38,7 +38,13 @@ _READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_positio
 
 
 def refuse_options(
-    raw: Mapping[str, Any], family: str, family_options: Neutral | None, nullable: tuple[str, ...], windows: bool
+    raw: Mapping[str, Any],
+    family: str,
+    family_options: Neutral | None,
+    nullable: tuple[str, ...],
+    windows: bool,
+    *,
+    is_partly_rotated: bool = False,
 ) -> None:
     """Refuse options that the Megatron model cannot express; parameters as `read_dense`."""
     if raw.get("hidden_act", "silu") != "silu":
@@ -50,7 +56,8 @@ def refuse_options(
             reason = ": vLLM would compute another model with it than transformers; remove it"
             text = f"{key}={to_text(json.dumps(raw[key]))} is not supported for {family}"
             raise ValueError(text + (reason if key in _VLLM_ONLY else ""))
-    refuse_partial_rotation(raw)
+    if not is_partly_rotated:
+        refuse_partial_rotation(raw)
     for key in _READ_NUMBERS:  # transformers or vLLM would not replace a null by a number
         if key in raw and raw[key] is None and key not in nullable:
             raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")

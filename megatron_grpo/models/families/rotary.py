@@ -13,15 +13,18 @@ _FACTORS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Keys that vLLM reads and transformers' models of the supported families do not.
 _VLLM_ONLY = ("rope_dim", "mrope_section", "use_fope")
+# Names of the share of a head that is rotated; transformers knows the first.
+_ROTATED = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 
 
 def read_rotary(
-    raw: Mapping[str, Any], rope_types: tuple[str, ...], default_theta: float
+    raw: Mapping[str, Any], rope_types: tuple[str, ...], default_theta: float, *, is_partial: bool = False
 ) -> tuple[float, dict[str, Any] | None]:
     """Read rope_theta and the settings that scale frequencies, if any.
 
     A rope_scaling that is not empty replaces all of rope_parameters. Its rope_theta comes before one beside it, but
-    original_max_position_embeddings beside it comes before its own.
+    original_max_position_embeddings beside it comes before its own. `is_partial`: `read_rotated_dim` reads how much of
+    a head is rotated.
 
     Raises:
         ValueError: a setting is missing or invalid, has no support, or is read in two ways.
@@ -34,7 +37,8 @@ def read_rotary(
     for key in _VLLM_ONLY:
         if rope.get(key):
             raise ValueError(f"{key}={to_text(rope[key])} of the rotary embedding is not supported; remove it")
-    refuse_partial_rotation(rope)
+    if not is_partial:
+        refuse_partial_rotation(rope)
     if rope_type not in rope_types:
         *first, last = rope_types
         raise ValueError(f"rope_type={to_text(rope_type)} is not supported; {', '.join(first)} and {last} are")
@@ -45,9 +49,9 @@ def read_rotary(
     theta = _read_theta(rope if "rope_theta" in rope else raw, "rope_theta", default_theta)
     if rope_type == "default":
         return theta, None
-    scaling = {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
+    scaling = {key: value for key, value in rope.items() if key not in ("type", "rope_theta", *_ROTATED)}
     scaling["rope_type"] = rope_type
-    if rope_type in ("llama3", "yarn"):  # whose frequencies depend on the length of the first training
+    if rope_type in ("llama3", "yarn", "longrope"):  # whose frequencies depend on the length of the first training
         holder = raw if _ORIGINAL_LENGTH in raw else rope if _ORIGINAL_LENGTH in rope else raw
         key = _ORIGINAL_LENGTH if _ORIGINAL_LENGTH in holder else "max_position_embeddings"
         scaling[_ORIGINAL_LENGTH] = read_size(holder, key)
@@ -82,9 +86,30 @@ def read_rotary_by_kind(
     return local_theta, global_rope | {"rope_theta": global_theta}
 
 
+def read_rotated_dim(raw: Mapping[str, Any], head_dim: int, default: float) -> int:
+    """Count the features of a head that are rotated.
+
+    `default`: share of the head if the file does not say it. ValueError: no even number of them, or read in two ways.
+    """
+    rope = read_section(raw, "rope_scaling", "rope_parameters")
+    first, *others = _ROTATED
+    for key in others:
+        if key in raw or key in rope:
+            raise ValueError(f"{key}={to_text(rope.get(key, raw.get(key)))} is not supported; write {first} instead")
+    holder = rope if first in rope else raw
+    if first in holder and holder[first] is None:
+        raise ValueError(f"{first}=null is not supported; give the number, or leave the key out for {default}")
+    factor = read_number(holder, first, default)
+    rotated = int(head_dim * factor)  # rounded as in transformers and vLLM
+    if factor > 1 or rotated % 2 or not rotated:
+        text = f"{first}={to_text(factor)} rotates {rotated} of the {head_dim} features of a head"
+        raise ValueError(f"{text}; it must be an even number of them, of 2 or more")
+    return rotated
+
+
 def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
     """Refuse heads of which only a part is rotated: transformers and vLLM differ."""
-    for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"):
+    for key in _ROTATED:
         if raw.get(key) not in (None, 1):
             raise ValueError(f"{key}={to_text(raw[key])} is not supported; all of a head is rotated")
 

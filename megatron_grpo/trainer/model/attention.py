@@ -86,7 +86,13 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):
-    """Self-attention with another rotary embedding in windowed layers (Gemma 3)."""
+    """Self-attention with another rotary embedding in windowed layers (Gemma 3, OLMo 3)."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        core, config = self.core_attention, self.config
+        if core.window is None:  # the factor of rotated queries and keys; embeddings of windowed layers have none
+            core.softmax_scale = (core.softmax_scale or config.kv_channels**-0.5) * config.rope_factor**2
 
     def forward(self, *arguments: Any, rotary_pos_emb: Any = None, **keywords: Any) -> Any:
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
@@ -102,8 +108,6 @@ class RotaryAtPositions(torch.nn.Module):
 
     def __init__(self, *rotaries: RotaryEmbedding) -> None:
         super().__init__()
-        for rotary in rotaries:
-            assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
         self.rotaries: Any = torch.nn.ModuleList(rotaries)
 
     # Megatron-Core passes on to `forward` what this returns, here the positions of the packed sequences.
@@ -113,11 +117,14 @@ class RotaryAtPositions(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles, [tokens, 1, 1, head_dim], float32; of two embeddings [2, tokens, ...]."""
+        """Compute angles, [tokens, 1, 1, rotated features], float32; of two embeddings [2, tokens, ...]."""
         angles = []
         for rotary in self.rotaries:
             frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)
-            angles.append(torch.cat([frequencies, frequencies], dim=-1)[:, None, None])
+            # One angle for two features: neighbours, or those at the same place in the two halves.
+            is_interleaved = rotary.rotary_interleaved
+            both = frequencies.repeat_interleave(2, dim=-1) if is_interleaved else frequencies.repeat(1, 2)
+            angles.append(both[:, None, None])
         return torch.stack(angles) if len(angles) > 1 else angles[0]
 
 
@@ -143,7 +150,7 @@ class RotaryTable(torch.nn.Module):
 
 
 def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
-    """Compute inverse frequencies, [head_dim / 2], and YaRN's factor of rotated vectors."""
+    """Compute inverse frequencies, [rotated features / 2], and a factor of rotated vectors."""
     # Imported here because it takes seconds and only models with scaled frequencies need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -154,9 +161,14 @@ def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=shape.hidden,
         num_attention_heads=shape.attention_heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.rotated_dim or shape.head_dim,
         max_position_embeddings=shape.max_positions,
         rope_parameters={**scaling, "rope_type": rope_type},
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     return frequencies.float(), float(factor)
+
+
+def find_rope_factor(shape: ModelShape) -> float:
+    """Find the factor of rotated queries and keys; 1 without scaled frequencies."""
+    return 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]

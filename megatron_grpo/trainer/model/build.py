@@ -133,6 +133,12 @@ def build_reference(
     return copies
 
 
+def _find_rotated_share(shape: ModelShape) -> float:
+    # Megatron-Core rounds head_dim * share down, which must not lose a feature to rounding.
+    is_partial = shape.rotated_dim not in (None, shape.head_dim)
+    return ((shape.rotated_dim or 0) + 0.5) / shape.head_dim if is_partial else 1.0
+
+
 def _build_chunk(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> DecoderModel:
@@ -147,6 +153,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        rotary_percent=_find_rotated_share(shape),
         vp_stage=vp_stage,
     )
     mark_experts(model)

@@ -27,10 +27,17 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_layer
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
+from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, find_rope_factor
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
-from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, apply_mixin
+from megatron_grpo.trainer.model.layers import (
+    KeyNorm,
+    NormedRowParallelLinear,
+    QueryNorm,
+    RMSNorm,
+    ScaledQuery,
+    apply_mixin,
+)
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
@@ -126,26 +133,43 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     """Build a layer's attention and the norm before it: fields of its spec."""
     fused = None
     if "latent" in kinds:
-        factor = 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]
-        sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
+        sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": find_rope_factor(shape)}
         attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
     else:
         fused = modules.column_parallel_layer_norm_linear()
-        head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
+        query_norm, key_norm = _choose_head_norms(shape, modules)
         parts = SelfAttentionSubmodules(
             linear_qkv=fused or modules.column_parallel_linear(),
             core_attention=modules.core_attention(),
             linear_proj=NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear(),
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
         )
         module = SelfAttention if shape.local_rope_theta is None else LocalOrGlobalSelfAttention
         attention = ModuleSpec(module, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     return {
-        "input_layernorm": modules.layer_norm(rms_norm=True) if fused is None else IdentityOp,
+        "input_layernorm": modules.layer_norm(rms_norm=True) if fused is None and shape.pre_norms else IdentityOp,
         "self_attention": attention,
         "self_attn_bda": get_bias_dropout_add,
     }
+
+
+def scales_queries(shape: ModelShape) -> bool:
+    """Whether a factor of rotated vectors is applied to queries."""
+    # Multi-latent attention and layers with two rotary embeddings have it elsewhere.
+    has_factor = shape.latent is None and shape.local_rope_theta is None and find_rope_factor(shape) != 1.0
+    assert not has_factor or not (shape.qk_norm or shape.full_width_qk_norm), "one module behind the projection"
+    return has_factor
+
+
+def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple[type, type]:
+    """Choose the modules behind the projections to queries and to keys."""
+    if shape.full_width_qk_norm:
+        return QueryNorm, KeyNorm
+    if shape.qk_norm:
+        head_norm = modules.layer_norm(rms_norm=True, for_qk=True)
+        return head_norm, head_norm
+    return ScaledQuery if scales_queries(shape) else IdentityOp, IdentityOp
 
 
 def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:
@@ -159,8 +183,9 @@ def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSp
         fc2 = NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear()
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     is_fused = modules.fuse_layernorm_and_linear() and "experts" not in kinds
+    has_norm = shape.pre_norms and not is_fused
     return {
-        "pre_mlp_layernorm": IdentityOp if is_fused else modules.layer_norm(rms_norm=True, has_residual=True),
+        "pre_mlp_layernorm": IdentityOp if not has_norm else modules.layer_norm(rms_norm=True, has_residual=True),
         "mlp": mlp,
         "mlp_bda": get_bias_dropout_add,
     }

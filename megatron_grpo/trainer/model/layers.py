@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import get_submodules
@@ -54,6 +60,62 @@ class HeadNorm(RMSNorm):
         is_summed_later = getattr(self.weight, "sequence_parallel", False)
         weight = self.weight if is_summed_later else copy_to_tensor_model_parallel_region(self.weight)
         return F.rms_norm(hidden, weight.shape, weight, self.eps)
+
+
+class QueryNorm(torch.nn.Module):
+    """RMS norm of all heads of queries together (OLMo 3, MiniMax-M2).
+
+    Tensor-parallel ranks have some of the heads each, and add up their squares. The weight is that of all heads; the
+    gradient of a rank's part is added to those of the others after backward, by Megatron-Core.
+    """
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.total, self.eps = self._count_heads(config) * hidden_size, config.layernorm_epsilon
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": config.platform.device}
+        self.weight = torch.nn.Parameter(torch.empty(self.total, **options))
+
+    def _count_heads(self, config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise vectors: [tokens, 1, heads of this rank, head_dim], in their dtype."""
+        values = heads.float()
+        squares = values.square().sum(dim=(-2, -1), keepdim=True)
+        local, ranks = heads.shape[-2:].numel(), self.group.size()
+        if ranks > 1:
+            # Added up in both directions: every rank's heads depend on those of all ranks.
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        # More ranks than keys hold copies of them, which then are in the sum as often.
+        squares = squares * (self.total / (local * ranks))
+        first = self.group.rank() * self.total // ranks // heads.shape[-1] * heads.shape[-1]
+        weight = self.weight[first : first + local].view(heads.shape[-2:])
+        return (weight.float() * (values * (squares / self.total + self.eps).rsqrt())).type_as(heads)
+
+
+class KeyNorm(QueryNorm):
+    """RMS norm of all heads of keys together."""
+
+    def _count_heads(self, config: TransformerConfig) -> int:
+        return config.num_query_groups
+
+
+class ScaledQuery(torch.nn.Module):
+    """Multiplies the part of queries that will be rotated.
+
+    Scaled rotary embeddings (YaRN, LongRoPE) multiply rotated queries and keys by a factor, so here it is squared.
+    """
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        scale = torch.ones(hidden_size, dtype=config.params_dtype, device=config.platform.device)
+        scale[: config.rotated_dim] = config.rope_factor**2
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Scale vectors: [tokens, 1, heads, head_dim]."""
+        return heads * self.scale
 
 
 class ExpertRowParallelLinear(RowParallelLinear):

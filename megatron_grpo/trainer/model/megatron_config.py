@@ -22,7 +22,8 @@ from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
 from megatron_grpo.models.megatron_names import count_megatron_layers, list_by_megatron_layer
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
-from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+from megatron_grpo.trainer.model.attention import find_rope_factor
+from megatron_grpo.trainer.model.layer_spec import scales_queries, uses_transformer_engine
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class DecoderSettings(TransformerConfig):
 
     platform: Platform = field(default_factory=detect_platform)
     single_expert_has_weight_one: bool = False  # before scaling, rather than its score
+    rotated_dim: int = 0  # features of a head that are rotated, its first
+    rope_factor: float = 1.0  # of rotated queries and keys, where frequencies are scaled (YaRN, LongRoPE)
 
 
 def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
@@ -80,12 +83,16 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
-        "qk_layernorm": shape.qk_norm,
+        # Megatron-Core has a place for a module behind the projection only with this setting.
+        "qk_layernorm": shape.qk_norm or shape.full_width_qk_norm or scales_queries(shape),
         "gated_linear_unit": True,
         "activation_func": {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[shape.activation],
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "softmax_scale": shape.softmax_scale,
+        "rotary_interleaved": shape.interleaved_rope,
+        "rotated_dim": shape.rotated_dim or shape.head_dim,
+        "rope_factor": find_rope_factor(shape),
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
