@@ -23,7 +23,7 @@ ATTENTION = """
         + self_attn.v_proj.weight [groups * value, hidden]
     attention: self_attention.linear_proj.weight [hidden, groups * query] = self_attn.o_proj.weight
 """
-_QKV_BIAS = """
+QKV_BIAS = """
     attention: self_attention.linear_qkv.bias [groups * (query | key | value)]
         = self_attn.q_proj.bias [groups * query]
         + self_attn.k_proj.bias [groups * key]
@@ -109,7 +109,7 @@ FAMILIES = (
         name="qwen2",
         architecture="Qwen2ForCausalLM",
         read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_KEY_VALUE_HEADS),
-        tables=(INPUT_NORM, ATTENTION, _QKV_BIAS, MLP_NORM, MLP),
+        tables=(INPUT_NORM, ATTENTION, QKV_BIAS, MLP_NORM, MLP),
     ),
     Family(
         name="llama",
