@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
-from megatron_grpo.models.families import UnknownFamilyError, read_model_shape
+from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
@@ -44,8 +45,8 @@ Runs the same tokens through each layout in float32 on this machine, and compare
 something is past its tolerance.
 
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
-             qwen3, qwen2, llama, gemma3, qwen3_moe, mixtral, deepseek_v3, glm4, glm4_moe, phi3,
-             olmo3, minimax_m2 (tiny:qwen3)
+{textwrap.fill(", ".join(FAMILIES), 100, initial_indent=" " * 13, subsequent_indent=" " * 13)}
+             (tiny:qwen3)
   shrink     true: a small random model of the model's own configuration (false)
   layouts    of tp (tensor), pp (pipeline), vp (virtual pipeline), cp (context), dp (data), ep (expert),
              etp (expert-tensor parallelism), sp (sequence), such as [tp2,tp2sp,pp2vp2,cp2dp2]; by default those of

@@ -35,6 +35,7 @@ class ExpertShape:
     scaling: float = 1.0  # factor of the weights of a token's experts
     selection_bias: bool = False
     """Whether experts are chosen by score plus a bias that no gradient updates (DeepSeek-V3)."""
+    bias: bool = False  # of the router, and of both matrices of each expert
     groups: int = 1  # groups that the experts are divided into
     top_groups: int = 1  # best groups, from which all experts of a token are chosen
 
@@ -75,12 +76,16 @@ class ModelShape:
     """Whether all heads of queries are normalised together, and all of keys."""
     rotated_dim: int | None = None  # features of a head that are rotated, its first; None: all
     interleaved_rope: bool = False  # neighbours are rotated against each other instead of halves
+    attention_bias: bool = False  # of the projection of attention's output
+    sinks: bool = False
+    """Whether each head has a learned logit that takes a share of attention and adds no value."""
     zero_centered_norms: bool = False  # norms multiply by 1 + weight instead of by weight
     pre_norms: bool = True  # the inputs of attention and feed-forward are normalised
     post_norms: bool = False
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
+    gpt-oss, gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped."""
     softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""

@@ -101,6 +101,8 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
     count, width = shape.experts.count, shape.experts.ffn_hidden
     yield _check_divisor(f"{section}.expert", expert, count, f"the model's {count} experts")
     yield _check_divisor(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
+    text = "Megatron-Core does not split experts with biases; use 1"
+    yield shape.experts.bias and tensor > 1, f"{section}.expert_tensor={tensor}", text
     # Experts are spread over the ranks that hold one pipeline stage, so their own layout has to divide these.
     ranks = parallel.tensor * parallel.context * parallel.data
     usable = [size for size in _list_divisors(count) if ranks % (size * tensor) == 0]

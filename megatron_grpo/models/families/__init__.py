@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, full_width, gemma3, glm, llama, mixtures, phi
+from megatron_grpo.models.families import deepseek_v3, full_width, gemma3, glm, gpt_oss, llama, mixtures, phi
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
@@ -45,6 +45,7 @@ _ALL = (
     *glm.FAMILIES,
     phi.FAMILY,
     *full_width.FAMILIES,
+    gpt_oss.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
 

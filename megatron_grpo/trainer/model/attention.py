@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.models.shape import ModelShape
@@ -28,7 +30,7 @@ class TorchCoreAttention(torch.nn.Module):
 
     softmax(q k^T / sqrt(d)) v, with the softmax in float32. Context-parallel ranks gather each other's keys and values,
     and attend with the queries that they hold. Attention is always causal: masks and biases are ignored, and padding
-    stands to the right, where no token sees it.
+    stands to the right, where no token sees it. With `softmax_type="learnable"` each head has a sink.
     """
 
     def __init__(
@@ -41,6 +43,24 @@ class TorchCoreAttention(torch.nn.Module):
         self.window: int | None = config.window_size[0] + 1 if windowed else None
         self._on_gpu = config.platform.is_like_cuda
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self.softmax_offset: Any = None  # [heads of this rank], the logits of the sinks; None: heads have none
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=config.platform.device)
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Build the checkpoint's entries, named as those of Transformer Engine."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
@@ -73,16 +93,43 @@ class TorchCoreAttention(torch.nn.Module):
             keys, values = (
                 tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (keys, values)
             )
-        out = F.scaled_dot_product_attention(
-            _select_rows(query, rectangle.queries).transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        queries = _select_rows(query, rectangle.queries).transpose(1, 2)
+        compute = _attend_to_keys if self.softmax_offset is None else partial(_attend_with_sinks, self.softmax_offset)
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        return compute(queries, keys, values, mask, scale).transpose(1, 2).flatten(0, 1)
+
+
+def _attend_to_keys(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+
+
+def _attend_with_sinks(
+    sinks: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attend to the keys and, before them, to one of value 0 with the logits `sinks`, [heads].
+
+    No kernel of torch takes such logits, so they are products: each head of a group gets a further feature, which is 1
+    in its queries, its logit / scale in the first key, and 0 elsewhere.
+    """
+    groups, width = keys.shape[1], values.shape[-1]
+    features = queries.shape[1] // groups
+    ones = torch.eye(features, dtype=queries.dtype, device=queries.device).repeat(groups, 1)
+    queries = torch.cat([queries, ones[:, None].expand(*queries.shape[:3], features)], dim=-1)
+    first = F.pad((sinks / scale).view(groups, 1, features), (keys.shape[-1], 0)).to(keys.dtype)
+    keys = torch.cat([first.expand(len(keys), -1, -1, -1), F.pad(keys, (0, features))], dim=2)
+    values = F.pad(values, (0, keys.shape[-1] - width, 1, 0))
+    if mask is not None:
+        return _attend_to_keys(queries, keys, values, F.pad(mask, (1, 0), value=True), scale)[..., :width]
+    # Causal attention counts queries and keys from the first, so that a query stands before the others too.
+    return _attend_to_keys(F.pad(queries, (0, 0, 1, 0)), keys, values, None, scale)[:, :, 1:, :width]
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):

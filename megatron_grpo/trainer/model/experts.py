@@ -189,6 +189,8 @@ def mark_experts(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]  # read by Megatron-Core
+            # Megatron-Core marks the biases of second matrices, whose gradients it would sum over these ranks twice.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 class StepRouting:

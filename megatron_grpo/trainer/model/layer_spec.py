@@ -10,6 +10,7 @@ from typing import Any, Literal, override
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,6 +32,7 @@ from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, To
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import (
+    ExpertRowParallelLinear,
     KeyNorm,
     NormedRowParallelLinear,
     QueryNorm,
@@ -178,6 +180,9 @@ def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSp
         assert shape.experts is not None
         mlp = get_moe_module_spec_for_backend(modules, shape.experts.count, moe_grouped_gemm=True)
         get_submodules(mlp).router = ExpertRouter
+        matrices = get_submodules(get_submodules(mlp).experts)
+        if shape.experts.bias and matrices.linear_fc2 is RowParallelLinear:
+            matrices.linear_fc2 = ExpertRowParallelLinear
     else:
         fc1 = modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
         fc2 = NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear()

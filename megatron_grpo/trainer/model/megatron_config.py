@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -72,6 +73,17 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
     return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
 
 
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {"activation_func": F.silu},
+    "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
+    "clamped_swiglu": {
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+    },
+}
+
+
 def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
     return {
         "num_layers": count_megatron_layers(shape.layers),
@@ -86,13 +98,14 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         # Megatron-Core has a place for a module behind the projection only with this setting.
         "qk_layernorm": shape.qk_norm or shape.full_width_qk_norm or scales_queries(shape),
         "gated_linear_unit": True,
-        "activation_func": {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[shape.activation],
-        "add_bias_linear": False,
+        **_ACTIVATIONS[shape.activation],
+        "add_bias_linear": shape.attention_bias,  # of experts and routers too
         "add_qkv_bias": shape.qkv_bias,
         "softmax_scale": shape.softmax_scale,
         "rotary_interleaved": shape.interleaved_rope,
         "rotated_dim": shape.rotated_dim or shape.head_dim,
         "rope_factor": find_rope_factor(shape),
+        "softmax_type": "learnable" if shape.sinks else "vanilla",
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
@@ -234,7 +247,7 @@ def _list_platform_settings(
     cuda, fp8 = platform.is_like_cuda, config.fp8
     settings: dict[str, Any] = {
         "apply_rope_fusion": uses_te,
-        "bias_activation_fusion": cuda and shape.activation == "silu",
+        "bias_activation_fusion": cuda and shape.activation != "gelu_tanh",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # CUDA graphs are not used; the field's default value would log a warning of its deprecation.
