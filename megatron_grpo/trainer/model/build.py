@@ -147,6 +147,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        rotary_percent=(shape.rotated_dim or shape.head_dim) / shape.head_dim,
         vp_stage=vp_stage,
     )
     mark_experts(model)

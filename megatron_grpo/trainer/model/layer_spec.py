@@ -30,7 +30,7 @@ from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
-from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, apply_mixin
+from megatron_grpo.trainer.model.layers import HeadNorm, NormedRowParallelLinear, RMSNorm, apply_mixin
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
@@ -116,7 +116,9 @@ class TorchModules(LocalSpecProvider):
 def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> ModuleSpec:
     # The two halves are apart, as a hybrid stack takes them: there each is a layer.
     has_experts = "experts" in kinds
-    names = {} if modules.fuse_layernorm_and_linear() else map_checkpoint_names(has_experts=has_experts)
+    names = {}
+    if not modules.fuse_layernorm_and_linear():
+        names = map_checkpoint_names(has_experts=has_experts, has_delta="delta" in kinds)
     halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
     return ModuleSpec(DecoderLayer if has_experts else TransformerLayer, submodules=parts)
@@ -129,6 +131,9 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
         factor = 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]
         sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
         attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
+    elif "delta" in kinds:
+        fused = modules.column_parallel_layer_norm_linear()
+        attention = _build_delta_net(fused or modules.column_parallel_linear(), modules)
     else:
         fused = modules.column_parallel_layer_norm_linear()
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
@@ -146,6 +151,16 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
         "self_attention": attention,
         "self_attn_bda": get_bias_dropout_add,
     }
+
+
+def _build_delta_net(in_proj: Any, modules: BackendSpecProvider) -> ModuleSpec:
+    # Imported here because only some models have delta nets.
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+
+    from megatron_grpo.trainer.model.delta_net import DeltaNet
+
+    out_proj = modules.row_parallel_linear()
+    return ModuleSpec(DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj, HeadNorm, out_proj))
 
 
 def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:
