@@ -45,7 +45,7 @@ Runs the same tokens through each layout in float32 on this machine, and compare
 something is past its tolerance.
 
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
-{textwrap.fill(", ".join(FAMILIES), 100, initial_indent=" " * 13, subsequent_indent=" " * 13)}
+{textwrap.fill(", ".join(FAMILIES), 106, initial_indent=" " * 13, subsequent_indent=" " * 13)}
              (tiny:qwen3)
   shrink     true: a small random model of the model's own configuration (false)
   layouts    of tp (tensor), pp (pipeline), vp (virtual pipeline), cp (context), dp (data), ep (expert),

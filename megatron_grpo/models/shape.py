@@ -12,8 +12,8 @@ from typing import Any, Literal
 from megatron_grpo.config.errors import to_text
 
 LayerKind = Literal[
-    *("mixer", "attention", "qkv_bias", "qk_norm", "latent", "full_query", "compressed_query"),
-    *("mlp", "dense", "experts"),
+    *("mixer", "attention", "qkv_bias", "qk_norm", "delta", "latent", "full_query", "compressed_query"),
+    *("mlp", "dense", "experts", "single_experts", "packed_experts"),
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
@@ -29,6 +29,8 @@ class ExpertShape:
     """Whether each layer has experts; the others have one dense feed-forward network."""
     shared_ffn_hidden: int = 0
     """Hidden width of the shared expert, which every token goes through; 0: there is none."""
+    packed: bool = False  # a tensor of the folder holds the matrices of all experts, rather than each expert's its own
+    shared_gate: bool = False  # the shared expert's output is multiplied by a sigmoid of its own
     score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into scores
     normalised: bool = True
     """Whether the weights of a token's experts add up to one, before `scaling`."""
@@ -50,6 +52,22 @@ class LatentShape:
     plain_dim: int  # length of the part of a head's query and key that is not rotated
     rope_dim: int  # length of the rotated part; all heads share the key's
     value_dim: int  # length of a head's value
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaShape:
+    """A gated delta net (Yang et al. 2024): layers whose heads keep a matrix, in place of all keys and values."""
+
+    key_heads: int  # heads of queries and keys
+    value_heads: int  # heads of values, and matrices of the state; a multiple of `key_heads`
+    key_dim: int  # features of a head's query and key
+    value_dim: int  # features of a head's value
+    kernel: int  # tokens that the convolution of queries, keys and values sees
+
+    @property
+    def channels(self) -> int:
+        """Features of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +95,8 @@ class ModelShape:
     rotated_dim: int | None = None  # features of a head that are rotated, its first; None: all
     interleaved_rope: bool = False  # neighbours are rotated against each other instead of halves
     attention_bias: bool = False  # of the projection of attention's output
+    output_gate: bool = False
+    """Whether the output of attention is multiplied by a sigmoid, whose gates are rows of the query's matrix."""
     sinks: bool = False
     """Whether each head has a learned logit that takes a share of attention and adds no value."""
     zero_centered_norms: bool = False  # norms multiply by 1 + weight instead of by weight
@@ -96,6 +116,9 @@ class ModelShape:
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: every key/value head has matrices of its own
+    delta: DeltaShape | None = None
+    delta_layers: tuple[bool, ...] = ()  # [layers]: whether a layer has a delta net in place of attention; empty: none
+    in_vision_model: bool = False  # the folder holds a model that also sees images, of which this is the text part
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 
@@ -107,14 +130,24 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    def has_delta(self, layer: int) -> bool:
+        return bool(self.delta_layers) and self.delta_layers[layer]
+
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
         """List the kinds that a layer is of."""
-        kinds: set[LayerKind] = {"mixer", "mlp", "experts" if self.has_experts(layer) else "dense"}
-        if self.latent is not None:
+        kinds: set[LayerKind] = {"mixer", "mlp"}
+        if self.has_delta(layer):
+            kinds.add("delta")
+        elif self.latent is not None:
             kinds |= {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
         else:
             options: dict[LayerKind, bool] = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
             kinds |= {"attention", *(kind for kind, has_option in options.items() if has_option)}
+        if self.has_experts(layer):
+            assert self.experts is not None
+            kinds |= {"experts", "packed_experts" if self.experts.packed else "single_experts"}
+        else:
+            kinds.add("dense")
         return frozenset(kinds)
 
     @property
@@ -127,6 +160,7 @@ class ModelShape:
         features, groups = self.head_dim, self.key_value_heads
         sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
         sizes |= {"heads": self.attention_heads, "groups": groups, "head_dim": features}
+        sizes["per_group"] = self.attention_heads // groups
         sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
         sizes |= {"all_queries": self.attention_heads * features, "all_keys": groups * features}
         if (experts := self.experts) is not None:
@@ -137,6 +171,9 @@ class ModelShape:
             sizes["compressed"] = latent.rank + latent.rope_dim
             sizes["latent_query"] = latent.plain_dim + latent.rope_dim
             sizes["latent_key_value"] = latent.plain_dim + latent.value_dim
+        if (delta := self.delta) is not None:
+            sizes |= {"key_heads": delta.key_heads, "per_key": delta.value_heads // delta.key_heads}
+            sizes |= {"key_dim": delta.key_dim, "value_dim": delta.value_dim, "kernel": delta.kernel, "channel": 1}
         return sizes
 
 

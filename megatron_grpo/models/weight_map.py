@@ -13,6 +13,7 @@ from megatron_grpo.models.megatron_names import Half
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.models.weight_axes import list_names, measure_axis, split_sections
 
+_MLP_KINDS = ("mlp", "dense", "experts", "single_experts", "packed_experts")
 # Factors that tensor parallelism splits; a parameter has at most one of them.
 _SPLIT = {"vocab", "groups", "heads", "key_heads", "ffn", "expert_ffn", "shared_ffn"}
 
@@ -78,7 +79,7 @@ class WeightEntry:
         """Half of the layer with the parameter; None: it is outside layers."""
         if self.kind is None:
             return None
-        return "mlp" if self.kind in ("mlp", "dense", "experts") else "mixer"
+        return "mlp" if self.kind in _MLP_KINDS else "mixer"
 
     @property
     def split(self) -> str | None:

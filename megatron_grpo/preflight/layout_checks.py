@@ -16,29 +16,40 @@ def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> It
     yield _check_tensor(section, parallel.tensor, shape)
     yield from _check_pipeline(section, parallel, shape)
     yield from _check_experts(section, parallel, shape)
+    if (delta := shape.delta) is not None:
+        ranks, heads = parallel.tensor * parallel.context, delta.key_heads
+        text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets, which"
+        usable = [size for size in _list_divisors(heads) if heads % (size * parallel.tensor) == 0]
+        is_broken = heads % parallel.tensor == 0 and heads % ranks
+        yield is_broken, f"{section}.context={parallel.context}", f"{text} these ranks share; use {_join(usable)}"
     kind = "a mixture of experts" if shape.experts is not None else "latent attention"
     needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
     text = f"{kind} with {section}.tensor={parallel.tensor} needs it; use true"
     yield needs_sequence and not parallel.sequence, f"{section}.sequence=False", text
 
 
-def _check_tensor(section: str, tensor: int, shape: ModelShape) -> Rule:
-    usable = [size for size in range(1, shape.attention_heads + 1) if _find_undivided(size, shape) is None]
-    undivided = _find_undivided(tensor, shape)
+def _check_tensor(section: str, tensor: int, shape: ModelShape, *, is_engine: bool = False) -> Rule:
+    sizes = range(1, shape.attention_heads + 1)
+    usable = [size for size in sizes if _find_undivided(size, shape, is_engine=is_engine) is None]
+    undivided = _find_undivided(tensor, shape, is_engine=is_engine)
     return undivided, f"{section}.tensor={tensor}", f"does not divide the model's {undivided}; use {_join(usable)}"
 
 
-def _find_undivided(tensor: int, shape: ModelShape) -> str | None:
+def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str | None:
     """Describe the first size that `tensor` ranks cannot split; None: none."""
     heads, groups = shape.attention_heads, shape.key_value_heads
     sizes = [(heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
         sizes.append((shape.experts.shared_ffn_hidden, "shared experts' width"))
+    if shape.delta is not None:
+        sizes.append((shape.delta.key_heads, "key heads of delta nets"))
     for size, name in sizes:
         if size % tensor:
             return f"{size} {name}"
     if groups % tensor == 0 or shape.latent is not None:
         return None
+    if shape.output_gate and not is_engine:
+        return f"{groups} key/value heads, whose queries have gates that ranks cannot share"
     # With more ranks than key/value heads every rank has an equal part of one head's queries, key and value.
     if tensor % groups or sum(shape.sizes[name] for name in ("query", "key", "value")) % (tensor // groups):
         return f"{groups} key/value heads, nor is it a multiple of them"
@@ -160,7 +171,7 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
     """Check that the layout of the engines fits the model."""
     parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
-    yield _check_tensor("generation.parallel", tensor, shape)
+    yield _check_tensor("generation.parallel", tensor, shape, is_engine=True)
     # vLLM need not give every stage equally many layers.
     text = f"exceeds the model's {shape.layers} layers"
     yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from typing import get_args
 
+from megatron_grpo.config.policy_schema import DeltaTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
@@ -28,6 +30,9 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     usable = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
     text = f"latent attention has no linear_qkv; use [{usable}]"
     yield shape.latent is not None and "linear_qkv" in lora.target_modules, targets, text
+    of_delta_nets = [name for name in lora.target_modules if name in get_args(DeltaTarget)]
+    text = f"the model has no delta nets; leave out {', '.join(of_delta_nets)}"
+    yield shape.delta is None and of_delta_nets, targets, text
     targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
     text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
     yield targets_experts, targets, text
@@ -91,6 +96,10 @@ def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
         "width of queries, keys and values": ((heads + 2 * key_value_heads) * shape.head_dim, parallel.tensor),
         "feed-forward width": (shape.ffn_hidden, parallel.tensor),
     }
+    if (delta := shape.delta) is not None:
+        outputs = delta.value_heads * delta.value_dim
+        sides["width of delta nets' input"] = (delta.channels + outputs + 2 * delta.value_heads, parallel.tensor)
+        sides["width of delta nets' output"] = (outputs, parallel.tensor)
     if shape.experts is not None:
         sides["experts' width"] = (shape.experts.ffn_hidden, parallel.expert_tensor)
     # Kernels of Transformer Engine refuse other sizes at the first forward pass, minutes after the start.
@@ -109,9 +118,11 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
     if config.policy.quantization is None:
         return
     yield from list_conflicts(config, "quantization")
-    if shape is not None and (shape.experts is not None or shape.latent is not None):
-        model = "for a mixture of experts" if shape.experts is not None else "with latent attention"
-        yield True, "policy.quantization=", f"is not supported {model}; use null"
+    if shape is None:
+        return
+    kinds = {"for a mixture of experts": shape.experts, "with latent attention": shape.latent}
+    unsupported = [text for text, part in {**kinds, "with delta nets": shape.delta}.items() if part is not None]
+    yield unsupported, "policy.quantization=", f"is not supported {', '.join(unsupported)}; use null"
 
 
 @evaluate_rules

@@ -26,9 +26,11 @@ from megatron_grpo.models.source import download_config, fetch_model_folder, fin
 from megatron_grpo.verification.nearest_family import describe_nearest_family
 from megatron_grpo.verification.oracle import list_stored_tensors, load_eager_model
 
-SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
-"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT and WINDOW of models with experts, latent
-attention or sliding windows; TINY of each family, by its name."""
+SMALL, EXPERTS, LATENT, DELTA, WINDOW, TINY = yaml.safe_load(
+    Path(__file__).with_name("tiny_models.yaml").read_text()
+).values()
+"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT, DELTA and WINDOW of models with experts,
+latent attention, delta nets or sliding windows; TINY of each family, by its name."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:

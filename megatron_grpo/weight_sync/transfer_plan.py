@@ -26,11 +26,15 @@ from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, al
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
+# Parameters in float32 whatever the precision: the bias that experts are chosen with, and the decay of delta nets.
+_FLOAT32 = (".expert_bias", ".A_log")
+
+
 def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
     """Choose dtypes in messages by row of the weight map."""
     dtypes = []
     for entry in build_weight_map(shape):
-        if entry.name.endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
+        if entry.name.endswith(_FLOAT32):
             dtypes.append("float32")
         else:
             dtypes.append(FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision)

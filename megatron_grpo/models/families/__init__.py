@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, full_width, gemma3, glm, gpt_oss, llama, mixtures, phi
+from megatron_grpo.models.families import (
+    deepseek_v3,
+    full_width,
+    gemma3,
+    glm,
+    gpt_oss,
+    llama,
+    mixtures,
+    phi,
+    qwen3_5,
+)
+from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
-from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
+from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head, list_stored_tensors
 from megatron_grpo.models.weight_axes import measure_axis
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, iter_entries, map_rows
 
@@ -46,6 +59,7 @@ _ALL = (
     phi.FAMILY,
     *full_width.FAMILIES,
     gpt_oss.FAMILY,
+    *qwen3_5.FAMILIES,
 )
 FAMILIES = {family.name: family for family in _ALL}
 
@@ -68,7 +82,15 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     family = FAMILIES[shape.family]
     kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
     rows = (row for table in family.tables for row in map_rows(table, family.renamed) if row.kind in kinds)
-    return (_INPUT, *rows, _NORM, *outputs)
+    entries = (_INPUT, *rows, _NORM, *outputs)
+    if not shape.in_vision_model:
+        return entries
+    return tuple(replace(entry, hf=tuple(map(partial(_nest, family), entry.hf))) for entry in entries)
+
+
+def _nest(family: Family, tensor: HFTensor) -> HFTensor:
+    """Name a tensor as it is in a model that has this one as its text part."""
+    return replace(tensor, name=re.sub(r"^model\.", family.vision_prefix, tensor.name))
 
 
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -83,16 +105,19 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
     output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
     element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
-    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. A value model
-    counts as the language model that it starts from.
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. In a delta net a
+    token multiplies each head's matrix three times, to read what it holds for the key, to write, and to read for the
+    query. A value model counts as the language model that it starts from.
     """
     weights, sizes = 0, shape.sizes
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
-        if entry is not _INPUT:
+        if entry.name != _INPUT.name:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
-            weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) == 2 else 0
-    windowed = sum(shape.windowed)
-    pairs = (shape.layers - windowed) * sum(map(_count_causal_pairs, lengths))
+            weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) >= 2 else 0
+    windowed, delta_layers = sum(shape.windowed), sum(shape.delta_layers)
+    if (delta := shape.delta) is not None:
+        weights += delta_layers * 3 * delta.value_heads * delta.key_dim * delta.value_dim
+    pairs = (shape.layers - windowed - delta_layers) * sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
         window = shape.window
         pairs += windowed * sum(_count_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
@@ -120,10 +145,25 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
         _refuse_head_size(raw, shape)
     except ValueError as error:
         raise type(error)(f"{file}: {error}") from None
+    shape = _find_packed_experts(shape, folder)
     # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
-    if shape.tied_embeddings and shape.value_head is None and has_own_head(folder):
+    embedding = build_weight_map(shape)[0].hf[0].name
+    if shape.tied_embeddings and shape.value_head is None and has_own_head(folder, embedding):
         return replace(shape, tied_embeddings=False)
     return shape
+
+
+def _find_packed_experts(shape: ModelShape, folder: Path) -> ModelShape:
+    """Correct whether experts are packed, which config.json does not tell, by the folder's tensors."""
+    if shape.experts is None:
+        return shape
+    other = replace(shape, experts=replace(shape.experts, packed=not shape.experts.packed))
+    names, other_names = (measure_tensors(form).keys() for form in (shape, other))
+    try:
+        stored = list_stored_tensors(folder).keys() if names != other_names else names
+    except ValueError:  # other checks report files that cannot be read
+        return shape
+    return other if len(other_names & stored) > len(names & stored) else shape
 
 
 def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
@@ -160,6 +200,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
         names = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnknownFamilyError(f"architecture {architecture} is not supported{planned}; supported: {names}")
+    raw, in_vision_model = _select_text_part(raw, family, architecture)
     model_type = family.model_type or family.name
     if raw.get("model_type", model_type) != model_type:
         text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
@@ -168,5 +209,20 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
             raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
-    shape = family.read(raw)
+    shape = replace(family.read(raw), in_vision_model=in_vision_model)
     return replace(shape, value_head="stored") if scores else shape
+
+
+def _select_text_part(raw: dict[str, Any], family: Family, architecture: str) -> tuple[dict[str, Any], bool]:
+    """Select the keys of the language model, which may be part of another; and whether it is."""
+    if architecture != family.vision_architecture:
+        return raw, False
+    text = dict(read_section(raw, "text_config"))
+    if not text:
+        raise ValueError(f"text_config is missing, in which {architecture} has its sizes")
+    tied = [part.get("tie_word_embeddings", False) for part in (raw, text)]
+    if tied[0] != tied[1]:
+        text = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])} differ"
+        raise ValueError(f"{text}; transformers reads the first and vLLM the second")
+    quantized = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
+    return {**quantized, **text}, True

@@ -36,12 +36,18 @@ class Family:
     """`model_type` in config.json, by which transformers chooses its class; None: the family's name."""
     has_further_predictions: bool = False
     """Whether folders may have layers behind the last, which predict further tokens (MTP)."""
+    vision_architecture: str | None = None
+    """Class of the models that also see images and have this one as their text part; None: there are none."""
+    vision_prefix: str = "model.language_model."
+    """Beginning of the text part's names in such a model, in place of "model."."""
+    carried: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are neither trained nor served; an export copies them."""
     reward_prefix: str | None = None
     """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""
 
     def has_architecture(self, architecture: str, is_reward_model: bool) -> bool:
         """Whether the name of a class in config.json is the family's."""
         if not is_reward_model:
-            return architecture == self.architecture
+            return architecture in (self.architecture, self.vision_architecture)
         prefix = self.reward_prefix or self.architecture.removesuffix("ForCausalLM")
         return architecture.split("For")[0] == prefix

@@ -36,19 +36,24 @@ def read_top_k(raw: Mapping[str, Any], count: int) -> int:
     return top_k
 
 
+def list_sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """List which layers have experts by `decoder_sparse_step` and `mlp_only_layers`."""
+    # Every n-th layer that is not in the list has experts.
+    step, dense = read_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(f"mlp_only_layers={to_text(dense)} must be a list of layer numbers")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+
+
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     defaults = {**QWEN_DEFAULTS, "num_key_value_heads": 4}
     shape = read_dense(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
     count = read_expert_count(raw, "num_local_experts", "num_experts", 128)
-    # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
-    step, dense = read_size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ValueError(f"mlp_only_layers={to_text(dense)} must be a list of layer numbers")
     experts = ExpertShape(
         count=count,
         ffn_hidden=read_size(raw, "moe_intermediate_size"),
         top_k=read_top_k(raw, count),
-        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(shape.layers)),
+        layers=list_sparse_layers(raw, shape.layers),
         normalised=read_flag(raw, "norm_topk_prob", default=False),
     )
     return replace(shape, experts=experts)

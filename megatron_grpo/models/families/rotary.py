@@ -41,7 +41,8 @@ def read_rotary(
         refuse_partial_rotation(rope)
     if rope_type not in rope_types:
         *first, last = rope_types
-        raise ValueError(f"rope_type={to_text(rope_type)} is not supported; {', '.join(first)} and {last} are")
+        supported = f"{', '.join(first)} and {last} are" if first else f"only {last} is"
+        raise ValueError(f"rope_type={to_text(rope_type)} is not supported; {supported}")
     for key in _FACTORS.get(rope_type, ()):
         if rope.get(key) is None:
             raise ValueError(f"rope_type={rope_type} needs {key}")
@@ -112,6 +113,22 @@ def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
     for key in _ROTATED:
         if raw.get(key) not in (None, 1):
             raise ValueError(f"{key}={to_text(raw[key])} is not supported; all of a head is rotated")
+
+
+def split_partial_rotation(raw: Mapping[str, Any], default: float) -> tuple[dict[str, Any], float]:
+    """Read the share of a head that is rotated; returns a config.json without it, and the share.
+
+    Settings of rotary embeddings come before a key beside them, and `default` is transformers' value without either.
+    """
+    key, rope_keys = "partial_rotary_factor", ("rope_scaling", "rope_parameters")
+    rope = read_section(raw, *rope_keys)
+    share = read_number(rope if key in rope else raw, key, default)
+    if share > 1:
+        raise ValueError(f"{key}={to_text(share)} must be at most 1")
+    rest = {name: value for name, value in raw.items() if name not in (key, *rope_keys)}
+    if rope:
+        rest["rope_parameters"] = {name: value for name, value in rope.items() if name != key}
+    return rest, share
 
 
 def _read_rope_type(rope: Mapping[str, Any]) -> Any:

@@ -33,6 +33,7 @@ from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import (
     ExpertRowParallelLinear,
+    HeadNorm,
     KeyNorm,
     NormedRowParallelLinear,
     QueryNorm,
@@ -125,7 +126,9 @@ class TorchModules(LocalSpecProvider):
 def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> ModuleSpec:
     # The two halves are apart, as a hybrid stack takes them: there each is a layer.
     has_experts = "experts" in kinds
-    names = {} if modules.fuse_layernorm_and_linear() else map_checkpoint_names(has_experts=has_experts)
+    names = {}
+    if not modules.fuse_layernorm_and_linear():
+        names = map_checkpoint_names(has_experts=has_experts, has_delta="delta" in kinds)
     halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
     return ModuleSpec(DecoderLayer if has_experts else TransformerLayer, submodules=parts)
@@ -137,6 +140,9 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     if "latent" in kinds:
         sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": find_rope_factor(shape)}
         attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
+    elif "delta" in kinds:
+        fused = modules.column_parallel_layer_norm_linear()
+        attention = _build_delta_net(fused or modules.column_parallel_linear(), modules)
     else:
         fused = modules.column_parallel_layer_norm_linear()
         query_norm, key_norm = _choose_head_norms(shape, modules)
@@ -172,6 +178,16 @@ def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True)
         return head_norm, head_norm
     return ScaledQuery if scales_queries(shape) else IdentityOp, IdentityOp
+
+
+def _build_delta_net(in_proj: Any, modules: BackendSpecProvider) -> ModuleSpec:
+    # Imported here because only some models have delta nets.
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+
+    from megatron_grpo.trainer.model.delta_net import DeltaNet
+
+    out_proj = modules.row_parallel_linear()
+    return ModuleSpec(DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj, HeadNorm, out_proj))
 
 
 def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:

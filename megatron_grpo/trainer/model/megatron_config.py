@@ -48,6 +48,7 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
         **_list_shape_settings(shape),
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **_list_delta_settings(shape),
         **_list_parallel_settings(parallel),
         bf16=config.precision == "bfloat16",
         params_dtype=dtype,
@@ -97,6 +98,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         # Megatron-Core has a place for a module behind the projection only with this setting.
         "qk_layernorm": shape.qk_norm or shape.full_width_qk_norm or scales_queries(shape),
+        "attention_output_gate": shape.output_gate,
         "gated_linear_unit": True,
         **_ACTIVATIONS[shape.activation],
         "add_bias_linear": shape.attention_bias,  # of experts and routers too
@@ -109,6 +111,21 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
+    }
+
+
+def _list_delta_settings(shape: ModelShape) -> dict[str, Any]:
+    delta = shape.delta
+    if delta is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": list_by_megatron_layer(shape.delta_layers, "mixer"),
+        "linear_conv_kernel_dim": delta.kernel,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
     }
 
 
@@ -218,6 +235,7 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_layer_freq": list_by_megatron_layer(experts.layers, "mlp"),
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,

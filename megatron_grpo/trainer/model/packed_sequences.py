@@ -261,10 +261,10 @@ def build_packed_sequences(
     layout: PackedLayout, transformer_engine: bool, window: int | None = None, move: Move = torch.from_numpy
 ) -> PackedSequences:
     """Build the argument of Megatron-Core's layers for a microbatch of a dense model."""
+    ends = move(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
     if transformer_engine:  # its attention needs boundaries only
         # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal
         # tensors for sequences with padding between them, which excludes FlashAttention.
-        ends = move(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
         longest = int(layout.widths.max())
         return PackedSequences(
             qkv_format="thd",
@@ -277,6 +277,7 @@ def build_packed_sequences(
         )
     return PackedSequences(
         qkv_format="sbhd",
+        cu_seqlens_q=ends,  # for delta nets; attention reads `calls`
         positions=move(layout.positions),
         calls=build_attention_calls(layout, None, move),
         windowed_calls=None if window is None else build_attention_calls(layout, window, move),
