@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
 
-LayerKind = Literal["mixer", "attention", "latent", "full_query", "compressed_query", "mlp", "dense", "experts"]
+LayerKind = Literal[
+    "mixer", "attention", "unrotated", "latent", "full_query", "compressed_query", "mlp", "dense", "experts"
+]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
 
@@ -34,6 +36,7 @@ class ExpertShape:
     """Whether experts are chosen by score plus a bias that no gradient updates (DeepSeek-V3)."""
     groups: int = 1  # groups that the experts are divided into
     top_groups: int = 1  # best groups, from which all experts of a token are chosen
+    scales_input: bool = False  # whether a token's weight multiplies the expert's input rather than its output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,14 @@ class LatentShape:
     plain_dim: int  # length of the part of a head's query and key that is not rotated
     rope_dim: int  # length of the rotated part; all heads share the key's
     value_dim: int  # length of a head's value
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Factor of queries that grows with the position p: 1 + slope * log(1 + floor((p + 1) / length))."""
+
+    slope: float
+    length: int  # in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +90,12 @@ class ModelShape:
     window: int | None = None
     """Tokens that each token attends to in layers with a window, itself included; None: no layer has one."""
     windowed: tuple[bool, ...] = ()  # [layers]: whether a layer has the window; empty: none has
+    chunked: bool = False
+    """Whether windows are chunks of the sequence, of which each token sees the part before it."""
+    unrotated: tuple[bool, ...] = ()  # [layers]: whether a layer has no rotary embedding; empty: all have one
+    interleaved_rotation: bool = False  # whether neighbours are rotated against each other, and not halves of a head
+    unweighted_qk_norm: bool = False  # query and key heads are normalised without a weight, in rotated layers
+    query_scale: QueryScale | None = None  # factor of the queries in unrotated layers; None: 1
     local_rope_theta: float | None = None
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None  # None: every layer is dense
@@ -89,7 +106,8 @@ class ModelShape:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        return not self.post_norms and self.local_rope_theta is None and self.latent is None
+        has_torch_attention = self.local_rope_theta is not None or self.latent is not None or self.chunked
+        return not self.post_norms and not has_torch_attention and self.query_scale is None
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -99,6 +117,8 @@ class ModelShape:
         mixers: tuple[LayerKind, ...] = ("attention",)
         if self.latent is not None:
             mixers = "latent", "full_query" if self.latent.query_rank is None else "compressed_query"
+        elif self.unrotated and self.unrotated[layer]:
+            mixers = "attention", "unrotated"
         return frozenset({"mixer", "mlp", *mixers, "experts" if self.has_experts(layer) else "dense"})
 
     @property

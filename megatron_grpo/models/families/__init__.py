@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, gemma3, llama, mixtures
+from megatron_grpo.models.families import deepseek_v3, gemma3, llama, llama4, mixtures
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
@@ -33,7 +33,7 @@ def as_value_model(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
-_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY)
+_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY, llama4.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
 
 # Keys of the config.json of models that read images, video or sound; those of text alone have none of them.
@@ -70,8 +70,8 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
     output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
     element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
-    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. A value model
-    counts as the language model that it starts from.
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each, and in a layer
+    with chunks those of its chunk up to itself. A value model counts as the language model that it starts from.
     """
     weights, sizes = 0, shape.sizes
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
@@ -81,8 +81,7 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     windowed = sum(shape.windowed)
     pairs = (shape.layers - windowed) * sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
-        window = shape.window
-        pairs += windowed * sum(_count_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+        pairs += windowed * sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
     latent = shape.latent
     head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
     return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
@@ -90,6 +89,12 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 def _count_causal_pairs(length: int) -> int:
     return length * (length + 1) // 2
+
+
+def _count_windowed_pairs(length: int, window: int, is_chunk: bool) -> int:
+    if is_chunk:
+        return length // window * _count_causal_pairs(window) + _count_causal_pairs(length % window)
+    return _count_causal_pairs(min(length, window)) + window * max(length - window, 0)
 
 
 def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelShape:

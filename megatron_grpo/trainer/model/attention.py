@@ -14,13 +14,19 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import ModelShape, QueryScale
 from megatron_grpo.trainer.model.packed_sequences import AttentionRectangle, PackedSequences
 
 
 def _select_rows(tokens: Tensor, index: Tensor) -> Tensor:
     # The look-up of embeddings, whose backward is much faster than that of indexing.
     return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
+
+
+def _compute_query_scales(positions: Tensor, scale: QueryScale) -> Tensor:
+    """Compute the factor of each token's query: [tokens], float32."""
+    stretches = torch.floor((positions.float() + 1.0) / scale.length)
+    return torch.log1p(stretches) * scale.slope + 1.0
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -32,12 +38,18 @@ class TorchCoreAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, layer_number: int, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        *,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        query_scale: QueryScale | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self._query_scale = softmax_scale, query_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        # Tokens that each token sees, itself included; None: all before it.
+        # Tokens that each token sees, itself included, or of a chunk of the sequence; None: all before it.
         self.window: int | None = config.window_size[0] + 1 if windowed else None
         self._on_gpu = config.platform.is_like_cuda
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
@@ -47,6 +59,9 @@ class TorchCoreAttention(torch.nn.Module):
     ) -> Tensor:
         # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim].
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
+        if self._query_scale is not None:
+            scales = _compute_query_scales(packed_seq_params.positions, self._query_scale)
+            query = (query * scales[:, None, None, None]).type_as(query)
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
@@ -102,8 +117,6 @@ class RotaryAtPositions(torch.nn.Module):
 
     def __init__(self, *rotaries: RotaryEmbedding) -> None:
         super().__init__()
-        for rotary in rotaries:
-            assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
         self.rotaries: Any = torch.nn.ModuleList(rotaries)
 
     # Megatron-Core passes on to `forward` what this returns, here the positions of the packed sequences.
@@ -117,7 +130,11 @@ class RotaryAtPositions(torch.nn.Module):
         angles = []
         for rotary in self.rotaries:
             frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)
-            angles.append(torch.cat([frequencies, frequencies], dim=-1)[:, None, None])
+            # Halves of a head are rotated against each other, or else neighbours.
+            both = torch.cat([frequencies, frequencies], dim=-1)
+            if rotary.rotary_interleaved:
+                both = frequencies.repeat_interleave(2, dim=-1)
+            angles.append(both[:, None, None])
         return torch.stack(angles) if len(angles) > 1 else angles[0]
 
 

@@ -30,7 +30,7 @@ from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
-from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, apply_mixin
+from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, UnweightedNorm, apply_mixin
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
@@ -132,9 +132,14 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     else:
         fused = modules.column_parallel_layer_norm_linear()
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
+        core_attention = modules.core_attention()
+        if shape.unweighted_qk_norm and "unrotated" not in kinds:
+            head_norm = UnweightedNorm  # before the rotation instead of behind it, which changes no length
+        if shape.query_scale is not None and "unrotated" in kinds:
+            core_attention = partial(core_attention, query_scale=shape.query_scale)
         parts = SelfAttentionSubmodules(
             linear_qkv=fused or modules.column_parallel_linear(),
-            core_attention=modules.core_attention(),
+            core_attention=core_attention,
             linear_proj=NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear(),
             q_layernorm=head_norm,
             k_layernorm=head_norm,

@@ -56,6 +56,18 @@ class HeadNorm(RMSNorm):
         return F.rms_norm(hidden, weight.shape, weight, self.eps)
 
 
+class UnweightedNorm(torch.nn.Module):
+    """RMS norm within each head, without a weight."""
+
+    def __init__(self, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self._size, self._eps = hidden_size, eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise every row, in the dtype of `hidden`."""
+        return F.rms_norm(hidden, (self._size,), eps=self._eps)
+
+
 class ExpertRowParallelLinear(RowParallelLinear):
     """An expert's second matrix, if experts have biases.
 
