@@ -12,7 +12,18 @@ from typing import Any, Literal
 from megatron_grpo.config.errors import to_text
 
 LayerKind = Literal[
-    "mixer", "attention", "unrotated", "latent", "full_query", "compressed_query", "mlp", "dense", "experts"
+    "mixer",
+    "attention",
+    "unrotated",
+    "global",
+    "own_value",
+    "key_as_value",
+    "latent",
+    "full_query",
+    "compressed_query",
+    "mlp",
+    "dense",
+    "experts",
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
@@ -37,6 +48,8 @@ class ExpertShape:
     groups: int = 1  # groups that the experts are divided into
     top_groups: int = 1  # best groups, from which all experts of a token are chosen
     scales_input: bool = False  # whether a token's weight multiplies the expert's input rather than its output
+    beside_dense: bool = False
+    """Whether the shared expert is a dense network with norms of its own, and the router has a norm and factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +62,15 @@ class LatentShape:
     plain_dim: int  # length of the part of a head's query and key that is not rotated
     rope_dim: int  # length of the rotated part; all heads share the key's
     value_dim: int  # length of a head's value
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Sizes of a layer's key/value heads."""
+
+    key_value_heads: int
+    head_dim: int
+    key_is_value: bool = False  # whether values are the keys, before these are normalised and rotated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +118,10 @@ class ModelShape:
     interleaved_rotation: bool = False  # whether neighbours are rotated against each other, and not halves of a head
     unweighted_qk_norm: bool = False  # query and key heads are normalised without a weight, in rotated layers
     query_scale: QueryScale | None = None  # factor of the queries in unrotated layers; None: 1
+    global_heads: HeadShape | None = None  # heads of layers without a window; None: those of the other layers
+    value_norm: bool = False  # value heads are normalised without a weight
+    layer_scale: bool = False  # a layer's output is multiplied by a number, which is not trained
+    logit_cap: float | None = None  # c, if logits z are c * tanh(z / c)
     local_rope_theta: float | None = None
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None  # None: every layer is dense
@@ -107,16 +133,29 @@ class ModelShape:
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
         has_torch_attention = self.local_rope_theta is not None or self.latent is not None or self.chunked
-        return not self.post_norms and not has_torch_attention and self.query_scale is None
+        has_torch_attention |= self.query_scale is not None or self.value_norm
+        return not (self.post_norms or has_torch_attention or self.layer_scale)
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer has heads of other sizes than the layers with a window."""
+        return self.global_heads is not None and not self.windowed[layer]
+
+    def find_heads(self, layer: int) -> HeadShape:
+        """Find the sizes of a layer's key/value heads."""
+        if self.global_heads is not None and self.is_global(layer):
+            return self.global_heads
+        return HeadShape(key_value_heads=self.key_value_heads, head_dim=self.head_dim)
 
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
         """List the kinds that a layer is of."""
         mixers: tuple[LayerKind, ...] = ("attention",)
         if self.latent is not None:
             mixers = "latent", "full_query" if self.latent.query_rank is None else "compressed_query"
+        elif self.is_global(layer):
+            mixers = "global", "key_as_value" if self.find_heads(layer).key_is_value else "own_value"
         elif self.unrotated and self.unrotated[layer]:
             mixers = "attention", "unrotated"
         return frozenset({"mixer", "mlp", *mixers, "experts" if self.has_experts(layer) else "dense"})
@@ -125,12 +164,17 @@ class ModelShape:
     def sizes(self) -> dict[str, int]:
         """Sizes by the names of factors in the weight map (`weight_axes`).
 
-        "query", "key" and "value" count the features of a key/value group; the "latent_..." are features of a head.
+        "query", "key" and "value" count the features of a key/value group, "global_query" and so on those of a layer
+        with other heads; the "latent_..." are features of a head.
         """
         features, groups = self.head_dim, self.key_value_heads
         sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
         sizes |= {"heads": self.attention_heads, "groups": groups, "head_dim": features}
-        sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
+        sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features, "scalar": 1}
+        if (heads := self.global_heads) is not None:
+            features, groups = heads.head_dim, heads.key_value_heads
+            sizes |= {"global_groups": groups, "global_query": self.attention_heads // groups * features}
+            sizes |= {"global_key": features, "global_value": features, "global_head_dim": features}
         if (experts := self.experts) is not None:
             sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
             sizes["shared_ffn"] = experts.shared_ffn_hidden

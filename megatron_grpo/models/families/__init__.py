@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, gemma3, llama, llama4, mixtures
+from megatron_grpo.models.families import deepseek_v3, gemma3, gemma4, llama, llama4, mixtures
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
@@ -33,7 +33,14 @@ def as_value_model(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
-_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY, llama4.FAMILY)
+_ALL = (
+    *llama.FAMILIES,
+    gemma3.FAMILY,
+    *mixtures.FAMILIES,
+    deepseek_v3.FAMILY,
+    llama4.FAMILY,
+    gemma4.FAMILY,
+)
 FAMILIES = {family.name: family for family in _ALL}
 
 # Keys of the config.json of models that read images, video or sound; those of text alone have none of them.

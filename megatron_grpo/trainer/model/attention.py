@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_grpo.models.shape import ModelShape, QueryScale
+from megatron_grpo.models.shape import HeadShape, ModelShape, QueryScale
+from megatron_grpo.trainer.model.layers import UnweightedNorm
 from megatron_grpo.trainer.model.packed_sequences import AttentionRectangle, PackedSequences
 
 
@@ -104,15 +107,51 @@ class LocalOrGlobalSelfAttention(SelfAttention):
     """Self-attention with another rotary embedding in windowed layers (Gemma 3)."""
 
     def forward(self, *arguments: Any, rotary_pos_emb: Any = None, **keywords: Any) -> Any:
-        rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
+        size = self.hidden_size_per_attention_head
+        rotary = rotary_pos_emb[..., :size] if self.core_attention.window is None else rotary_pos_emb[..., -size:]
         return super().forward(*arguments, rotary_pos_emb=rotary, **keywords)
+
+
+class QueryKeyLinear(ColumnParallelLinear):
+    """The projection to queries and keys, where keys are the values too."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
+        value_size = config.kv_channels * config.num_query_groups
+        super().__init__(input_size, output_size - value_size, config=config, **settings)
+
+
+class ValueNormSelfAttention(LocalOrGlobalSelfAttention):
+    """Self-attention with normalised values, and perhaps heads of its own sizes (Gemma 4)."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, heads: HeadShape | None, **keywords: Any) -> None:
+        if heads is not None:
+            config = copy.copy(config)
+            config.kv_channels, config.num_query_groups = heads.head_dim, heads.key_value_heads
+        super().__init__(config, *arguments, **keywords)
+        self.v_norm = UnweightedNorm(self.hidden_size_per_attention_head, config.layernorm_epsilon)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values: [tokens, 1, heads, head_dim] each."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, ranks = self.config.num_query_groups, self.pg_collection.tp.size()
+        sharing, rank = max(1, ranks // groups), self.pg_collection.tp.rank()  # ranks that share a key/value head
+        if sharing > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.pg_collection.tp)
+            mixed = mixed.chunk(groups, dim=-1)[rank // sharing]
+        heads = mixed.unflatten(-1, (max(1, groups // ranks), -1, self.hidden_size_per_attention_head))
+        queries = self.config.num_attention_heads // groups
+        # Behind a group's queries lie its key and its value, or its key alone.
+        query, key, value = heads[:, :, :, :queries].flatten(2, 3), heads[:, :, :, queries], heads[:, :, :, -1]
+        query = query.chunk(sharing, dim=2)[rank % sharing]
+        return self.q_layernorm(query), self.k_layernorm(key), self.v_norm(value)
 
 
 class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
     Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
-    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding; windowed layers have the second.
+    angles at 0 to length do not fit. Frequencies are those of the wrapped embeddings; windowed layers have the second,
+    if there are two.
     """
 
     def __init__(self, *rotaries: RotaryEmbedding) -> None:
@@ -126,7 +165,7 @@ class RotaryAtPositions(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles, [tokens, 1, 1, head_dim], float32; of two embeddings [2, tokens, ...]."""
+        """Compute angles, [tokens, 1, 1, head_dim], float32; those of two embeddings side by side."""
         angles = []
         for rotary in self.rotaries:
             frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)
@@ -135,7 +174,7 @@ class RotaryAtPositions(torch.nn.Module):
             if rotary.rotary_interleaved:
                 both = frequencies.repeat_interleave(2, dim=-1)
             angles.append(both[:, None, None])
-        return torch.stack(angles) if len(angles) > 1 else angles[0]
+        return torch.cat(angles, dim=-1)
 
 
 class RotaryTable(torch.nn.Module):
@@ -171,7 +210,7 @@ def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=shape.hidden,
         num_attention_heads=shape.attention_heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.head_dim if shape.global_heads is None else shape.global_heads.head_dim,
         max_position_embeddings=shape.max_positions,
         rope_parameters={**scaling, "rope_type": rope_type},
     )

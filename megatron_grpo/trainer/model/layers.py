@@ -117,5 +117,7 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
                 setattr(parts, field.name, partial(mixed, **params, **arguments))
-        elif isinstance(part, (ModuleSpec, partial)) and (names is None or module is not MoELayer):
+        elif isinstance(part, (ModuleSpec, partial)) and (
+            names is None or not (isinstance(module, type) and issubclass(module, MoELayer))
+        ):
             _mix_in(get_submodules(part), mixin, names, arguments)

@@ -91,6 +91,8 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "softmax_scale": shape.softmax_scale,
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
+        # Layers with heads of other sizes cannot be stacked in a checkpoint.
+        "hetereogenous_dist_checkpoint": shape.global_heads is not None,
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
     }
 
