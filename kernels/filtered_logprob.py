@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo_kernels.head import Head
 from megatron_grpo_kernels.kept_tokens import Vocabulary, find_kept_bounds, mask_removed_
-from megatron_grpo_kernels.logprob import _compute_logits, _locate_targets, _split_tokens
+from megatron_grpo_kernels.logprob import _compute_logits, _compute_slopes, _locate_targets, _split_tokens
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 
@@ -33,6 +33,7 @@ def filtered_logprobs(
     columns: int | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float = 1.0,
+    cap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> FilteredLogprobs:
     """Log-probability of a target over the tokens that a filter keeps.
@@ -49,6 +50,7 @@ def filtered_logprobs(
         columns: number of rows that are real entries; the rows after them are padding, which is ignored; None: all.
         group: ranks that together hold the vocabulary; None: this rank holds all of it.
         scale: factor of the logits, one over the temperature.
+        cap: bound of the logits before they are scaled, as in `linear_logprobs`; None: they have none.
         chunk_tokens: tokens whose logits are held at once; None: the number with 2**26 logits.
 
     Gradients flow to the hidden states and the weight; the former are this rank's part, which adds up over the group.
@@ -56,7 +58,7 @@ def filtered_logprobs(
     columns = weight.shape[0] if columns is None else columns
     vocabulary = Vocabulary(start, weight.shape[0], group)
     result: tuple[Tensor, Tensor, Tensor] = _FilteredLogprobs.apply(
-        hidden, weight, targets, token_filter, vocabulary, columns, scale, chunk_tokens
+        hidden, weight, targets, token_filter, vocabulary, columns, scale, cap, chunk_tokens
     )
     return FilteredLogprobs(*result)
 
@@ -74,10 +76,11 @@ class _FilteredLogprobs(torch.autograd.Function):
         vocabulary: Vocabulary,
         columns: int,
         scale: float,
+        cap: float | None,
         chunk_tokens: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens, start = len(targets), vocabulary.start
-        head = Head(hidden, weight, columns, targets - start, scale)
+        head = Head(hidden, weight, columns, targets - start, scale, cap)
         is_local, index = _locate_targets(head)
         # Over kept tokens: sums of e = exp(z - top) and of e (z - top); over all: of e; and the target's logit.
         sums = torch.zeros(4, tokens, dtype=torch.float32, device=hidden.device)
@@ -85,7 +88,7 @@ class _FilteredLogprobs(torch.autograd.Function):
         # Equal on all ranks, which go through the same collectives.
         chunks = _split_tokens(tokens, vocabulary.rows, chunk_tokens)
         for rows in chunks:
-            z = _compute_logits(hidden[rows], head.unpadded_weight, scale)
+            z = _compute_logits(head, rows)
             top[rows], cut[rows], share[rows] = find_kept_bounds(z, token_filter, vocabulary)
             if columns:
                 sums[3, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
@@ -101,7 +104,7 @@ class _FilteredLogprobs(torch.autograd.Function):
         # A NaN among the logits makes the sum NaN, which must not pass for a token that the filter removes.
         outside = (of_target < cut) & ~logsumexp.isnan()
         ctx.save_for_backward(hidden, weight, targets, cut, share, logsumexp, logsumexp_of_all, entropy, outside)
-        ctx.of_head = start, columns, scale, chunks
+        ctx.of_head = start, columns, scale, cap, chunks
         ctx.set_materialize_grads(False)
         return (of_target - logsumexp).masked_fill(outside, -torch.inf), entropy, of_target - logsumexp_of_all
 
@@ -110,11 +113,11 @@ class _FilteredLogprobs(torch.autograd.Function):
         """Compute the gradients of hidden states and weight.
 
         Over the kept tokens d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H), and 0 elsewhere; over
-        the whole vocabulary d log q / dz_j = 1[target] - q_j; dz / dhidden = scale * weight.
+        the whole vocabulary d log q / dz_j = 1[target] - q_j; dz / dhidden = slope * weight.
         """
         hidden, weight, targets, cut, share, logsumexp, logsumexp_of_all, entropy, outside = ctx.saved_tensors
-        start, columns, scale, chunks = ctx.of_head
-        head = Head(hidden, weight, columns, targets - start, scale)
+        start, columns, scale, cap, chunks = ctx.of_head
+        head = Head(hidden, weight, columns, targets - start, scale, cap)
         is_local, index = _locate_targets(head)
         of_logprobs, of_entropy, of_unfiltered = (
             torch.zeros_like(cut) if gradient is None else gradient for gradient in grad_outputs
@@ -125,8 +128,8 @@ class _FilteredLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in chunks if columns else ():
-            z = _compute_logits(hidden[rows], head.unpadded_weight, scale)
-            logp = z - logsumexp[rows, None]
+            z = _compute_logits(head, rows)
+            slopes, logp = _compute_slopes(z, head), z - logsumexp[rows, None]
             factor = -of_logprobs[rows, None]
             if grad_outputs[1] is not None:
                 factor = factor - of_entropy[rows, None] * (logp + entropy[rows, None])
@@ -134,9 +137,9 @@ class _FilteredLogprobs(torch.autograd.Function):
             if grad_outputs[2] is not None:
                 grad -= z.sub_(logsumexp_of_all[rows, None]).exp_().mul_(of_unfiltered[rows, None])
             grad.scatter_add_(1, index[rows], torch.where(is_local[rows, None], of_target[rows, None], 0.0))
-            rounded = grad.mul_(scale).to(weight.dtype)
+            rounded = grad.mul_(slopes).to(weight.dtype)
             grad_hidden[rows] = rounded @ head.unpadded_weight
             if grad_weight is not None:
                 grad_weight[:columns].addmm_(rounded.t().float(), hidden[rows].float())
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, of_weight, None, None, None, None, None, None
+        return grad_hidden, of_weight, None, None, None, None, None, None, None

@@ -52,6 +52,8 @@ class FusedLogprobs:
             hidden.shape[1],
             columns_of_split,
             head.scale,
+            head.cap or 1.0,
+            CAPPED=head.cap is not None,
             **_list_constants(tile, hidden),
         )
         top = highest.amax(dim=0)
@@ -80,6 +82,8 @@ class FusedLogprobs:
                 len(block),
                 hidden.shape[1],
                 head.scale,
+                head.cap or 1.0,
+                CAPPED=head.cap is not None,
                 OF_ENTROPY=inputs.of_entropy is not None,
                 **_list_constants(tile, hidden),
             )
@@ -132,7 +136,9 @@ def _compute_logits(
     all_columns: tl.tensor,
     width: tl.tensor,
     scale: tl.tensor,
-    TOKENS: tl.constexpr,  # noqa: N803  # as Triton's users write what a kernel is compiled for
+    cap: tl.tensor,
+    CAPPED: tl.constexpr,  # noqa: N803  # as Triton's users write what a kernel is compiled for
+    TOKENS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
     EVEN: tl.constexpr,  # noqa: N803
@@ -156,6 +162,8 @@ def _compute_logits(
             h = h.to(tl.float32)
             w = w.to(tl.float32)
         z = tl.dot(h, w, z, input_precision="ieee")
+    if CAPPED:
+        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)  # cap * tanh(z / cap)
     return z * scale
 
 
@@ -171,6 +179,8 @@ def _reduce_logits(
     width: tl.tensor,
     columns_of_split: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
+    CAPPED: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
@@ -189,7 +199,21 @@ def _reduce_logits(
     for start in range(first, tl.minimum(first + columns_of_split, all_columns), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         z = _compute_logits(
-            hidden, weight, rows, columns, tokens, all_columns, width, scale, TOKENS, COLUMNS, WIDTH, EVEN, WIDEN
+            hidden,
+            weight,
+            rows,
+            columns,
+            tokens,
+            all_columns,
+            width,
+            scale,
+            cap,
+            CAPPED,
+            TOKENS,
+            COLUMNS,
+            WIDTH,
+            EVEN,
+            WIDEN,
         )
         valid = (columns < all_columns)[None, :]
         of_target += tl.sum(tl.where(valid & (columns[None, :] == target[:, None]), z, 0.0), axis=1)
@@ -223,6 +247,8 @@ def _differentiate_logits(
     all_columns: tl.tensor,
     width: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
+    CAPPED: tl.constexpr,  # noqa: N803
     OF_ENTROPY: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
@@ -235,7 +261,21 @@ def _differentiate_logits(
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     z = _compute_logits(
-        hidden, weight, rows, columns, tokens, all_columns, width, scale, TOKENS, COLUMNS, WIDTH, EVEN, WIDEN
+        hidden,
+        weight,
+        rows,
+        columns,
+        tokens,
+        all_columns,
+        width,
+        scale,
+        cap,
+        CAPPED,
+        TOKENS,
+        COLUMNS,
+        WIDTH,
+        EVEN,
+        WIDEN,
     )
     is_row = rows < tokens
     target = tl.load(local + rows, mask=is_row, other=-1)
@@ -248,4 +288,7 @@ def _differentiate_logits(
     gradient = tl.exp(logp) * factor + tl.where(columns[None, :] == target[:, None], coefficient, 0.0)
     pointers = grad + rows.to(tl.int64)[:, None] * all_columns + columns[None, :]
     inside = is_row[:, None] & (columns < all_columns)[None, :]
+    if CAPPED:
+        share = z / (scale * cap)
+        gradient *= 1.0 - share * share  # tanh' = 1 - tanh^2
     tl.store(pointers, (gradient * scale).to(grad.dtype.element_ty), mask=inside)

@@ -15,13 +15,14 @@ CHUNK_NUMBERS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Operands of this rank's logits: z = scale * weight @ hidden."""
+    """Operands of this rank's logits: z = scale * weight @ hidden, or capped z = scale * cap * tanh(that / cap)."""
 
     hidden: Tensor  # [tokens, hidden], any float type
     weight: Tensor  # [rows of this rank, hidden], in the dtype of the hidden states
     columns: int  # number of rows of the weight that are vocabulary entries; the rows after them are padding
     local: Tensor  # [tokens], int64: row of each target; outside [0, columns) when another rank has it
     scale: float
+    cap: float | None = None  # bound of the logits before they are scaled; None: they have none
 
     @property
     def unpadded_weight(self) -> Tensor:

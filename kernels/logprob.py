@@ -25,7 +25,7 @@ class ChunkedLogprobs:
         highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
         sums = torch.empty(3, tokens, dtype=torch.float32, device=head.hidden.device)
         for rows in _split_tokens(tokens, head.columns, self.chunk_tokens):
-            z = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale)
+            z = _compute_logits(head, rows)
             highest[rows] = z.amax(dim=1)
             sums[2, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
             below = z.sub_(highest[rows, None])  # relative to the highest logit no exponential overflows
@@ -37,7 +37,7 @@ class ChunkedLogprobs:
     def compute_gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
         """Compute gradients of hidden states and weight (`HeadKernel`).
 
-        d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
+        d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = slope * weight.
         """
         is_local, index = _locate_targets(head)
         grad_hidden = torch.empty_like(head.hidden)
@@ -45,9 +45,9 @@ class ChunkedLogprobs:
         if inputs.of_weight:
             grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
         for rows in _split_tokens(len(head.local), head.columns, self.chunk_tokens):
-            logp = _compute_logits(head.hidden[rows], head.unpadded_weight, head.scale).sub_(
-                inputs.logsumexp[rows, None]
-            )
+            z = _compute_logits(head, rows)
+            slopes = _compute_slopes(z, head)
+            logp = z.sub_(inputs.logsumexp[rows, None])
             coefficient = inputs.of_logprobs[rows, None]
             # In place: a chunk's logits take as much memory as all activations of its tokens.
             if inputs.of_entropy is None:
@@ -56,7 +56,7 @@ class ChunkedLogprobs:
                 by_entropy = (logp + inputs.entropy[rows, None]).mul_(-inputs.of_entropy[rows, None])
                 grad = logp.exp_().mul_(by_entropy.sub_(coefficient))
             grad.scatter_add_(1, index[rows], torch.where(is_local[rows, None], coefficient, 0.0))
-            grad = grad.mul_(head.scale).to(head.weight.dtype)
+            grad = grad.mul_(slopes).to(head.weight.dtype)
             grad_hidden[rows] = grad @ head.unpadded_weight
             if grad_weight is not None:
                 grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
@@ -74,9 +74,19 @@ def _locate_targets(head: Head) -> tuple[Tensor, Tensor]:
     return is_local, torch.where(is_local, head.local, 0)[:, None]
 
 
-def _compute_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Compute [tokens, columns], float32, from [tokens, hidden] and [columns, hidden]."""
-    return (hidden @ weight.t()).float().mul_(scale)
+def _compute_logits(head: Head, rows: slice) -> Tensor:
+    """Compute the logits of some tokens: [tokens, columns], float32."""
+    z = (head.hidden[rows] @ head.unpadded_weight.t()).float()
+    if head.cap is not None:
+        z.div_(head.cap).tanh_().mul_(head.cap)
+    return z.mul_(head.scale)
+
+
+def _compute_slopes(z: Tensor, head: Head) -> Tensor | float:
+    """Compute the derivatives of logits, [tokens, columns], by weight @ hidden."""
+    if head.cap is None:
+        return head.scale
+    return (z / (head.scale * head.cap)).square_().neg_().add_(1.0).mul_(head.scale)  # tanh' = 1 - tanh^2
 
 
 def linear_logprobs(
@@ -88,12 +98,13 @@ def linear_logprobs(
     columns: int | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float = 1.0,
+    cap: float | None = None,
     kernel: Literal["fused", "chunked", "auto"] | HeadKernel = "auto",
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of a target and entropy of softmax(scale * weight @ hidden).
 
-    With z = scale * weight @ hidden: log p = z_target - logsumexp(z); H = logsumexp(z) - sum_j p_j z_j, in nats.
+    With z = scale * weight @ hidden, or with a cap z = scale * cap * tanh(weight @ hidden / cap): log p = z_target - logsumexp(z); H = logsumexp(z) - sum_j p_j z_j, in nats.
 
     Args:
         hidden: [tokens, hidden], any float type, equal on all ranks of the group.
@@ -103,6 +114,7 @@ def linear_logprobs(
         columns: number of rows that are real entries; the rows after them are padding, which is ignored; None: all.
         group: ranks that together hold the vocabulary; None: this rank holds all of it.
         scale: factor of the logits, one over the temperature.
+        cap: bound of the logits before they are scaled; None: they have none.
         kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed;
             or the kernel itself.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: the number with 2**26 logits.
@@ -114,7 +126,7 @@ def linear_logprobs(
     columns = weight.shape[0] if columns is None else columns
     kernel = _choose_kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel
     result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(
-        hidden, weight, targets - start, columns, group, scale, kernel
+        hidden, weight, targets - start, columns, group, scale, cap, kernel
     )
     return result
 
@@ -142,10 +154,11 @@ class _LinearLogprobs(torch.autograd.Function):
         columns: int,
         group: dist.ProcessGroup | None,
         scale: float,
+        cap: float | None,
         kernel: HeadKernel,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities and entropies; `local` is each target's row, [tokens], int64."""
-        head = Head(hidden, weight, columns, local, scale)
+        head = Head(hidden, weight, columns, local, scale, cap)
         if len(local) and columns:
             statistics = kernel.compute_statistics(head)
         else:  # no tokens, or a vocabulary that is all padding
@@ -160,7 +173,7 @@ class _LinearLogprobs(torch.autograd.Function):
         log_sum = sums[0].log()
         logsumexp, entropy = highest + log_sum, log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local, logsumexp, entropy)
-        ctx.columns, ctx.scale, ctx.kernel = columns, scale, kernel
+        ctx.columns, ctx.scale, ctx.cap, ctx.kernel = columns, scale, cap, kernel
         ctx.set_materialize_grads(False)  # few losses contain the entropy
         return sums[2] - logsumexp, entropy
 
@@ -171,9 +184,9 @@ class _LinearLogprobs(torch.autograd.Function):
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(logsumexp)
         if len(local) and ctx.columns:
-            head = Head(hidden, weight, ctx.columns, local, ctx.scale)
+            head = Head(hidden, weight, ctx.columns, local, ctx.scale, ctx.cap)
             inputs = BackwardInput(logsumexp, entropy, of_logprobs, of_entropy, of_weight=ctx.needs_input_grad[1])
             both = ctx.kernel.compute_gradients(head, inputs)
         else:
             both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        return *both, None, None, None, None, None
+        return *both, None, None, None, None, None, None

@@ -24,12 +24,17 @@ class Cost:
     per_pair: float  # cost of a pair of a query and a key that it attends to
     window: int | None = None  # tokens that a token sees in layers with a window, itself included; None: no such layer
     per_windowed_pair: float = 0.0  # cost of a pair in the layers with a sliding window
+    chunked: bool = False  # whether the windows are chunks, of which a token sees the part before it
 
     def compute(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Compute the cost of each sequence: [sequences], float64."""
         cost = self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
         if self.window is None:
             return cost
+        if self.chunked:
+            chunks, rest = np.divmod(lengths, self.window)
+            pairs = chunks * (self.window * (self.window + 1) / 2) + rest * (rest + 1) / 2
+            return cost + self.per_windowed_pair * pairs
         within = np.minimum(lengths, self.window)
         return cost + self.per_windowed_pair * (within * (within + 1) / 2 + self.window * (lengths - within))
 

@@ -97,6 +97,7 @@ def _view_sections(tensor: Tensor, axes: Sequence[str], sizes: Mapping[str, int]
     return views
 
 
+_BUFFERS = (".expert_bias", ".layer_scalar")
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")  # in their layer
 
 
@@ -135,8 +136,8 @@ def _bind_chunk(model: Any, shape: ModelShape) -> list[BoundEntry]:
     adapters = {name.rpartition(".")[0] for name in adapter_names}
     for name in adapter_names:
         del parameters[name]
-    # Biases of expert selection have no gradient, so they are buffers.
-    parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
+    # Biases of expert selection and factors of layers have no gradient, so they are buffers.
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(_BUFFERS)}
     experts = _list_rank_experts(model, shape)
     # A stage may lack parameters outside layers, such as the embedding; a chunk that is the full model may not, except
     # for the copy of a tied embedding.

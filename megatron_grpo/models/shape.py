@@ -12,7 +12,8 @@ from typing import Any, Literal
 from megatron_grpo.config.errors import to_text
 
 LayerKind = Literal[
-    *("mixer", "attention", "qkv_bias", "qk_norm", "delta", "latent", "full_query", "compressed_query"),
+    *("mixer", "attention", "unrotated", "global", "own_value", "key_as_value", "qkv_bias", "qk_norm"),
+    *("delta", "latent", "full_query", "compressed_query"),
     *("mlp", "dense", "experts", "single_experts", "packed_experts"),
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
@@ -40,6 +41,9 @@ class ExpertShape:
     bias: bool = False  # of the router, and of both matrices of each expert
     groups: int = 1  # groups that the experts are divided into
     top_groups: int = 1  # best groups, from which all experts of a token are chosen
+    scales_input: bool = False  # whether a token's weight multiplies the expert's input rather than its output
+    beside_dense: bool = False
+    """Whether the shared expert is a dense network with norms of its own, and the router has a norm and factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,23 @@ class DeltaShape:
     def channels(self) -> int:
         """Features of queries, keys and values together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Sizes of a layer's key/value heads."""
+
+    key_value_heads: int
+    head_dim: int
+    key_is_value: bool = False  # whether values are the keys, before these are normalised and rotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Factor of queries that grows with the position p: 1 + slope * log(1 + floor((p + 1) / length))."""
+
+    slope: float
+    length: int  # in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +133,15 @@ class ModelShape:
     window: int | None = None
     """Tokens that each token attends to in layers with a window, itself included; None: no layer has one."""
     windowed: tuple[bool, ...] = ()  # [layers]: whether a layer has the window; empty: none has
+    chunked: bool = False
+    """Whether windows are chunks of the sequence, of which each token sees the part before it."""
+    unrotated: tuple[bool, ...] = ()  # [layers]: whether a layer has no rotary embedding; empty: all have one
+    unweighted_qk_norm: bool = False  # query and key heads are normalised without a weight, in rotated layers
+    query_scale: QueryScale | None = None  # factor of the queries in unrotated layers; None: 1
+    global_heads: HeadShape | None = None  # heads of layers without a window; None: those of the other layers
+    value_norm: bool = False  # value heads are normalised without a weight
+    layer_scale: bool = False  # a layer's output is multiplied by a number, which is not trained
+    logit_cap: float | None = None  # c, if logits z are c * tanh(z / c)
     local_rope_theta: float | None = None
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None  # None: every layer is dense
@@ -125,7 +155,9 @@ class ModelShape:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        return not self.post_norms and self.local_rope_theta is None and self.latent is None
+        has_torch_attention = self.local_rope_theta is not None or self.latent is not None or self.chunked
+        has_torch_attention |= self.query_scale is not None or self.value_norm
+        return not (self.post_norms or has_torch_attention or self.layer_scale)
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -133,36 +165,58 @@ class ModelShape:
     def has_delta(self, layer: int) -> bool:
         return bool(self.delta_layers) and self.delta_layers[layer]
 
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer has heads of other sizes than the layers with a window."""
+        return self.global_heads is not None and not self.windowed[layer]
+
+    def find_heads(self, layer: int) -> HeadShape:
+        """Find the sizes of a layer's key/value heads."""
+        if self.global_heads is not None and self.is_global(layer):
+            return self.global_heads
+        return HeadShape(key_value_heads=self.key_value_heads, head_dim=self.head_dim)
+
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
         """List the kinds that a layer is of."""
-        kinds: set[LayerKind] = {"mixer", "mlp"}
+        return frozenset({"mixer", "mlp", *self._list_mixer_kinds(layer), *self._list_mlp_kinds(layer)})
+
+    def _list_mixer_kinds(self, layer: int) -> set[LayerKind]:
         if self.has_delta(layer):
-            kinds.add("delta")
-        elif self.latent is not None:
-            kinds |= {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
-        else:
-            options: dict[LayerKind, bool] = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
-            kinds |= {"attention", *(kind for kind, has_option in options.items() if has_option)}
-        if self.has_experts(layer):
-            assert self.experts is not None
-            kinds |= {"experts", "packed_experts" if self.experts.packed else "single_experts"}
-        else:
-            kinds.add("dense")
-        return frozenset(kinds)
+            return {"delta"}
+        if self.latent is not None:
+            return {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
+        if self.is_global(layer):
+            return {"global", "key_as_value" if self.find_heads(layer).key_is_value else "own_value"}
+        options: dict[LayerKind, bool] = {
+            "qkv_bias": self.qkv_bias,
+            "qk_norm": self.qk_norm,
+            "unrotated": bool(self.unrotated) and self.unrotated[layer],
+        }
+        return {"attention", *(kind for kind, has_option in options.items() if has_option)}
+
+    def _list_mlp_kinds(self, layer: int) -> set[LayerKind]:
+        if not self.has_experts(layer):
+            return {"dense"}
+        assert self.experts is not None
+        return {"experts", "packed_experts" if self.experts.packed else "single_experts"}
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by the names of factors in the weight map (`weight_axes`).
 
-        "query", "key" and "value" count the features of a key/value group; the "latent_..." are features of a head.
-        Tensor parallelism does not split "all_queries" and "all_keys".
+        "query", "key" and "value" count the features of a key/value group, "global_query" and so on those of a layer
+        with other heads; the "latent_..." are features of a head. Tensor parallelism does not split "all_queries" and
+        "all_keys".
         """
         features, groups = self.head_dim, self.key_value_heads
         sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
         sizes |= {"heads": self.attention_heads, "groups": groups, "head_dim": features}
-        sizes["per_group"] = self.attention_heads // groups
+        sizes |= {"per_group": self.attention_heads // groups, "scalar": 1}
         sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
         sizes |= {"all_queries": self.attention_heads * features, "all_keys": groups * features}
+        if (heads := self.global_heads) is not None:
+            features, groups = heads.head_dim, heads.key_value_heads
+            sizes |= {"global_groups": groups, "global_query": self.attention_heads // groups * features}
+            sizes |= {"global_key": features, "global_value": features, "global_head_dim": features}
         if (experts := self.experts) is not None:
             sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
             sizes["shared_ffn"] = experts.shared_ffn_hidden

@@ -15,7 +15,7 @@ from megatron_grpo.models.weight_axes import list_names, measure_axis, split_sec
 
 _MLP_KINDS = ("mlp", "dense", "experts", "single_experts", "packed_experts")
 # Factors that tensor parallelism splits; a parameter has at most one of them.
-_SPLIT = {"vocab", "groups", "heads", "key_heads", "ffn", "expert_ffn", "shared_ffn"}
+_SPLIT = {"vocab", "groups", "global_groups", "heads", "key_heads", "ffn", "expert_ffn", "shared_ffn"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,10 @@ class MicrobatchMaker:
 
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
         # `routed`: the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
-        packed = packs.build_packed_sequences(layout, self._transformer_engine, self._shape.window, self._move)
+        shape = self._shape
+        packed = packs.build_packed_sequences(
+            layout, self._transformer_engine, shape.window, self._move, chunked=shape.chunked
+        )
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:

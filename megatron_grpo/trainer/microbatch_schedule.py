@@ -27,9 +27,13 @@ def derive_cost(shape: ModelShape) -> Cost:
     window = shape.window
     if window is None:
         return Cost(per_token=count(1) - every_pair, per_pair=every_pair)
-    # For tokens past the window, only layers without a window add a key with each token.
-    per_pair = count(window + 2) - 2 * count(window + 1) + count(window)
-    return Cost(count(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
+    if shape.chunked:
+        # The first token of the second chunk sees itself in layers with chunks, and everything in the others.
+        per_pair = (count(window + 1) - count(window) - count(1)) / window
+    else:
+        # For tokens past the window, only layers without a window add a key with each token.
+        per_pair = count(window + 2) - 2 * count(window + 1) + count(window)
+    return Cost(count(1) - every_pair, per_pair, window, every_pair - per_pair, chunked=shape.chunked)
 
 
 def split_among_replicas(batch: StepBatch, replicas: int) -> list[slice]:

@@ -330,6 +330,7 @@ class PolicyRank(ModelRank):
             "columns": max(0, min(columns, self.shape.vocab - start)),
             "group": process_group if process_group.size() > 1 else None,
             "scale": 1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
+            "cap": self.shape.logit_cap,
             "chunk_tokens": self.config.logprob_chunk_size,
         }
         if self.settings.token_filter is None:

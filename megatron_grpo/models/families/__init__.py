@@ -15,9 +15,11 @@ from megatron_grpo.models.families import (
     deepseek_v3,
     full_width,
     gemma3,
+    gemma4,
     glm,
     gpt_oss,
     llama,
+    llama4,
     mixtures,
     phi,
     qwen3_5,
@@ -60,6 +62,8 @@ _ALL = (
     *full_width.FAMILIES,
     gpt_oss.FAMILY,
     *qwen3_5.FAMILIES,
+    llama4.FAMILY,
+    gemma4.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
 
@@ -105,9 +109,10 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
     output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
     element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
-    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. In a delta net a
-    token multiplies each head's matrix three times, to read what it holds for the key, to write, and to read for the
-    query. A value model counts as the language model that it starts from.
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each, and in a layer
+    with chunks those of its chunk up to itself. In a delta net a token multiplies each head's matrix three times, to
+    read what it holds for the key, to write, and to read for the query. A value model counts as the language model that
+    it starts from.
     """
     weights, sizes = 0, shape.sizes
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
@@ -119,8 +124,7 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
         weights += delta_layers * 3 * delta.value_heads * delta.key_dim * delta.value_dim
     pairs = (shape.layers - windowed - delta_layers) * sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
-        window = shape.window
-        pairs += windowed * sum(_count_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+        pairs += windowed * sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
     latent = shape.latent
     head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
     return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
@@ -128,6 +132,12 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 def _count_causal_pairs(length: int) -> int:
     return length * (length + 1) // 2
+
+
+def _count_windowed_pairs(length: int, window: int, is_chunk: bool) -> int:
+    if is_chunk:
+        return length // window * _count_causal_pairs(window) + _count_causal_pairs(length % window)
+    return _count_causal_pairs(min(length, window)) + window * max(length - window, 0)
 
 
 def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelShape:

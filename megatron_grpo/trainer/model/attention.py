@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -9,20 +10,28 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import HeadShape, ModelShape, QueryScale
+from megatron_grpo.trainer.model.layers import UnweightedNorm
 from megatron_grpo.trainer.model.packed_sequences import AttentionRectangle, PackedSequences
 
 
 def _select_rows(tokens: Tensor, index: Tensor) -> Tensor:
     # The look-up of embeddings, whose backward is much faster than that of indexing.
     return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
+
+
+def _compute_query_scales(positions: Tensor, scale: QueryScale) -> Tensor:
+    """Compute the factor of each token's query: [tokens], float32."""
+    stretches = torch.floor((positions.float() + 1.0) / scale.length)
+    return torch.log1p(stretches) * scale.slope + 1.0
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -34,12 +43,18 @@ class TorchCoreAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, layer_number: int, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        *,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        query_scale: QueryScale | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self._query_scale = softmax_scale, query_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        # Tokens that each token sees, itself included; None: all before it.
+        # Tokens that each token sees, itself included, or of a chunk of the sequence; None: all before it.
         self.window: int | None = config.window_size[0] + 1 if windowed else None
         self._on_gpu = config.platform.is_like_cuda
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
@@ -67,6 +82,9 @@ class TorchCoreAttention(torch.nn.Module):
     ) -> Tensor:
         # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim].
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
+        if self._query_scale is not None:
+            scales = _compute_query_scales(packed_seq_params.positions, self._query_scale)
+            query = (query * scales[:, None, None, None]).type_as(query)
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
@@ -142,15 +160,51 @@ class LocalOrGlobalSelfAttention(SelfAttention):
             core.softmax_scale = (core.softmax_scale or config.kv_channels**-0.5) * config.rope_factor**2
 
     def forward(self, *arguments: Any, rotary_pos_emb: Any = None, **keywords: Any) -> Any:
-        rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
+        size = self.hidden_size_per_attention_head
+        rotary = rotary_pos_emb[..., :size] if self.core_attention.window is None else rotary_pos_emb[..., -size:]
         return super().forward(*arguments, rotary_pos_emb=rotary, **keywords)
+
+
+class QueryKeyLinear(ColumnParallelLinear):
+    """The projection to queries and keys, where keys are the values too."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
+        value_size = config.kv_channels * config.num_query_groups
+        super().__init__(input_size, output_size - value_size, config=config, **settings)
+
+
+class ValueNormSelfAttention(LocalOrGlobalSelfAttention):
+    """Self-attention with normalised values, and perhaps heads of its own sizes (Gemma 4)."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, heads: HeadShape | None, **keywords: Any) -> None:
+        if heads is not None:
+            config = copy.copy(config)
+            config.kv_channels, config.num_query_groups = heads.head_dim, heads.key_value_heads
+        super().__init__(config, *arguments, **keywords)
+        self.v_norm = UnweightedNorm(self.hidden_size_per_attention_head, config.layernorm_epsilon)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values: [tokens, 1, heads, head_dim] each."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, ranks = self.config.num_query_groups, self.pg_collection.tp.size()
+        sharing, rank = max(1, ranks // groups), self.pg_collection.tp.rank()  # ranks that share a key/value head
+        if sharing > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.pg_collection.tp)
+            mixed = mixed.chunk(groups, dim=-1)[rank // sharing]
+        heads = mixed.unflatten(-1, (max(1, groups // ranks), -1, self.hidden_size_per_attention_head))
+        queries = self.config.num_attention_heads // groups
+        # Behind a group's queries lie its key and its value, or its key alone.
+        query, key, value = heads[:, :, :, :queries].flatten(2, 3), heads[:, :, :, queries], heads[:, :, :, -1]
+        query = query.chunk(sharing, dim=2)[rank % sharing]
+        return self.q_layernorm(query), self.k_layernorm(key), self.v_norm(value)
 
 
 class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the torch layers: angles at the microbatch's positions.
 
     Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
-    angles at 0 to length do not fit. Frequencies are those of the wrapped embedding; windowed layers have the second.
+    angles at 0 to length do not fit. Frequencies are those of the wrapped embeddings; windowed layers have the second,
+    if there are two.
     """
 
     def __init__(self, *rotaries: RotaryEmbedding) -> None:
@@ -164,7 +218,7 @@ class RotaryAtPositions(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles, [tokens, 1, 1, rotated features], float32; of two embeddings [2, tokens, ...]."""
+        """Compute angles, [tokens, 1, 1, rotated features], float32; those of two embeddings side by side."""
         angles = []
         for rotary in self.rotaries:
             frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)
@@ -172,7 +226,7 @@ class RotaryAtPositions(torch.nn.Module):
             is_interleaved = rotary.rotary_interleaved
             both = frequencies.repeat_interleave(2, dim=-1) if is_interleaved else frequencies.repeat(1, 2)
             angles.append(both[:, None, None])
-        return torch.stack(angles) if len(angles) > 1 else angles[0]
+        return torch.cat(angles, dim=-1)
 
 
 class RotaryTable(torch.nn.Module):
@@ -208,7 +262,7 @@ def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=shape.hidden,
         num_attention_heads=shape.attention_heads,
-        head_dim=shape.rotated_dim or shape.head_dim,
+        head_dim=shape.rotated_dim or (shape.global_heads.head_dim if shape.global_heads else shape.head_dim),
         max_position_embeddings=shape.max_positions,
         rope_parameters={**scaling, "rope_type": rope_type},
     )

@@ -28,7 +28,13 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_layer
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, find_rope_factor
+from megatron_grpo.trainer.model.attention import (
+    LocalOrGlobalSelfAttention,
+    QueryKeyLinear,
+    TorchCoreAttention,
+    ValueNormSelfAttention,
+    find_rope_factor,
+)
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import (
@@ -39,9 +45,11 @@ from megatron_grpo.trainer.model.layers import (
     QueryNorm,
     RMSNorm,
     ScaledQuery,
+    UnweightedNorm,
     apply_mixin,
 )
 from megatron_grpo.trainer.model.lora import AdaptedLinear
+from megatron_grpo.trainer.model.mixture_beside_dense import MixtureBesideDense, NormedRouter, ScaledLayer
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
 logger = logging.getLogger(__name__)
@@ -131,7 +139,8 @@ def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backen
         names = map_checkpoint_names(has_experts=has_experts, has_delta="delta" in kinds)
     halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
-    return ModuleSpec(DecoderLayer if has_experts else TransformerLayer, submodules=parts)
+    layer = DecoderLayer if has_experts else TransformerLayer
+    return ModuleSpec(ScaledLayer if shape.layer_scale else layer, submodules=parts)
 
 
 def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:
@@ -146,15 +155,23 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     else:
         fused = modules.column_parallel_layer_norm_linear()
         query_norm, key_norm = _choose_head_norms(shape, modules)
+        core_attention = modules.core_attention()
+        if shape.unweighted_qk_norm and "unrotated" not in kinds:
+            query_norm = key_norm = UnweightedNorm  # before the rotation instead of behind it, which changes no length
+        if shape.query_scale is not None and "unrotated" in kinds:
+            core_attention = partial(core_attention, query_scale=shape.query_scale)
         parts = SelfAttentionSubmodules(
-            linear_qkv=fused or modules.column_parallel_linear(),
-            core_attention=modules.core_attention(),
+            linear_qkv=QueryKeyLinear if "key_as_value" in kinds else fused or modules.column_parallel_linear(),
+            core_attention=core_attention,
             linear_proj=NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear(),
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         )
         module = SelfAttention if shape.local_rope_theta is None else LocalOrGlobalSelfAttention
-        attention = ModuleSpec(module, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+        params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+        if shape.value_norm:
+            module, params["heads"] = ValueNormSelfAttention, shape.global_heads if "global" in kinds else None
+        attention = ModuleSpec(module, params=params, submodules=parts)
     return {
         "input_layernorm": modules.layer_norm(rms_norm=True) if fused is None and shape.pre_norms else IdentityOp,
         "self_attention": attention,
@@ -199,6 +216,10 @@ def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSp
         matrices = get_submodules(get_submodules(mlp).experts)
         if shape.experts.bias and matrices.linear_fc2 is RowParallelLinear:
             matrices.linear_fc2 = ExpertRowParallelLinear
+        if shape.experts.beside_dense:
+            get_submodules(mlp).router = NormedRouter
+            mlp = partial(MixtureBesideDense, submodules=get_submodules(mlp))
+            return {"pre_mlp_layernorm": IdentityOp, "mlp": mlp, "mlp_bda": get_bias_dropout_add}
     else:
         fc1 = modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
         fc2 = NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear()

@@ -118,6 +118,18 @@ class ScaledQuery(torch.nn.Module):
         return heads * self.scale
 
 
+class UnweightedNorm(torch.nn.Module):
+    """RMS norm within each head, without a weight."""
+
+    def __init__(self, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self._size, self._eps = hidden_size, eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise every row, in the dtype of `hidden`."""
+        return F.rms_norm(hidden, (self._size,), eps=self._eps)
+
+
 class ExpertRowParallelLinear(RowParallelLinear):
     """An expert's second matrix, if experts have biases.
 
@@ -167,5 +179,7 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
                 setattr(parts, field.name, partial(mixed, **params, **arguments))
-        elif isinstance(part, (ModuleSpec, partial)) and (names is None or module is not MoELayer):
+        elif isinstance(part, (ModuleSpec, partial)) and (
+            names is None or not (isinstance(module, type) and issubclass(module, MoELayer))
+        ):
             _mix_in(get_submodules(part), mixin, names, arguments)

@@ -99,6 +99,8 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         # Megatron-Core has a place for a module behind the projection only with this setting.
         "qk_layernorm": shape.qk_norm or shape.full_width_qk_norm or scales_queries(shape),
         "attention_output_gate": shape.output_gate,
+        "qk_l2_norm": shape.unweighted_qk_norm,
+        "no_rope_freq": list_by_megatron_layer(shape.unrotated, "mixer") or None,
         "gated_linear_unit": True,
         **_ACTIVATIONS[shape.activation],
         "add_bias_linear": shape.attention_bias,  # of experts and routers too
@@ -110,6 +112,8 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "softmax_type": "learnable" if shape.sinks else "vanilla",
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
+        # Layers with heads of other sizes cannot be stacked in a checkpoint.
+        "hetereogenous_dist_checkpoint": shape.global_heads is not None,
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
     }
 
@@ -248,6 +252,7 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
         "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,
         "moe_router_enable_expert_bias": experts.selection_bias,
         "moe_router_bias_update_rate": 0.0,
+        "moe_apply_probs_on_input": experts.scales_input,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": uses_te,

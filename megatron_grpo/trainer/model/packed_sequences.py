@@ -109,6 +109,21 @@ class _Parts:
             queries, position + queries - unseen, self.first_query[part] + begin, self.first_key[part] + unseen
         )
 
+    def cut_to_chunks(self, length: int) -> _Parts:
+        # A part gets the queries of one chunk, and the keys of this chunk alone.
+        first = self.keys - self.queries  # position of the first query
+        chunks = np.where(self.queries > 0, -(-self.keys // length) - first // length, 0)
+        part = np.repeat(np.arange(len(chunks)), chunks)
+        nth = np.arange(len(part)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+        begin = (first[part] // length + nth) * length  # position of the chunk's first token
+        first_query, end = np.maximum(first[part], begin), np.minimum(self.keys[part], begin + length)
+        return _Parts(
+            end - first_query,
+            end - begin,
+            self.first_query[part] + first_query - first[part],
+            self.first_key[part] + begin,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
@@ -198,12 +213,17 @@ def _split_into_parts(layout: PackedLayout) -> _Parts:
     )
 
 
-def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
+def build_attention_calls(
+    layout: PackedLayout, window: int | None, move: Move, *, chunked: bool = False
+) -> AttentionCalls:
     """Build the attention calls of a microbatch.
 
-    `window`: tokens that each token sees, itself included; None: all before it.
+    `window`: tokens that each token sees, itself included, or with `chunked` tokens of a chunk, of which it sees those
+    before it; None: it sees all before it.
     """
-    parts = _split_into_parts(layout) if window is None else _split_into_parts(layout).cut_to_window(window)
+    parts = _split_into_parts(layout)
+    if window is not None:
+        parts = parts.cut_to_chunks(window) if chunked else parts.cut_to_window(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first, so that neighbours have similar lengths and rectangles little padding.
     order = np.lexsort((np.arange(len(keys)), -queries, -keys))
@@ -258,9 +278,17 @@ def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_n
 
 
 def build_packed_sequences(
-    layout: PackedLayout, transformer_engine: bool, window: int | None = None, move: Move = torch.from_numpy
+    layout: PackedLayout,
+    transformer_engine: bool,
+    window: int | None = None,
+    move: Move = torch.from_numpy,
+    *,
+    chunked: bool = False,
 ) -> PackedSequences:
-    """Build the argument of Megatron-Core's layers for a microbatch of a dense model."""
+    """Build the argument of Megatron-Core's layers for a microbatch of a dense model.
+
+    `window` and `chunked` as in `build_attention_calls`.
+    """
     ends = move(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
     if transformer_engine:  # its attention needs boundaries only
         # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal
@@ -280,5 +308,5 @@ def build_packed_sequences(
         cu_seqlens_q=ends,  # for delta nets; attention reads `calls`
         positions=move(layout.positions),
         calls=build_attention_calls(layout, None, move),
-        windowed_calls=None if window is None else build_attention_calls(layout, window, move),
+        windowed_calls=None if window is None else build_attention_calls(layout, window, move, chunked=chunked),
     )
