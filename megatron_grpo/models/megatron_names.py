@@ -16,17 +16,19 @@ HALVES: tuple[tuple[Half, ...], ...] = (("mixer", "mlp"),)
 """Halves in each of the layers of Megatron-Core that make up a Hugging Face layer."""
 FINAL_NORM = "final_layernorm"
 
-# Transformer Engine fuses a norm with the product behind it, and has the matrices of experts in one module.
+# Transformer Engine fuses a norm with the product behind it, of attention or of Mamba, and has the matrices of experts
+# in one module.
+_INPUT_NORMS = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.in_proj.layer_norm_weight")
 _ENGINE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
+    "input_layernorm.weight": _INPUT_NORMS,
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": ("mlp.experts.linear_fc1.weight{expert}",),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": ("mlp.experts.linear_fc2.weight{expert}",),
 }
 
 
 def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
-    """Name a parameter in the torch layers and, if that differs, in Transformer Engine's.
+    """Name a parameter in the torch layers and, where they differ, in Transformer Engine's.
 
     Args:
         layer: Hugging Face's number, less that of the first layer of the stage for names in a stage.
@@ -38,16 +40,18 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
         return (name.replace("final_norm.", f"decoder.{FINAL_NORM}."),)
     position = next(position for position, halves in enumerate(HALVES) if half in halves)
     prefix = f"decoder.layers.{layer * len(HALVES) + position}."
-    return tuple(prefix + alias for alias in (name, _ENGINE_NAMES.get(name)) if alias is not None)
+    return tuple(prefix + alias for alias in (name, *_ENGINE_NAMES.get(name, ())))
 
 
-def map_checkpoint_names(*, has_experts: bool) -> dict[str, str]:
+def map_checkpoint_names(*, has_experts: bool, has_in_proj: bool = False) -> dict[str, str]:
     """Map the norms of a torch layer to their names in checkpoints.
 
     These are Transformer Engine's, in which the norm before experts is a module too.
     """
-    fused = list(_ENGINE_NAMES.items())[: 1 if has_experts else 2]
-    return {name.removesuffix("weight"): engine_name.removesuffix("weight") for name, engine_name in fused}
+    fused = {"input_layernorm.": _INPUT_NORMS[has_in_proj]}
+    if not has_experts:
+        fused["pre_mlp_layernorm."] = _ENGINE_NAMES["pre_mlp_layernorm.weight"][0]
+    return {name: engine_name.removesuffix("weight") for name, engine_name in fused.items()}
 
 
 def translate_layer(number: int) -> tuple[int, tuple[Half, ...]]:

@@ -10,8 +10,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
+from megatron_grpo.models.megatron_names import Half
 
-LayerKind = Literal["mixer", "attention", "latent", "full_query", "compressed_query", "mlp", "dense", "experts"]
+LayerKind = Literal[
+    "mixer",
+    "attention",
+    "latent",
+    "full_query",
+    "compressed_query",
+    "mamba",
+    "mlp",
+    "dense",
+    "experts",
+    "latent_experts",
+]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
 
@@ -34,6 +46,9 @@ class ExpertShape:
     """Whether experts are chosen by score plus a bias that no gradient updates (DeepSeek-V3)."""
     groups: int = 1  # groups that the experts are divided into
     top_groups: int = 1  # best groups, from which all experts of a token are chosen
+    latent: int | None = None
+    """Length of the vector that a token is projected to for its routed experts, whose sum is projected back; None: they
+    read and write the hidden state itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +61,22 @@ class LatentShape:
     plain_dim: int  # length of the part of a head's query and key that is not rotated
     rope_dim: int  # length of the rotated part; all heads share the key's
     value_dim: int  # length of a head's value
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaShape:
+    """Mamba-2 (Dao and Gu 2024): each head has a state of `state` vectors, in place of all keys and values."""
+
+    heads: int
+    groups: int  # neighbouring heads of a group share what they write with (B) and read with (C)
+    head_dim: int
+    state: int  # length of B and C
+    kernel: int  # tokens that the convolution of inputs, B and C sees
+
+    @property
+    def channels(self) -> int:
+        """Features of the convolution."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +102,9 @@ class ModelShape:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight instead of by weight
     post_norms: bool = False
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh."""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; relu2: the square of
+    ReLU, in a feed-forward without gate."""
     softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""
@@ -83,6 +115,11 @@ class ModelShape:
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: every key/value head has matrices of its own
+    mamba: MambaShape | None = None
+    mamba_layers: tuple[bool, ...] = ()  # [layers]: whether a layer has Mamba-2 in place of attention; empty: none has
+    unrotated: tuple[bool, ...] = ()  # [layers]: whether a layer has no rotary embedding; empty: all have one
+    single_halves: tuple[Half, ...] = ()
+    """[layers]: the one half that a layer consists of; empty: layers have both."""
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 
@@ -94,18 +131,38 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether feed-forward networks have a gate beside their first matrix."""
+        return self.activation != "relu2"
+
+    def has_mamba(self, layer: int) -> bool:
+        return bool(self.mamba_layers) and self.mamba_layers[layer]
+
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
         """List the kinds that a layer is of."""
         mixers: tuple[LayerKind, ...] = ("attention",)
-        if self.latent is not None:
+        if self.has_mamba(layer):
+            mixers = ("mamba",)
+        elif self.latent is not None:
             mixers = "latent", "full_query" if self.latent.query_rank is None else "compressed_query"
-        return frozenset({"mixer", "mlp", *mixers, "experts" if self.has_experts(layer) else "dense"})
+        networks: tuple[LayerKind, ...] = ("dense",)
+        if self.experts is not None and self.has_experts(layer):
+            networks = ("experts",) if self.experts.latent is None else ("experts", "latent_experts")
+        halves: dict[Half, tuple[LayerKind, ...]] = {"mixer": ("mixer", *mixers), "mlp": ("mlp", *networks)}
+        present = self.single_halves[layer : layer + 1] or tuple(halves)
+        return frozenset(kind for half in present for kind in halves[half])
+
+    def count_layers(self, kind: LayerKind) -> int:
+        """Count the layers of a kind."""
+        return sum(kind in self.list_kinds(layer) for layer in range(self.layers))
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by the names of factors in the weight map (`weight_axes`).
 
-        "query", "key" and "value" count the features of a key/value group; the "latent_..." are features of a head.
+        "query", "key" and "value" count the features of a key/value group, "mamba_heads" the heads of a group of Mamba;
+        the "latent_..." are features of a head.
         """
         features, groups = self.head_dim, self.key_value_heads
         sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
@@ -113,12 +170,15 @@ class ModelShape:
         sizes |= {"query": self.attention_heads // groups * features, "key": features, "value": features}
         if (experts := self.experts) is not None:
             sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
-            sizes["shared_ffn"] = experts.shared_ffn_hidden
+            sizes |= {"shared_ffn": experts.shared_ffn_hidden, "expert_hidden": experts.latent or self.hidden}
         if (latent := self.latent) is not None:
             sizes |= {"query_rank": latent.query_rank or 0, "latent": latent.rank, "latent_value": latent.value_dim}
             sizes["compressed"] = latent.rank + latent.rope_dim
             sizes["latent_query"] = latent.plain_dim + latent.rope_dim
             sizes["latent_key_value"] = latent.plain_dim + latent.value_dim
+        if (mamba := self.mamba) is not None:
+            sizes |= {"mamba_groups": mamba.groups, "mamba_heads": mamba.heads // mamba.groups}
+            sizes |= {"mamba_dim": mamba.head_dim, "state": mamba.state, "kernel": mamba.kernel, "channel": 1}
         return sizes
 
 

@@ -112,6 +112,8 @@ class MicrobatchMaker:
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
         # `routed`: the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
         packed = packs.build_packed_sequences(layout, self._transformer_engine, self._shape.window, self._move)
+        if self._shape.mamba is not None:
+            packed.state_tokens = packs.build_state_tokens(layout, self._move)
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, gemma3, llama, mixtures
+from megatron_grpo.models.families import deepseek_v3, gemma3, llama, mixtures, nemotron_h
+from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
@@ -37,7 +38,7 @@ def as_value_model(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
-_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY)
+_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY, nemotron_h.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
 
 # Keys of the config.json of models that read images, video or sound; those of text alone have none of them.
@@ -58,8 +59,17 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
         outputs = [_map_outer("output_layer.weight", tensor, "vocab", "hidden", copy=shape.tied_embeddings)]
     family = FAMILIES[shape.family]
     kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
-    rows = (row for table in family.tables for row in map_rows(table, family.renamed) if row.kind in kinds)
-    return (_INPUT, *rows, _NORM, *outputs)
+    rows = (row for row in list_rows(family) if row.kind in kinds)
+    return (_rename_tensors(_INPUT, family), *rows, *(_rename_tensors(row, family) for row in (_NORM, *outputs)))
+
+
+def list_rows(family: Family) -> list[WeightEntry]:
+    """List the rows of a family's tables."""
+    return [_rename_tensors(row, family) for table in family.tables for row in map_rows(table)]
+
+
+def _rename_tensors(entry: WeightEntry, family: Family) -> WeightEntry:
+    return replace(entry, hf=tuple(replace(tensor, name=family.rename(tensor.name)) for tensor in entry.hf))
 
 
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -74,16 +84,21 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
     output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
     element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
-    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. A value model
-    counts as the language model that it starts from.
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each. In a layer with
+    Mamba a token writes into each head's state, and reads from it. A value model counts as the language model that it
+    starts from.
     """
     weights, sizes = 0, shape.sizes
+    if (mamba := shape.mamba) is not None:
+        weights += 2 * shape.count_layers("mamba") * mamba.heads * mamba.head_dim * mamba.state
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
-        if entry is not _INPUT:
+        if entry.name != _INPUT.name:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
-            weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) == 2 else 0
+            weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) >= 2 else 0
     windowed = sum(shape.windowed)
-    pairs = (shape.layers - windowed) * sum(map(_count_causal_pairs, lengths))
+    pairs = (shape.count_layers("attention") + shape.count_layers("latent") - windowed) * sum(
+        map(_count_causal_pairs, lengths)
+    )
     if shape.window is not None:
         window = shape.window
         pairs += windowed * sum(_count_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)

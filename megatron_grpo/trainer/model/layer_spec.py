@@ -28,10 +28,11 @@ from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
-from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
+from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter, LatentExperts
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, apply_mixin
 from megatron_grpo.trainer.model.lora import AdaptedLinear
+from megatron_grpo.trainer.model.mamba import MambaMixer, MambaParts
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,12 @@ class TorchModules(LocalSpecProvider):
 def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> ModuleSpec:
     # The two halves are apart, as a hybrid stack takes them: there each is a layer.
     has_experts = "experts" in kinds
-    names = {} if modules.fuse_layernorm_and_linear() else map_checkpoint_names(has_experts=has_experts)
-    halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
+    names = {}
+    if not modules.fuse_layernorm_and_linear():
+        names = map_checkpoint_names(has_experts=has_experts, has_in_proj="mamba" in kinds)
+    # A layer without one of the halves has no modules in its place, and passes its input on.
+    halves = build_mixer(shape, kinds, modules) if "mixer" in kinds else {}
+    halves |= build_mlp(shape, kinds, modules) if "mlp" in kinds else {}
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
     return ModuleSpec(DecoderLayer if has_experts else TransformerLayer, submodules=parts)
 
@@ -129,6 +134,10 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
         factor = 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]
         sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
         attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
+    elif "mamba" in kinds:
+        fused = modules.column_parallel_layer_norm_linear()
+        linears = MambaParts(fused or modules.column_parallel_linear(), modules.row_parallel_linear())
+        attention = ModuleSpec(MambaMixer, params={"sizes": shape.mamba}, submodules=linears)
     else:
         fused = modules.column_parallel_layer_norm_linear()
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
@@ -154,6 +163,8 @@ def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSp
         assert shape.experts is not None
         mlp = get_moe_module_spec_for_backend(modules, shape.experts.count, moe_grouped_gemm=True)
         get_submodules(mlp).router = ExpertRouter
+        if "latent_experts" in kinds:
+            mlp = partial(LatentExperts, submodules=get_submodules(mlp))
     else:
         fc1 = modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
         fc2 = NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 
 T = TypeVar("T")
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": squared_relu}
 
 
 @dataclass
@@ -81,14 +84,17 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.norm_eps,
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "qk_layernorm": shape.qk_norm,
-        "gated_linear_unit": True,
-        "activation_func": {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[shape.activation],
+        "no_rope_freq": list_by_megatron_layer(shape.unrotated, "mixer") or None,
+        "gated_linear_unit": shape.has_gates,
+        "activation_func": _ACTIVATIONS[shape.activation],
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "softmax_scale": shape.softmax_scale,
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
+        # Layers with other parameters than their neighbours cannot be stacked in a checkpoint.
+        "hetereogenous_dist_checkpoint": bool(shape.single_halves),
     }
 
 
@@ -198,6 +204,7 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "moe_latent_size": experts.latent,
         "moe_layer_freq": list_by_megatron_layer(experts.layers, "mlp"),
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,
