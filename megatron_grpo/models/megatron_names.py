@@ -16,7 +16,7 @@ HALVES: tuple[tuple[Half, ...], ...] = (("mixer", "mlp"),)
 """Halves in each of the layers of Megatron-Core that make up a Hugging Face layer."""
 FINAL_NORM = "final_layernorm"
 
-# Transformer Engine fuses a norm with the product behind it, of attention or of a delta net, and has the matrices of
+# Transformer Engine fuses a norm with the product behind it, of attention, a delta net or Mamba, and has the matrices of
 # experts in one module.
 _INPUT_NORMS = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.in_proj.layer_norm_weight")
 _ENGINE_NAMES = {
@@ -45,12 +45,12 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
     return tuple(prefix + alias for alias in (name, *_ENGINE_NAMES.get(name, ())))
 
 
-def map_checkpoint_names(*, has_experts: bool, has_delta: bool = False) -> dict[str, str]:
+def map_checkpoint_names(*, has_experts: bool, has_in_proj: bool = False) -> dict[str, str]:
     """Map the norms of a torch layer to their names in checkpoints.
 
     These are Transformer Engine's, in which the norm before experts is a module too.
     """
-    fused = {"input_layernorm.": _INPUT_NORMS[has_delta]}
+    fused = {"input_layernorm.": _INPUT_NORMS[has_in_proj]}
     if not has_experts:
         fused["pre_mlp_layernorm."] = _ENGINE_NAMES["pre_mlp_layernorm.weight"][0]
     return {name: engine_name.removesuffix("weight") for name, engine_name in fused.items()}

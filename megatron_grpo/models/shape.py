@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
+from megatron_grpo.models.megatron_names import Half
 
 LayerKind = Literal[
-    *("mixer", "attention", "unrotated", "global", "own_value", "key_as_value", "qkv_bias", "qk_norm"),
-    *("delta", "latent", "full_query", "compressed_query"),
-    *("mlp", "dense", "experts", "single_experts", "packed_experts"),
+    # fmt: off
+    "mixer",
+    "attention",
+    "unrotated",
+    "global",
+    "own_value",
+    "key_as_value",
+    "qkv_bias",
+    "qk_norm",
+    "delta",
+    "mamba",
+    "latent",
+    "full_query",
+    "compressed_query",
+    "mlp",
+    "dense",
+    "experts",
+    "single_experts",
+    "packed_experts",
+    "latent_experts",
+    # fmt: on
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
@@ -44,6 +63,9 @@ class ExpertShape:
     scales_input: bool = False  # whether a token's weight multiplies the expert's input rather than its output
     beside_dense: bool = False
     """Whether the shared expert is a dense network with norms of its own, and the router has a norm and factors."""
+    latent: int | None = None
+    """Length of the vector that a token is projected to for its routed experts, whose sum is projected back; None: they
+    read and write the hidden state itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +94,22 @@ class DeltaShape:
     def channels(self) -> int:
         """Features of queries, keys and values together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaShape:
+    """Mamba-2 (Dao and Gu 2024): each head has a state of `state` vectors, in place of all keys and values."""
+
+    heads: int
+    groups: int  # neighbouring heads of a group share what they write with (B) and read with (C)
+    head_dim: int
+    state: int  # length of B and C
+    kernel: int  # tokens that the convolution of inputs, B and C sees
+
+    @property
+    def channels(self) -> int:
+        """Features of the convolution."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +162,10 @@ class ModelShape:
     pre_norms: bool = True  # the inputs of attention and feed-forward are normalised
     post_norms: bool = False
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
-    gpt-oss, gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped."""
+    gpt-oss, gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped; relu2: the square of ReLU, in a
+    feed-forward without gate."""
     softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""
@@ -148,6 +187,10 @@ class ModelShape:
     latent: LatentShape | None = None  # None: every key/value head has matrices of its own
     delta: DeltaShape | None = None
     delta_layers: tuple[bool, ...] = ()  # [layers]: whether a layer has a delta net in place of attention; empty: none
+    mamba: MambaShape | None = None
+    mamba_layers: tuple[bool, ...] = ()  # [layers]: whether a layer has Mamba-2 in place of attention; empty: none has
+    single_halves: tuple[Half, ...] = ()
+    """[layers]: the one half that a layer consists of; empty: layers have both."""
     in_vision_model: bool = False  # the folder holds a model that also sees images, of which this is the text part
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
@@ -162,8 +205,16 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether feed-forward networks have a gate beside their first matrix."""
+        return self.activation != "relu2"
+
     def has_delta(self, layer: int) -> bool:
         return bool(self.delta_layers) and self.delta_layers[layer]
+
+    def has_mamba(self, layer: int) -> bool:
+        return bool(self.mamba_layers) and self.mamba_layers[layer]
 
     def is_global(self, layer: int) -> bool:
         """Whether a layer has heads of other sizes than the layers with a window."""
@@ -177,11 +228,18 @@ class ModelShape:
 
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
         """List the kinds that a layer is of."""
-        return frozenset({"mixer", "mlp", *self._list_mixer_kinds(layer), *self._list_mlp_kinds(layer)})
+        halves: dict[Half, Callable[[int], set[LayerKind]]] = {
+            "mixer": self._list_mixer_kinds,
+            "mlp": self._list_mlp_kinds,
+        }
+        present = self.single_halves[layer : layer + 1] or tuple(halves)
+        return frozenset(kind for half in present for kind in (half, *halves[half](layer)))
 
     def _list_mixer_kinds(self, layer: int) -> set[LayerKind]:
         if self.has_delta(layer):
             return {"delta"}
+        if self.has_mamba(layer):
+            return {"mamba"}
         if self.latent is not None:
             return {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
         if self.is_global(layer):
@@ -197,15 +255,20 @@ class ModelShape:
         if not self.has_experts(layer):
             return {"dense"}
         assert self.experts is not None
-        return {"experts", "packed_experts" if self.experts.packed else "single_experts"}
+        kinds: set[LayerKind] = {"experts", "packed_experts" if self.experts.packed else "single_experts"}
+        return kinds if self.experts.latent is None else kinds | {"latent_experts"}
+
+    def count_layers(self, kind: LayerKind) -> int:
+        """Count the layers of a kind."""
+        return sum(kind in self.list_kinds(layer) for layer in range(self.layers))
 
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by the names of factors in the weight map (`weight_axes`).
 
         "query", "key" and "value" count the features of a key/value group, "global_query" and so on those of a layer
-        with other heads; the "latent_..." are features of a head. Tensor parallelism does not split "all_queries" and
-        "all_keys".
+        with other heads, "mamba_heads" the heads of a group of Mamba; the "latent_..." are features of a head. Tensor
+        parallelism does not split "all_queries" and "all_keys".
         """
         features, groups = self.head_dim, self.key_value_heads
         sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn_hidden, "score": 1}
@@ -219,7 +282,7 @@ class ModelShape:
             sizes |= {"global_key": features, "global_value": features, "global_head_dim": features}
         if (experts := self.experts) is not None:
             sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden}
-            sizes["shared_ffn"] = experts.shared_ffn_hidden
+            sizes |= {"shared_ffn": experts.shared_ffn_hidden, "expert_hidden": experts.latent or self.hidden}
         if (latent := self.latent) is not None:
             sizes |= {"query_rank": latent.query_rank or 0, "latent": latent.rank, "latent_value": latent.value_dim}
             sizes["compressed"] = latent.rank + latent.rope_dim
@@ -228,6 +291,9 @@ class ModelShape:
         if (delta := self.delta) is not None:
             sizes |= {"key_heads": delta.key_heads, "per_key": delta.value_heads // delta.key_heads}
             sizes |= {"key_dim": delta.key_dim, "value_dim": delta.value_dim, "kernel": delta.kernel, "channel": 1}
+        if (mamba := self.mamba) is not None:
+            sizes |= {"mamba_groups": mamba.groups, "mamba_heads": mamba.heads // mamba.groups}
+            sizes |= {"mamba_dim": mamba.head_dim, "state": mamba.state, "kernel": mamba.kernel, "channel": 1}
         return sizes
 
 

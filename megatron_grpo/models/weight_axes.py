@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-LABELS = frozenset({"gate", "up", "q", "k", "v", "z", "b", "a", "expert"})
+LABELS = frozenset({"gate", "up", "q", "k", "v", "z", "b", "a", "x", "c", "dt", "expert"})
 """Names of size 1. An axis "expert" belongs to a tensor of all experts, of which a parameter has one at a time."""
 
 # Sections of an axis: the number of the first row, and each factor's name, size and rows between neighbours.

@@ -13,9 +13,9 @@ from megatron_grpo.models.megatron_names import Half
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.models.weight_axes import list_names, measure_axis, split_sections
 
-_MLP_KINDS = ("mlp", "dense", "experts", "single_experts", "packed_experts")
+_MLP_KINDS = ("mlp", "dense", "experts", "single_experts", "packed_experts", "latent_experts")
 # Factors that tensor parallelism splits; a parameter has at most one of them.
-_SPLIT = {"vocab", "groups", "global_groups", "heads", "key_heads", "ffn", "expert_ffn", "shared_ffn"}
+_SPLIT = {"vocab", "groups", "global_groups", "heads", "key_heads", "mamba_groups", "ffn", "expert_ffn", "shared_ffn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +179,12 @@ def _find_range(entry: WeightEntry, index: int, sizes: Mapping[str, int], rank: 
     return group * widths[index] + inside[0], group * widths[index] + inside[1]
 
 
-def map_rows(table: str, renamed: Mapping[str, str] | None = None) -> Iterator[WeightEntry]:
+def map_rows(table: str) -> Iterator[WeightEntry]:
     """Read the rows of a table.
 
     A row is `kind: parameter [axes] = tensor [axes]`, and goes on in lines that begin with `=`, `+` or `[`. Layers of
     this kind have the parameter, whose name is that in the torch layers. Behind `+` follow further tensors that it
     holds. Names of tensors are those behind "model.layers.{layer}."; without axes they have the parameter's.
-    `renamed`: other texts for parts of these names.
     """
     for line in filter(str.strip, re.sub(r"\s*\n\s*([=+[])", r" \1", table).splitlines()):
         row, tensors = line.split(" = ")
@@ -194,8 +193,6 @@ def map_rows(table: str, renamed: Mapping[str, str] | None = None) -> Iterator[W
         hf = []
         for text in tensors.split(" + "):
             tensor, dims = _split_text(text)
-            for part, replacement in (renamed or {}).items():
-                tensor = tensor.replace(part, replacement)
             hf.append(HFTensor(f"model.layers.{{layer}}.{tensor}", dims or axes))
         yield WeightEntry(name, axes, tuple(hf), kind=cast(LayerKind, kind))
 

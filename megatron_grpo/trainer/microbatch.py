@@ -115,6 +115,8 @@ class MicrobatchMaker:
         packed = packs.build_packed_sequences(
             layout, self._transformer_engine, shape.window, self._move, chunked=shape.chunked
         )
+        if shape.mamba is not None:
+            packed.state_tokens = packs.build_state_tokens(layout, self._move)
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families import FAMILIES, list_rows
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, list_stored_tensors
-from megatron_grpo.models.weight_map import map_rows
 
 _SHOWN = 6
 """Most names of each kind in the message."""
@@ -44,11 +43,11 @@ def _number_alike(names: Iterable[str]) -> set[str]:
 
 
 def _list_tensors(family: Family, has_experts: bool) -> set[str]:
-    rows = [row for table in family.tables for row in map_rows(table, family.renamed)]
+    rows = list_rows(family)
     if has_experts and any(row.per_expert for row in rows):  # models of such a family may have no dense layer
         rows = [row for row in rows if row.kind != "dense"]
     names = (tensor.name.format(layer=0, expert=0) for row in rows for tensor in row.hf)
-    return _number_alike(names) | _OUTSIDE_LAYERS
+    return _number_alike(names) | set(map(family.rename, _OUTSIDE_LAYERS))
 
 
 def _shorten(names: set[str]) -> str:

@@ -21,6 +21,7 @@ from megatron_grpo.models.families import (
     llama,
     llama4,
     mixtures,
+    nemotron_h,
     phi,
     qwen3_5,
 )
@@ -64,6 +65,7 @@ _ALL = (
     *qwen3_5.FAMILIES,
     llama4.FAMILY,
     gemma4.FAMILY,
+    nemotron_h.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
 
@@ -85,11 +87,20 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
         outputs = [_map_outer("output_layer.weight", tensor, "vocab", "hidden", copy=shape.tied_embeddings)]
     family = FAMILIES[shape.family]
     kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
-    rows = (row for table in family.tables for row in map_rows(table, family.renamed) if row.kind in kinds)
-    entries = (_INPUT, *rows, _NORM, *outputs)
+    rows = (row for row in list_rows(family) if row.kind in kinds)
+    entries = (_rename_tensors(_INPUT, family), *rows, *(_rename_tensors(row, family) for row in (_NORM, *outputs)))
     if not shape.in_vision_model:
         return entries
     return tuple(replace(entry, hf=tuple(map(partial(_nest, family), entry.hf))) for entry in entries)
+
+
+def list_rows(family: Family) -> list[WeightEntry]:
+    """List the rows of a family's tables."""
+    return [_rename_tensors(row, family) for table in family.tables for row in map_rows(table)]
+
+
+def _rename_tensors(entry: WeightEntry, family: Family) -> WeightEntry:
+    return replace(entry, hf=tuple(replace(tensor, name=family.rename(tensor.name)) for tensor in entry.hf))
 
 
 def _nest(family: Family, tensor: HFTensor) -> HFTensor:
@@ -111,18 +122,21 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
     a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each, and in a layer
     with chunks those of its chunk up to itself. In a delta net a token multiplies each head's matrix three times, to
-    read what it holds for the key, to write, and to read for the query. A value model counts as the language model that
-    it starts from.
+    read what it holds for the key, to write, and to read for the query; in a layer with Mamba it writes into each
+    head's state, and reads from it. A value model counts as the language model that it starts from.
     """
     weights, sizes = 0, shape.sizes
+    if (mamba := shape.mamba) is not None:
+        weights += 2 * shape.count_layers("mamba") * mamba.heads * mamba.head_dim * mamba.state
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
         if entry.name != _INPUT.name:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
             weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) >= 2 else 0
-    windowed, delta_layers = sum(shape.windowed), sum(shape.delta_layers)
+    windowed = sum(shape.windowed)
     if (delta := shape.delta) is not None:
-        weights += delta_layers * 3 * delta.value_heads * delta.key_dim * delta.value_dim
-    pairs = (shape.layers - windowed - delta_layers) * sum(map(_count_causal_pairs, lengths))
+        weights += shape.count_layers("delta") * 3 * delta.value_heads * delta.key_dim * delta.value_dim
+    attending = sum(map(shape.count_layers, ("attention", "global", "latent")))
+    pairs = (attending - windowed) * sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
         pairs += windowed * sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
     latent = shape.latent

@@ -31,7 +31,7 @@ class Family:
     """Sizes from the contents of a config.json; ValueError for an option without support."""
     tables: tuple[str, ...]  # rows of the layers' weights (`weight_map.map_rows`), in the order of export
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of Hugging Face's names in these tables, with those that the family has instead."""
+    """Parts of Hugging Face's names, in these tables and outside layers, with those that the family has instead."""
     model_type: str | None = None
     """`model_type` in config.json, by which transformers chooses its class; None: the family's name."""
     has_further_predictions: bool = False
@@ -44,6 +44,12 @@ class Family:
     """Beginnings of the names of tensors that are neither trained nor served; an export copies them."""
     reward_prefix: str | None = None
     """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""
+
+    def rename(self, name: str) -> str:
+        """Replace the parts of a tensor's name that the family has otherwise."""
+        for part, replacement in self.renamed.items():
+            name = name.replace(part, replacement)
+        return name
 
     def has_architecture(self, architecture: str, is_reward_model: bool) -> bool:
         """Whether the name of a class in config.json is the family's."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -139,6 +143,42 @@ def _sum_over_parts(shares: Tensor) -> Tensor:
     if process_group.size() > 1:
         dist.all_reduce(shares, group=process_group)
     return shares
+
+
+class LatentExperts(MoELayer):
+    """Experts between two projections, as vectors shorter than the hidden state (Nemotron 3).
+
+    Megatron-Core's own projections need Transformer Engine, which a CPU and a dry run lack.
+    """
+
+    def __init__(self, config: Any, submodules: MoESubmodules, *arguments: Any, **keywords: Any) -> None:
+        without = copy.copy(config)
+        without.moe_latent_size = None
+        experts: Any = submodules.experts
+
+        def build_experts(count: int, _config: Any, **options: Any) -> Any:
+            return experts(count, config, **options)
+
+        super().__init__(without, replace(submodules, experts=build_experts), *arguments, **keywords)
+        self.config = config
+        self.fc1_latent_proj = DuplicatedLinear(config, config.hidden_size, config.moe_latent_size)
+        self.fc2_latent_proj = DuplicatedLinear(config, config.moe_latent_size, config.hidden_size)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A matrix that every rank has all of, and multiplies with its tokens."""
+
+    def __init__(self, config: Any, columns: int, rows: int) -> None:
+        super().__init__()
+        weight: Any = torch.nn.Parameter(
+            torch.empty(rows, columns, dtype=config.params_dtype, device=config.platform.device)
+        )
+        weight.sequence_parallel = config.sequence_parallel  # Megatron-Core sums gradients over ranks by this mark
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Multiply: [..., columns] to [..., rows], and no bias."""
+        return F.linear(hidden, self.weight), None
 
 
 class DecoderLayer(TransformerLayer):

@@ -35,7 +35,7 @@ from megatron_grpo.trainer.model.attention import (
     ValueNormSelfAttention,
     find_rope_factor,
 )
-from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
+from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter, LatentExperts
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import (
     ExpertRowParallelLinear,
@@ -49,6 +49,7 @@ from megatron_grpo.trainer.model.layers import (
     apply_mixin,
 )
 from megatron_grpo.trainer.model.lora import AdaptedLinear
+from megatron_grpo.trainer.model.mamba import MambaMixer, MambaParts
 from megatron_grpo.trainer.model.mixture_beside_dense import MixtureBesideDense, NormedRouter, ScaledLayer
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
@@ -136,8 +137,10 @@ def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backen
     has_experts = "experts" in kinds
     names = {}
     if not modules.fuse_layernorm_and_linear():
-        names = map_checkpoint_names(has_experts=has_experts, has_delta="delta" in kinds)
-    halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
+        names = map_checkpoint_names(has_experts=has_experts, has_in_proj=bool({"delta", "mamba"} & kinds))
+    # A layer without one of the halves has no modules in its place, and passes its input on.
+    halves = build_mixer(shape, kinds, modules) if "mixer" in kinds else {}
+    halves |= build_mlp(shape, kinds, modules) if "mlp" in kinds else {}
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
     layer = DecoderLayer if has_experts else TransformerLayer
     return ModuleSpec(ScaledLayer if shape.layer_scale else layer, submodules=parts)
@@ -152,6 +155,10 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     elif "delta" in kinds:
         fused = modules.column_parallel_layer_norm_linear()
         attention = _build_delta_net(fused or modules.column_parallel_linear(), modules)
+    elif "mamba" in kinds:
+        fused = modules.column_parallel_layer_norm_linear()
+        linears = MambaParts(fused or modules.column_parallel_linear(), modules.row_parallel_linear())
+        attention = ModuleSpec(MambaMixer, params={"sizes": shape.mamba}, submodules=linears)
     else:
         fused = modules.column_parallel_layer_norm_linear()
         query_norm, key_norm = _choose_head_norms(shape, modules)
@@ -220,6 +227,8 @@ def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSp
             get_submodules(mlp).router = NormedRouter
             mlp = partial(MixtureBesideDense, submodules=get_submodules(mlp))
             return {"pre_mlp_layernorm": IdentityOp, "mlp": mlp, "mlp_bda": get_bias_dropout_add}
+        if "latent_experts" in kinds:
+            mlp = partial(LatentExperts, submodules=get_submodules(mlp))
     else:
         fc1 = modules.column_parallel_layer_norm_linear() or modules.column_parallel_linear()
         fc2 = NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear()

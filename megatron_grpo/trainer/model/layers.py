@@ -158,6 +158,10 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.post_norm(projected), None
 
 
+def _has_experts(module: Any) -> bool:
+    return isinstance(module, type) and issubclass(module, MoELayer)
+
+
 def apply_mixin(
     block: TransformerBlockSubmodules, mixin: type, names: Collection[str] | None = None, **arguments: Any
 ) -> None:
@@ -179,7 +183,5 @@ def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: d
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
                 setattr(parts, field.name, partial(mixed, **params, **arguments))
-        elif isinstance(part, (ModuleSpec, partial)) and (
-            names is None or not (isinstance(module, type) and issubclass(module, MoELayer))
-        ):
+        elif isinstance(part, (ModuleSpec, partial)) and (names is None or not _has_experts(module)):
             _mix_in(get_submodules(part), mixin, names, arguments)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -77,6 +78,7 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
+    "relu2": {"activation_func": squared_relu},
     "clamped_swiglu": {
         "activation_func": quick_gelu,
         "glu_linear_offset": 1.0,
@@ -101,7 +103,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "attention_output_gate": shape.output_gate,
         "qk_l2_norm": shape.unweighted_qk_norm,
         "no_rope_freq": list_by_megatron_layer(shape.unrotated, "mixer") or None,
-        "gated_linear_unit": True,
+        "gated_linear_unit": shape.has_gates,
         **_ACTIVATIONS[shape.activation],
         "add_bias_linear": shape.attention_bias,  # of experts and routers too
         "add_qkv_bias": shape.qkv_bias,
@@ -115,6 +117,8 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         # Layers with heads of other sizes cannot be stacked in a checkpoint.
         "hetereogenous_dist_checkpoint": shape.global_heads is not None,
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
+        # Layers with other parameters than their neighbours cannot be stacked in a checkpoint.
+        "hetereogenous_dist_checkpoint": bool(shape.single_halves),
     }
 
 
@@ -240,6 +244,7 @@ def _list_expert_settings(shape: ModelShape, *, uses_te: bool) -> dict[str, Any]
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
         "moe_shared_expert_gate": experts.shared_gate,
+        "moe_latent_size": experts.latent,
         "moe_layer_freq": list_by_megatron_layer(experts.layers, "mlp"),
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,

@@ -68,6 +68,15 @@ class AttentionCalls:
     out: Tensor  # [tokens of this rank], int64: slot of each token's query, slots counted rectangle by rectangle
 
 
+@dataclass(frozen=True, slots=True)
+class StateTokens:
+    """A microbatch's tokens in the order of their sequences, for layers that keep a state."""
+
+    sequence: Tensor  # [tokens of all context-parallel ranks], int64: index of each token's sequence
+    order: Tensor | None
+    """[tokens of all ranks], int64: index of each token in the ranks' concatenated tokens; None: there is one rank."""
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """A microbatch's packed sequences, an argument of Megatron-Core's layers.
@@ -86,6 +95,7 @@ class PackedSequences(PackedSeqParams):
     calls: AttentionCalls | None = None
     windowed_calls: AttentionCalls | None = None
     """Attention calls of layers with a window; None: the model has no such layer."""
+    state_tokens: StateTokens | None = None  # None: no layer keeps a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +285,12 @@ def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_n
     selected = routed[np.maximum(source, 0)]
     selected[source < 0] = UNKNOWN
     return move(selected)
+
+
+def build_state_tokens(layout: PackedLayout, move: Move = torch.from_numpy) -> StateTokens:
+    """List the sequence of every token, padding included, in the order of sequences."""
+    sequence = np.repeat(np.arange(len(layout.widths)), layout.widths)
+    return StateTokens(move(sequence), move(layout.gathered_index) if layout.size > 1 else None)
 
 
 def build_packed_sequences(
