@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -127,6 +128,8 @@ def apply_patches() -> None:
     finally:
         torch.compile = compile_function
     _import_module("megatron.core.jit").disable_jit_fuser()
+    if (compiler := sys.modules.get("torch._dynamo")) is not None:  # of functions that were imported before
+        compiler.config.disable = True
     check_hooks("cpu")
     for module in modules:
         module.torch = overlay

@@ -188,8 +188,9 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
 
 def scales_queries(shape: ModelShape) -> bool:
     """Whether a factor of rotated vectors is applied to queries."""
-    # Multi-latent attention and layers with two rotary embeddings have it elsewhere.
-    has_factor = shape.latent is None and shape.local_rope_theta is None and find_rope_factor(shape) != 1.0
+    # Elsewhere it is part of the softmax scale, or of multi-latent attention or layers with two rotary embeddings.
+    is_elsewhere = shape.softmax_scale is not None or shape.latent is not None or shape.local_rope_theta is not None
+    has_factor = not is_elsewhere and find_rope_factor(shape) != 1.0
     assert not has_factor or not (shape.qk_norm or shape.full_width_qk_norm), "one module behind the projection"
     return has_factor
 
