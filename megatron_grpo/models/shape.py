@@ -12,8 +12,16 @@ from typing import Any, Literal
 from megatron_grpo.config.errors import to_text
 
 LayerKind = Literal[
-    *("mixer", "attention", "qkv_bias", "qk_norm", "latent", "full_query", "compressed_query"),
-    *("mlp", "dense", "experts"),
+    "mixer",
+    "attention",
+    "qkv_bias",
+    "qk_norm",
+    "latent",
+    "full_query",
+    "compressed_query",
+    "mlp",
+    "dense",
+    "experts",
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 

@@ -101,7 +101,9 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     # Layers that predict further tokens (MTP) are neither trained nor exported.
     raw = read_config_json(source / "config.json")
     if FAMILIES[shape.family].has_further_predictions:
-        settings |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)}
+        settings |= {
+            key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)
+        }
     # Code of the model is not exported, so transformers has to know the model by itself.
     if raw.get("auto_map"):
         settings["auto_map"] = {}

@@ -37,8 +37,8 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     raw = read_config_json(folder / "config.json")
     if find_model_type(raw) != raw.get("model_type"):
-        known = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
-        options["config"] = AutoConfig.for_model(find_model_type(raw), **known)
+        entries = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+        options["config"] = AutoConfig.for_model(find_model_type(raw), **entries)
     if settings:
         config = options.get("config") or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in settings.items():

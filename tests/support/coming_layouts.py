@@ -27,7 +27,8 @@ class ComingShape(ModelShape):
         }
 
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
-        return frozenset({"mixer", "mlp", "experts", "qk_norm", "attention" if layer % 2 else cast(LayerKind, "delta")})
+        mixers: tuple[LayerKind, ...] = ("attention", "qk_norm") if layer % 2 else (cast(LayerKind, "delta"),)
+        return frozenset({"mixer", "mlp", "experts", *mixers})
 
 
 SHAPE = ComingShape(

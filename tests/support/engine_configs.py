@@ -80,7 +80,12 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
     },
     "glm4": _SIZES
-    | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5},
+    | {
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
     "glm4_moe": _SIZES
     | _EXPERTS
     | {

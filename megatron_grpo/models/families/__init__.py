@@ -146,8 +146,8 @@ def is_untied_by_weights(path: str | Path) -> bool:
 def find_model_type(raw: Mapping[str, Any]) -> Any:
     """Find the model_type by which transformers, without code of a model, knows it."""
     stated = raw.get("model_type")
-    known = (family.model_type or family.name for family in FAMILIES.values() if stated in family.other_model_types)
-    return next(known, stated)
+    family = next((family for family in FAMILIES.values() if stated in family.other_model_types), None)
+    return stated if family is None else family.model_type or family.name
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Moonlight and Kimi-K2: multi-latent attention, shared experts, and experts chosen by sigmoid scores with a bias."""
+"""DeepSeek-V3, Moonlight, Kimi-K2: latent attention, shared experts, experts chosen by sigmoid scores and a bias."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ _MINIMAX_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_em
 
 def _read_olmo3(raw: dict[str, Any]) -> ModelShape:
     if raw.get("rope_theta", _OLMO3_THETA) != _OLMO3_THETA and not raw.get("rope_parameters"):
-        text = f"rope_theta={to_text(raw['rope_theta'])} is not supported for olmo3: transformers 5 would leave it out in"
+        text = (
+            f"rope_theta={to_text(raw['rope_theta'])} is not supported for olmo3: transformers 5 would leave it out in"
+        )
         raise ValueError(f"{text} layers with windows; write rope_parameters with {LOCAL} and {GLOBAL}")
     settings = {**_OLMO3_DEFAULTS, **raw}
     thetas = {LOCAL: _OLMO3_THETA, GLOBAL: _OLMO3_THETA}

@@ -59,7 +59,10 @@ def _read_mixture(raw: dict[str, Any]) -> ModelShape:
         qk_norm=read_flag(raw, "use_qk_norm", default=False),
         rotated=_ROTATED,
     )
-    count, width = read_expert_count(raw, "num_local_experts", "n_routed_experts", 128), read_size(raw, "moe_intermediate_size", 1408)
+    count, width = (
+        read_expert_count(raw, "num_local_experts", "n_routed_experts", 128),
+        read_size(raw, "moe_intermediate_size", 1408),
+    )
     top_k = read_top_k({"num_experts_per_tok": 8, **raw}, count)
     groups, top_groups = read_groups({"n_group": 1, "topk_group": 1, **raw}, count, top_k)
     experts = ExpertShape(

@@ -154,7 +154,7 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     }
 
 
-def scales_queries(shape: ModelShape) -> bool:
+def needs_scaled_queries(shape: ModelShape) -> bool:
     """Whether a factor of rotated vectors is applied to queries."""
     # Multi-latent attention and layers with two rotary embeddings have it elsewhere.
     has_factor = shape.latent is None and shape.local_rope_theta is None and find_rope_factor(shape) != 1.0
@@ -169,7 +169,7 @@ def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple
     if shape.qk_norm:
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True)
         return head_norm, head_norm
-    return ScaledQuery if scales_queries(shape) else IdentityOp, IdentityOp
+    return ScaledQuery if needs_scaled_queries(shape) else IdentityOp, IdentityOp
 
 
 def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:

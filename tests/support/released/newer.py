@@ -275,7 +275,8 @@ _MINIMAX_TEMPLATE = """\
     {%- if message.role == 'user' %}
         {{- ']~b]user\\n' + message.content + '[e~[\\n' }}
     {%- elif message.role == 'tool' %}
-        {{- ']~b]tool' if loop.previtem.role != 'tool' else '' }}{{- '\\n<response>' + message.content + '</response>' }}
+        {{- ']~b]tool' if loop.previtem.role != 'tool' else '' }}
+        {{- '\\n<response>' + message.content + '</response>' }}
         {{- '[e~[\\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
     {%- else %}
         {{- ']~b]ai\\n' + (message.content or '').split('</think>')[-1].lstrip('\\n') }}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
@@ -19,7 +18,7 @@ from megatron_grpo.models.families.full_width import FAMILIES as FULL_WIDTH
 from megatron_grpo.models.families.glm import FAMILIES as GLM
 from megatron_grpo.models.families.phi import FAMILY as PHI
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.model_file_checks import find_tokenizer_problems, list_unused_tensors
+from megatron_grpo.preflight.model_file_checks import find_tokenizer_problems
 from megatron_grpo.trainer.hf_export import find_changed_settings
 from megatron_grpo.trainer.model.attention import compute_scaled_rope
 from megatron_grpo.verification.oracle import Oracle
@@ -49,7 +48,13 @@ def test_the_table_covers_the_parameters_of_the_released_models(name: str) -> No
 
 def test_what_released_files_say() -> None:
     glm, air, dense = map(parse_model_shape, (GLM_4_5, GLM_4_5_AIR, GLM_4_9B))
-    assert (glm.rotated_dim, glm.interleaved_rope, glm.qkv_bias, glm.qk_norm, air.qk_norm) == (64, False, True, True, False)
+    assert (glm.rotated_dim, glm.interleaved_rope, glm.qkv_bias, glm.qk_norm, air.qk_norm) == (
+        64,
+        False,
+        True,
+        True,
+        False,
+    )
     assert glm.experts is not None
     assert (sum(glm.experts.layers), glm.experts.scaling, glm.experts.shared_ffn_hidden) == (89, 2.5, 1536)
     assert (dense.rotated_dim, dense.interleaved_rope, dense.post_norms, dense.qkv_bias) == (64, True, True, True)
@@ -108,7 +113,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MINIMAX_M2, {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 contradicts rotary_dim=64"),
 ]
 for _key, _value in {"factor": 16.0, "attention_factor": 1.0, "short_mscale": 1.1}.items():
-    REFUSED.append((PHI_4_MINI, {"rope_scaling": PHI_4_MINI["rope_scaling"] | {_key: _value}}, f"{_key}={_value} is not"))
+    REFUSED.append(
+        (PHI_4_MINI, {"rope_scaling": PHI_4_MINI["rope_scaling"] | {_key: _value}}, f"{_key}={_value} is not")
+    )
 
 
 @pytest.mark.parametrize(("raw", "change", "message"), REFUSED)
@@ -165,15 +172,17 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     shape = parse_model_shape(raw | {"architectures": [FAMILIES[family].architecture]})
-    length, window = 9, shape.window or 9
+    length, limits = 9, [shape.window if has else 9 for has in shape.windowed or (False,) * shape.layers]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64))
-    seen = sum(min(query + 1, window if is_windowed else length) for query in range(length) for is_windowed in (shape.windowed or (False,) * shape.layers))
+    seen = sum(min(query + 1, limit or 9) for query in range(length) for limit in limits)
     unseen = shape.layers * length**2 - seen
     assert count_forward_flops(shape, [length]) == counter.get_total_flops() - 4 * 4 * 16 * unseen
 
 
-@pytest.mark.parametrize("raw", [GLM_4_5, KIMI_K2, MOONLIGHT, PHI_4_MINI, MINIMAX_M2], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize(
+    "raw", [GLM_4_5, KIMI_K2, MOONLIGHT, PHI_4_MINI, MINIMAX_M2], ids=lambda raw: raw["model_type"]
+)
 def test_an_export_needs_no_code_of_the_model(raw: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     exported = raw | find_changed_settings(tmp_path, parse_model_shape(raw))
@@ -185,7 +194,10 @@ def test_an_export_needs_no_code_of_the_model(raw: dict[str, Any], tmp_path: Pat
 
 
 def test_a_tokenizer_of_code_is_named(tmp_path: Path) -> None:
-    settings = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}, "chat_template": "{{ 1 }}"}
+    settings = {
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "chat_template": "{{ 1 }}",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
 
     def find() -> list[Problem]:
