@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
-from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
@@ -154,6 +154,7 @@ def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: i
         if reason is not None:
             yield Problem(subject, f"{file}: {reason}")
             return
+    yield from _find_tokenizer_code(subject, folder)
     if folder / _SETTINGS_FILE in files and not _has_chat_template(folder):
         data = config.data
         for task in dict.fromkeys([data.task_name, *config.env]):
@@ -167,6 +168,15 @@ def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: i
                 yield Problem(f"{section}.apply_chat_template=True", f"{text}, {advice}")
                 break  # other tasks have the same fault
     yield from _find_vocabulary_problems(subject, folder, config.data, vocab)
+
+
+def _find_tokenizer_code(subject: str, folder: Path) -> Iterator[Problem]:
+    """Check that the tokenizer is more than code of the model."""
+    auto_map = read_settings(folder / _SETTINGS_FILE).get("auto_map")
+    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    if code and not any((folder / name).is_file() for name in (TOKENIZER_FILE, "tokenizer.model")):
+        text = f"{folder / _SETTINGS_FILE}: the tokenizer is code of the model ({to_text(code)}), which is never run"
+        yield Problem(subject, f"{text}; convert it to a {TOKENIZER_FILE} first, as docs/layouts.md shows")
 
 
 def _has_chat_template(folder: Path) -> bool:

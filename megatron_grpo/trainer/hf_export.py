@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.models.adapter_check import check_adapters
-from megatron_grpo.models.families import FAMILIES, is_untied_by_weights
+from megatron_grpo.models.families import FAMILIES, find_model_type, is_untied_by_weights
 from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
@@ -101,7 +101,14 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     # Layers that predict further tokens (MTP) are neither trained nor exported.
     raw = read_config_json(source / "config.json")
     if FAMILIES[shape.family].has_further_predictions:
-        settings |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if raw.get(key)}
+        settings |= {
+            key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)
+        }
+    # Code of the model is not exported, so transformers has to know the model by itself.
+    if raw.get("auto_map"):
+        settings["auto_map"] = {}
+    if find_model_type(raw) != raw.get("model_type"):
+        settings["model_type"] = find_model_type(raw)
     return settings
 
 

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.models.families import find_model_type
+from megatron_grpo.models.shape import read_config_json
 from megatron_grpo.verification.doctor.law import Law, Tokens
 
 BATCH_TOKENS = 4096
@@ -33,10 +35,15 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     """
     # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    raw = read_config_json(folder / "config.json")
+    if find_model_type(raw) != raw.get("model_type"):
+        entries = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+        options["config"] = AutoConfig.for_model(find_model_type(raw), **entries)
     if settings:
-        options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = options.get("config") or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in settings.items():
-            setattr(options["config"], name, value)
+            setattr(config, name, value)
+        options["config"] = config
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
@@ -256,7 +263,9 @@ class Oracle:
         # programs may compute different experts for it, and different numbers for all that follows.
         closest: list[Tensor] = []
         handles = [
-            router.register_forward_hook(lambda module, _, output: closest.append(_compute_margins(module, output)))
+            router.register_forward_hook(
+                lambda module, inputs, output: closest.append(_compute_margins(module, inputs, output))
+            )
             for router in self.routers.values()
         ]
         ties = []
@@ -308,10 +317,11 @@ def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:
     return keep
 
 
-def _compute_margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _compute_margins(router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Distance from the lowest chosen score to the highest unchosen: [tokens], float32."""
     scores, chosen = output[0].float(), output[2]
-    bias = getattr(router, "e_score_correction_bias", None)
+    # MiniMax-M2 passes the bias.
+    bias = inputs[1] if len(inputs) > 1 else getattr(router, "e_score_correction_bias", None)
     if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias
         scores = scores.sigmoid() + bias
     is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, value=True)
@@ -337,9 +347,9 @@ class _RoundedProduct(TorchFunctionMode):
         return _round_to_bfloat16(logits) if "logits" in self._parts else logits
 
 
-def _round_forward(forward: Any, parts: Set[RouterPart], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _round_forward(forward: Any, parts: Set[RouterPart], *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with _RoundedProduct(parts):
-        logits, scores, chosen = forward(hidden)
+        logits, scores, chosen = forward(*inputs)
     return logits, _round_to_bfloat16(scores) if "scores" in parts else scores, chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families import find_model_type, read_model_shape
 from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.nearest_family import describe_nearest_family
@@ -50,7 +51,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         family = model.removeprefix("tiny:")
         if family not in TINY:
             raise ValueError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        return _make_model({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
+        return make_model({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
     path = _find_folder(model, weights=not shrink)
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
@@ -67,6 +68,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
     small |= LATENT if "kv_lora_rank" in raw else {}
+    small["rotary_dim"] = SMALL["head_dim"] // 2
     sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")
@@ -78,7 +80,18 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     }
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    return _make_model({**raw, **per_layer, **sizes}, folder, seed)
+    raw["model_type"] = find_model_type(raw)
+    return make_model({**raw, **per_layer, **sizes, **_cut_factors(raw)}, folder, seed)
+
+
+def _cut_factors(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut the factors of LongRoPE, one for two features of a head."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    names = [name for name in ("short_factor", "long_factor") if isinstance(rope.get(name), list)]
+    share = raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    count = int(SMALL["head_dim"] * share) // 2
+    return {key: {**rope, **{name: rope[name][:count] for name in names}}} if names else {}
 
 
 def _find_folder(model: str, *, weights: bool) -> Path:
@@ -92,7 +105,8 @@ def _find_folder(model: str, *, weights: bool) -> Path:
     return folder
 
 
-def _make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
+def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
+    """Make a random model of a config.json in a folder."""
     # Freshly initialised weights would hide mistakes: zero biases, norms of 1, and numbers so small that every layer is
     # nearly the identity. So all are drawn, norms around their initial 1 or 0.
     torch.manual_seed(seed)

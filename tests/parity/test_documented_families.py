@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Dots1Config, Phi3Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Dots1Config, GlmConfig, PreTrainedConfig
 
 from megatron_grpo import verify
 from megatron_grpo.models.families import FAMILIES
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "phi3": Phi3Config(**SIZES),
+    "glm": GlmConfig(**SIZES, head_dim=8),
     "dots1": Dots1Config(
         **SIZES,
         moe_intermediate_size=32,
@@ -40,7 +40,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=None,
     ),
 }
-LAYOUTS = {"phi3": ["tp2", "tp8", "pp3"], "dots1": ["tp2", "ep2"]}
+LAYOUTS = {"glm": ["tp2", "tp8", "pp3"], "dots1": ["tp2", "ep2"]}
 """With eight ranks, two share the matrix rows of a key/value head."""
 
 

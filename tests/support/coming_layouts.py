@@ -27,7 +27,8 @@ class ComingShape(ModelShape):
         }
 
     def list_kinds(self, layer: int) -> frozenset[LayerKind]:
-        return frozenset({"mixer", "mlp", "experts", "attention" if layer % 2 else cast(LayerKind, "delta")})
+        mixers: tuple[LayerKind, ...] = ("attention", "qk_norm") if layer % 2 else (cast(LayerKind, "delta"),)
+        return frozenset({"mixer", "mlp", "experts", *mixers})
 
 
 SHAPE = ComingShape(
@@ -80,11 +81,6 @@ GATED_ATTENTION = """
         + self_attn.k_proj.weight [groups * key, hidden]
         + self_attn.v_proj.weight [groups * value, hidden]
     attention: self_attention.linear_proj.weight [hidden, groups * query] = self_attn.o_proj.weight
-"""
-PHI = """
-    attention: self_attention.linear_qkv.weight [groups * (query | key | value), hidden]
-        = self_attn.qkv_proj.weight [groups * query | groups * key | groups * value, hidden]
-    dense: mlp.linear_fc1.weight [gate * ffn | up * ffn, hidden] = mlp.gate_up_proj.weight
 """
 QWEN3_5_EXPERTS = """
     experts: mlp.router.weight [experts, hidden] = mlp.gate.weight

@@ -10,7 +10,7 @@ from megatron_grpo.models.families import FAMILIES
 from megatron_grpo.verification import ranks
 
 _measure = ranks.measure
-LIMITS = {"phi3": 40, "dots1": 60}
+LIMITS = {"glm": 40, "dots1": 60}
 """Lines that a file of each family may have."""
 
 

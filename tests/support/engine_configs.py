@@ -79,6 +79,58 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "hidden_act": "silu",
     },
+    "glm4": _SIZES
+    | {
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "glm4_moe": _SIZES
+    | _EXPERTS
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 1,
+    },
+    "phi3": _SIZES
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 256,
+        "model_type": "phi3",
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5] * 6, "long_factor": [4.0, 8.0] * 6},
+        "partial_rotary_factor": 0.75,
+        "pad_token_id": 0,
+    },
+    "olmo3": _SIZES
+    | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "num_key_value_heads": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "minimax_m2": _SIZES
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""vLLM's parameters of seven families, written out: the table that tracing its loaders replaced, as an oracle.
+"""vLLM's parameters of twelve families, written out: the table that tracing its loaders replaced, as an oracle.
 
 It knows vLLM's names, joined matrices, copies of key/value heads and padded vocabularies, and nothing of its code.
 """
@@ -46,6 +46,16 @@ def entry_boxes(entry: WeightEntry, shape: ModelShape, shard: RankShard, layer: 
         part = [Range(0, size) for size in sizes]
         if entry.axis is not None:
             part[entry.axis] = find_part(entry.axis, tensor, shape, shard.find_split(entry))
+        if (sections := list_sections(name, shape)) and entry.axis is not None:
+            for begin, dim, size in sections:
+                cut = cut_heads(size, dim, shape, shard.find_split(entry))
+                rows, position = Range(begin + cut.begin, begin + cut.end), Range(row, row + cut.size)
+                row += cut.size
+                columns = part[1:]
+                yield Box(name, name, Cut((rows, *columns), (position, *columns), (0, 1)))
+            continue
+        if shape.family == "minimax_m2" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            part = [cut_heads(sizes[0], "groups * key" if "k_norm" in name else "", shape, shard.tensor)]
         position = [Range(row, row + part[0].size), *(Range(0, indices.size) for indices in part[1:])]
         order = list(range(len(part)))
         if entry.per_expert:
@@ -70,8 +80,23 @@ def find_part(axis: int, tensor: HFTensor, shape: ModelShape, split: Split) -> R
     if tensor.dims[axis] == "vocab":
         width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // split.count
         return Range(min(split.index * width, total), min((split.index + 1) * width, total))
+    return cut_heads(total, tensor.dims[axis], shape, split)
+
+
+def list_sections(name: str, shape: ModelShape) -> list[tuple[int, str, int]]:
+    """First row, kind and rows of each section of a matrix that is joined in the checkpoint already."""
+    if name.endswith("gate_up_proj.weight"):
+        return [(0, "ffn", shape.ffn_hidden), (shape.ffn_hidden, "ffn", shape.ffn_hidden)]
+    if name.endswith("qkv_proj.weight"):
+        queries, keys = shape.attention_heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+        return [(0, "", queries), (queries, "groups * key", keys), (queries + keys, "groups * value", keys)]
+    return []
+
+
+def cut_heads(total: int, dim: str, shape: ModelShape, split: Split) -> Range:
+    """Cut rows, of heads perhaps, of which `total` are in the tensor."""
     heads = shape.key_value_heads
-    is_copied = tensor.dims[axis] in ("groups * key", "groups * value")  # by ranks with the same head
+    is_copied = dim in ("groups * key", "groups * value")  # by ranks with the same head
     if is_copied and split.count > heads:
         split = Split(split.index // (split.count // heads), heads)
     width = total // split.count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -212,6 +212,13 @@ def is_untied_by_weights(path: str | Path) -> bool:
         return False
 
 
+def find_model_type(raw: Mapping[str, Any]) -> Any:
+    """Find the model_type by which transformers, without code of a model, knows it."""
+    stated = raw.get("model_type")
+    family = next((family for family in FAMILIES.values() if stated in family.other_model_types), None)
+    return stated if family is None else family.model_type or family.name
+
+
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
     """Read sizes from a config.json; ValueError: no support, or an invalid size."""
     architectures = raw.get("architectures") or ["(none)"]
@@ -226,7 +233,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         raise UnknownFamilyError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     raw, in_vision_model = _select_text_part(raw, family, architecture)
     model_type = family.model_type or family.name
-    if raw.get("model_type", model_type) != model_type:
+    if raw.get("model_type", model_type) not in (model_type, *family.other_model_types):
         text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
         raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_type}")
     if scores:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: multi-latent attention, shared experts, and experts chosen by sigmoid scores with a bias."""
+"""DeepSeek-V3, Moonlight, Kimi-K2: latent attention, shared experts, experts chosen by sigmoid scores and a bias."""
 
 from __future__ import annotations
 
@@ -129,5 +129,6 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     read=_read,
     tables=(INPUT_NORM, _ATTENTION, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
+    other_model_types=("kimi_k2",),
     has_further_predictions=True,
 )

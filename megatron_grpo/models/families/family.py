@@ -34,6 +34,8 @@ class Family:
     """Parts of Hugging Face's names, in these tables and outside layers, with those that the family has instead."""
     model_type: str | None = None
     """`model_type` in config.json, by which transformers chooses its class; None: the family's name."""
+    other_model_types: tuple[str, ...] = ()
+    """Values of `model_type` that vLLM takes for it too, and transformers only with code of the model."""
     has_further_predictions: bool = False
     """Whether folders may have layers behind the last, which predict further tokens (MTP)."""
     vision_architecture: str | None = None

@@ -48,6 +48,9 @@ def _read_long_rope(shape: ModelShape, rope: Mapping[str, Any], length: int) -> 
     Beyond it transformers takes the long factors for a long sequence alone; vLLM takes them for all sequences if the
     engine is set up for a long one.
     """
+    if shape.head_dim != shape.hidden // shape.attention_heads:
+        text = f"head_dim={shape.head_dim} is not hidden_size / num_attention_heads, by which transformers counts the"
+        raise ValueError(f"{text} factors of LongRoPE; leave head_dim out")
     for key in ("short_factor", "long_factor"):
         factors, count = rope.get(key), (shape.rotated_dim or shape.head_dim) // 2
         if not isinstance(factors, list) or len(factors) != count or not all(map(_is_positive, factors)):

@@ -93,8 +93,8 @@ def read_rotated_dim(raw: Mapping[str, Any], head_dim: int, default: float) -> i
     `default`: share of the head if the file does not say it. ValueError: no even number of them, or read in two ways.
     """
     rope = read_section(raw, "rope_scaling", "rope_parameters")
-    first, *others = _ROTATED
-    for key in others:
+    first, *aliases = _ROTATED
+    for key in aliases:
         if key in raw or key in rope:
             raise ValueError(f"{key}={to_text(rope.get(key, raw.get(key)))} is not supported; write {first} instead")
     holder = rope if first in rope else raw

@@ -186,7 +186,7 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     }
 
 
-def scales_queries(shape: ModelShape) -> bool:
+def needs_scaled_queries(shape: ModelShape) -> bool:
     """Whether a factor of rotated vectors is applied to queries."""
     # Elsewhere it is part of the softmax scale, or of multi-latent attention or layers with two rotary embeddings.
     is_elsewhere = shape.softmax_scale is not None or shape.latent is not None or shape.local_rope_theta is not None
@@ -202,7 +202,7 @@ def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple
     if shape.qk_norm:
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True)
         return head_norm, head_norm
-    return ScaledQuery if scales_queries(shape) else IdentityOp, IdentityOp
+    return ScaledQuery if needs_scaled_queries(shape) else IdentityOp, IdentityOp
 
 
 def _build_delta_net(in_proj: Any, modules: BackendSpecProvider) -> ModuleSpec:

@@ -109,6 +109,7 @@ class ScaledQuery(torch.nn.Module):
 
     def __init__(self, hidden_size: int, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
+        self.scale: Tensor
         scale = torch.ones(hidden_size, dtype=config.params_dtype, device=config.platform.device)
         scale[: config.rotated_dim] = config.rope_factor**2
         self.register_buffer("scale", scale, persistent=False)

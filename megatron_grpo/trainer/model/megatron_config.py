@@ -25,7 +25,7 @@ from megatron_grpo.models.megatron_names import count_megatron_layers, list_by_m
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import find_rope_factor
-from megatron_grpo.trainer.model.layer_spec import scales_queries, uses_transformer_engine
+from megatron_grpo.trainer.model.layer_spec import needs_scaled_queries, uses_transformer_engine
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.norm_eps,
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         # Megatron-Core has a place for a module behind the projection only with this setting.
-        "qk_layernorm": shape.qk_norm or shape.full_width_qk_norm or scales_queries(shape),
+        "qk_layernorm": shape.qk_norm or shape.full_width_qk_norm or needs_scaled_queries(shape),
         "attention_output_gate": shape.output_gate,
         "qk_l2_norm": shape.unweighted_qk_norm,
         "no_rope_freq": list_by_megatron_layer(shape.unrotated, "mixer") or None,

@@ -24,7 +24,6 @@ from tests.support.coming_layouts import (
     KEY_DIM,
     LLAMA4_EXPERTS,
     PER_KEY,
-    PHI,
     QWEN3_5_DELTA,
     QWEN3_5_EXPERTS,
     QWEN3_NEXT,
@@ -38,6 +37,7 @@ K, V, NV = 4 * KEY_DIM, 4 * PER_KEY * VALUE_DIM, 4 * PER_KEY
 H, FFN, D, GROUPS, HEADS, EXPERTS = 6, 8, 3, 4, 8, 4
 """Sizes that the oracles below write out, instead of reading them from the table."""
 
+PHI = "\n".join(FAMILIES["phi3"].tables)
 ROWS_OF_QWEN3_NEXT = tuple(row for table in QWEN3_NEXT for row in map_rows(table))
 Tensors = dict[str, Tensor]
 Oracle = Callable[[Tensors, int], list[Tensor]]

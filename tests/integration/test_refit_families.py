@@ -1,0 +1,66 @@
+"""Further families from Megatron ranks into vLLM engines, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Glm4Config, Glm4MoeConfig, Olmo3Config, Phi3Config, PretrainedConfig
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.weight_sync.transport import make_transport
+from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
+from tests.integration.vllm_helpers import MAX_LENGTH, Oracle, engines, make_model
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
+
+
+def glm4_moe(**sizes: Any) -> PretrainedConfig:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    return Glm4MoeConfig(**{**sizes, "tie_word_embeddings": False}, **experts, attention_bias=True, use_qk_norm=True)
+
+
+def phi3(**sizes: Any) -> PretrainedConfig:
+    """A Phi-4-mini: a part of each head is rotated, by LongRoPE's short factors."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.5] * 6, "long_factor": [4.0, 8.0] * 6, "rope_theta": 1e4}
+    rope |= {"partial_rotary_factor": 0.75}
+    sizes |= {"hidden_size": 128}
+    return Phi3Config(**sizes, original_max_position_embeddings=MAX_LENGTH, rope_parameters=rope)
+
+
+def olmo3(**sizes: Any) -> PretrainedConfig:
+    """An OLMo 3 whose window is shorter than the tests' sequences."""
+    types = ["sliding_attention", "full_attention"]
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 5e5}
+    by_kind = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    return Olmo3Config(**sizes, layer_types=types, sliding_window=6, rope_parameters=by_kind)
+
+
+FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], ParallelConfig]] = {
+    "glm4": (Glm4Config, ParallelConfig(tensor=2)),
+    "glm4_moe": (glm4_moe, ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "phi3": (phi3, ParallelConfig(tensor=2)),
+    "olmo3": (olmo3, ParallelConfig(tensor=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_equals_transformers_before_and_after_each_refit(name: str, tmp_path: Path) -> None:
+    family, layout = FAMILIES[name]
+    base = make_model(tmp_path / "base", seed=0, family=family)
+    trained = make_model(tmp_path / "trained", seed=1, family=family)
+    policy = start_policy(trained, layout)
+    try:
+        with engines(base, tensor=2) as generation:
+            assert_serves(generation, Oracle(base), version=0)
+            policy.wait_ready()
+            transport = make_transport(policy, generation, REFIT, Path())
+            transport.connect()
+            for version in (1, 2):  # what the first one left behind is what the second one meets
+                transport.publish(version)
+                assert_serves(generation, Oracle(trained), version)
+    finally:
+        policy.shutdown()

@@ -1,0 +1,104 @@
+"""Newer families on real ranks: gradients in every layout against transformers, of tiny models and of odd sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_grpo.verification.problem import SMALL, TINY, make_model, prepare_model
+from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.tiny_models import TinyModel
+
+FAMILIES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2")
+"""Names in verification/tiny_models.yaml."""
+_ODD_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 97}
+ODD: dict[str, dict[str, Any]] = {
+    "glm4": {**_ODD_HEADS, "attention_bias": False, "partial_rotary_factor": 0.6, "tie_word_embeddings": True},
+    "glm4_moe": {
+        **_ODD_HEADS,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.6,
+        "n_group": 1,
+        "num_experts_per_tok": 3,
+        "num_local_experts": 6,
+        "first_k_dense_replace": 3,
+    },
+    "phi3": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "hidden_size": 60,
+        "head_dim": 10,
+        "vocab_size": 97,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "tie_word_embeddings": True,
+    },
+    "olmo3": {
+        **_ODD_HEADS,
+        "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+        "tie_word_embeddings": True,
+    },
+    "minimax_m2": {**_ODD_HEADS, "rotary_dim": 10, "num_local_experts": 6, "num_experts_per_tok": 3},
+}
+"""Keys in which a further model of a family differs from its tiny one."""
+MIXTURES = ("glm4_moe", "minimax_m2")
+LAYOUTS = [
+    Layout(tensor=2, sequence=True),
+    Layout(pipeline=2, virtual_pipeline=2),
+    *(
+        pytest.param(layout, marks=pytest.mark.slow)
+        for layout in (
+            Layout(),
+            Layout(context=2),
+            Layout(pipeline=4),
+            Layout(tensor=2, data=2, sequence=True),
+            Layout(data=2, expert=2),
+            Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TinyModel]]:
+    """Models by family."""
+    folder = tmp_path_factory.mktemp("families")
+    found = {}
+    for family in FAMILIES:
+        tiny = prepare_model(f"tiny:{family}", False, folder / family, seed=0)
+        config = {"model_type": family, **SMALL, **TINY[family], **ODD[family]}
+        odd = make_model(config, folder / f"{family}_odd", seed=1)
+        found[family] = [TinyModel(path.name, path) for path in (tiny, odd)]
+    return found
+
+
+def choose(models: dict[str, list[TinyModel]], *families: str) -> list[TinyModel]:
+    return [model for family in families for model in models[family]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_do_not_depend_on_the_layout(layout: Layout, models: dict[str, list[TinyModel]]) -> None:
+    chosen = choose(models, *(FAMILIES if layout.expert == 1 else MIXTURES))
+    by_rank = run_on_ranks(layout, gradients_on_rank, chosen)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_that_share_a_key(sequence: bool, models: dict[str, list[TinyModel]]) -> None:
+    """Four ranks have two keys, whose norm over all heads must count each once."""
+    families = ("phi3", "olmo3") if not sequence else FAMILIES
+    chosen = [models[family][0] for family in families]
+    by_rank = run_on_ranks(Layout(tensor=4, sequence=sequence), gradients_on_rank, chosen)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=2e-5)
+
+
+@pytest.mark.slow
+def test_layers_are_recomputed(models: dict[str, list[TinyModel]]) -> None:
+    chosen, settings = choose(models, *FAMILIES), {"activation_checkpointing": True}
+    by_rank = run_on_ranks(Layout(tensor=2, sequence=True), gradients_on_rank, chosen, True, settings)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=2e-5)
