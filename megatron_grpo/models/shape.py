@@ -94,7 +94,9 @@ class ModelShape:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        return not self.post_norms and self.local_rope_theta is None and self.latent is None
+        # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
+        has_kernel = not self.sinks or self.head_dim in (64, 128, 256)
+        return not self.post_norms and self.local_rope_theta is None and self.latent is None and has_kernel
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]

@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.models.hf_folder import HFFolderReader
+from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.verification.doctor.law import Law, Tokens
 
 BATCH_TOKENS = 4096
@@ -37,6 +39,13 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
         options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in settings.items():
             setattr(options["config"], name, value)
+    if is_quantized(folder):
+        # What transformers itself makes of such a folder depends on the machine's GPU, and it refuses matrices whose
+        # last block is not full.
+        config = options.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        del config.quantization_config
+        kind, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], dict(HFFolderReader(folder).iterate())
+        return kind.from_pretrained(None, state_dict=tensors, **options).eval()
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -48,7 +47,6 @@ class TorchCoreAttention(torch.nn.Module):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             sinks = torch.empty(heads, dtype=config.params_dtype, device=config.platform.device)
             self.softmax_offset = torch.nn.Parameter(sinks)
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Build the checkpoint's entries, named as those of Transformer Engine."""

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -70,11 +69,15 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
     return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
 
 
+def _compute_quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
     "clamped_swiglu": {
-        "activation_func": quick_gelu,
+        "activation_func": _compute_quick_gelu,
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": 7.0,
     },
@@ -240,7 +243,8 @@ def _list_platform_settings(
     cuda, fp8 = platform.is_like_cuda, config.fp8
     settings: dict[str, Any] = {
         "apply_rope_fusion": uses_te,
-        "bias_activation_fusion": cuda and shape.activation != "gelu_tanh",
+        # Megatron-Core's fused functions have no GeLU by tanh, and clamp before they add a bias.
+        "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # CUDA graphs are not used; the field's default value would log a warning of its deprecation.
