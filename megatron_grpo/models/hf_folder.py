@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
+from megatron_grpo.models.dequantization import read_fp8, read_mxfp4
+from megatron_grpo.models.quantized_weights import (
+    BLOCKS,
+    EXPONENTS,
+    SCALES,
+    Quantization,
+    describe_values,
+    read_quantization,
+    unpack_shape,
+)
+from megatron_grpo.models.shape import read_config_json
+from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE, list_stored_tensors, read_index
 from megatron_grpo.models.weight_map import WeightSlice
 
 # Configuration, tokenizer and template files that travel with the weights.
@@ -39,33 +51,59 @@ class HFFolderReader:
             raise ValueError(f"{self._folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name + BLOCKS in self._file_of
 
     def read(self, part: WeightSlice) -> Tensor:
         """Read a slice of a tensor: contiguous, on the CPU, in the file's dtype.
 
-        An empty slice, of a rank that holds only padding of the vocabulary, is float32.
+        FP8 becomes float32 and MXFP4 bfloat16. An empty slice, of a rank that holds only padding of the vocabulary, is
+        float32.
 
         Raises:
             ValueError: no such tensor, another shape than the model's config.json implies, values that are not
                 finite, or an unreadable file.
         """
-        file = self._file_of.get(part.name)
-        if file is None:
-            raise ValueError(f"{self._folder} has no tensor {part.name}")
-        try:
-            tensor = self._open(file).get_slice(part.name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} has no tensor {part.name}: {error}") from None
+        is_packed = part.name not in self._file_of and part.name + BLOCKS in self._file_of
+        stored = part.name + BLOCKS if is_packed else part.name
+        file, tensor = self._find(stored)
         shape = tuple(tensor.get_shape())
+        if is_packed and len(shape) == 4:
+            shape = unpack_shape(shape)
         if shape != part.shape:
             raise ValueError(f"{file}: {part.name} has shape {list(shape)}, but config.json implies {list(part.shape)}")
         if 0 in part.local_shape:
             return torch.empty(part.local_shape)
-        values: Tensor = tensor[part.region].contiguous()
+        values: Tensor
+        if is_packed:
+            values = read_mxfp4(tensor, self._find(part.name + EXPONENTS)[1], part.bounds)
+        elif tensor.get_dtype() == "F8_E4M3" and self._quantization is not None:
+            values = read_fp8(tensor, self._find(part.name + SCALES)[1], part.bounds, self._quantization)
+        else:
+            values = tensor[part.region].contiguous()
         if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
             raise ValueError(f"{file}: {part.name} has values that are not finite")
         return values
+
+    def iterate(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the folder, quantized weights as numbers."""
+        stored = list_stored_tensors(self._folder)
+        quantization = self._quantization
+        for name, tensor in (stored if quantization is None else describe_values(stored, quantization)).items():
+            yield name, self.read(WeightSlice(name, tensor.shape, tuple((0, size) for size in tensor.shape)))
+
+    def _find(self, name: str) -> tuple[Path, Any]:
+        """Find a stored tensor: its file, and a slice that reads it."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise ValueError(f"{self._folder} has no tensor {name}")
+        try:
+            return file, self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} has no tensor {name}: {error}") from None
+
+    @cached_property
+    def _quantization(self) -> Quantization | None:
+        return read_quantization(read_config_json(self._folder / "config.json"))
 
     def _open(self, file: Path) -> Any:
         if file not in self._handles:
@@ -107,7 +145,9 @@ def write_hf_folder(
         config_file = folder / "config.json"
         config = json.loads(config_file.read_text())
         keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
-        changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings or {})
+        # The weights are no longer quantized as the source's.
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        changed = plain | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings or {})
         if changed != config:
             config_file.write_text(json.dumps(changed, indent=2) + "\n")
         if chat_template is not None:

@@ -53,6 +53,7 @@ def trace_run(config: Config, shape: ModelShape) -> list[list[Box]] | None:
         folder = find_local_folder(config.policy.model.path)
         assert folder is not None, "the sizes were read from it"
         model_config = read_config_json(folder / "config.json")
+        model_config.pop("quantization_config", None)  # engines of a run have plain weights
     return trace_engine(model_config, shape, config.generation.parallel, config.engine_dtype)
 
 

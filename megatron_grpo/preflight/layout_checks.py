@@ -140,6 +140,9 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     if shape is None:
         return
     yield from check_split("policy.parallel", config.policy.parallel, shape)
+    context, on_gpus = config.policy.parallel.context, config.cluster.gpus and config.policy.precision == "bfloat16"
+    text = "Transformer Engine's attention has no sinks in packed sequences that ranks share; use 1"
+    yield context > 1 and on_gpus and shape.sinks, "policy.parallel.context=", text
     for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
         has_no_experts = getattr(moe, name) and shape.experts is None
         yield has_no_experts, f"policy.moe.{name}=", "the model has no experts; use 0"
@@ -172,6 +175,10 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
     parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
     yield _check_tensor("generation.parallel", tensor, shape, is_engine=True)
+    text = (
+        f"exceeds the model's {shape.key_value_heads} key/value heads, of which vLLM has no copies for {shape.family}"
+    )
+    yield shape.sinks and tensor > shape.key_value_heads, "generation.parallel.tensor=", text
     # vLLM need not give every stage equally many layers.
     text = f"exceeds the model's {shape.layers} layers"
     yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text

@@ -14,7 +14,8 @@ from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_point
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
 from megatron_grpo.models.families import FAMILIES, as_value_model, build_weight_map, read_model_shape
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.quantized_weights import describe_values, read_quantization
+from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_end_tokens, read_settings, read_token_ids
 from megatron_grpo.models.weight_map import index_tensors
@@ -27,6 +28,9 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Check the weights in a folder; yields a problem of each kind."""
     try:
         tensors = list_stored_tensors(folder)
+        quantization = read_quantization(read_config_json(folder / "config.json"))
+        if quantization is not None:
+            tensors = describe_values(tensors, quantization)
     except ValueError as error:
         yield str(error)
         return
@@ -39,7 +43,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     # Packed weights have other shapes than config.json implies, so they are reported before shapes are compared.
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
-        text = "quantized weights cannot be trained; convert the model to bfloat16 first, as docs/layouts.md shows"
+        text = "weights that are quantized so cannot be read; convert the model to bfloat16 first, as docs/layouts.md shows"
         yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
         return
     for name, expected in required_shapes.items():

@@ -48,7 +48,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         value_parallel = value_model.parallel if value_model else None
         cluster.reserve(config.policy.parallel, engines if has_own_engines else None, value_parallel)
         if config.needs_generation:
-            generation = _start_generation(config, folder, cluster, stack)
+            generation = _start_generation(config, folder, cluster, stack, awaits_refit=True)
     settings, timeout_s = make_policy_settings(config, folder), config.cluster.startup_timeout_s
     policy = MegatronPolicy(settings, cluster.build_policy_options, timeout_s)
     stack.callback(policy.shutdown)
@@ -59,7 +59,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         stack.callback(value.shutdown)
     if colocated:
         # Engines measure the free memory of their devices, so they start first, and sleep before the models start.
-        generation = _start_generation(config, folder, cluster, stack)
+        generation = _start_generation(config, folder, cluster, stack, awaits_refit=True)
         generation.wait_ready()
         generation.sleep()
     policy.start()
@@ -75,7 +75,9 @@ def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: Exit
     return _start_generation(replace(config, generation=generation), folder, cluster, stack)
 
 
-def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
+def _start_generation(
+    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack, *, awaits_refit: bool = False
+) -> VllmGeneration:
     settings = VllmSettings(
         model_path=str(folder),
         config=config.generation,
@@ -83,6 +85,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
         max_total_sequence_length=config.policy.max_total_sequence_length,
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.training_loop.async_grpo if config.training_loop.async_grpo.enabled else None,
+        awaits_refit=awaits_refit,
     )
     options, timeout_s = cluster.build_engine_options, config.cluster.startup_timeout_s
     generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)

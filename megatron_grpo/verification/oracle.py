@@ -12,10 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.families import find_model_type
+from megatron_grpo.models.hf_folder import HFFolderReader
+from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.shape import read_config_json
 from megatron_grpo.verification.doctor.law import Law, Tokens
 
@@ -44,6 +46,13 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
         for name, value in settings.items():
             setattr(config, name, value)
         options["config"] = config
+    if is_quantized(folder):
+        # What transformers itself makes of such a folder depends on the machine's GPU, and it refuses matrices whose
+        # last block is not full.
+        config = options.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        del config.quantization_config
+        kind, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], dict(HFFolderReader(folder).iterate())
+        return kind.from_pretrained(None, state_dict=tensors, **options).eval()
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 

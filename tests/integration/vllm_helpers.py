@@ -144,6 +144,7 @@ def engines(
     colocated: bool = False,
     environment: dict[str, str] | None = None,
     startup_s: float = START_S,
+    awaits_refit: bool = False,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout, each on GPUs of its own if there are any; needs Ray.
 
@@ -151,6 +152,7 @@ def engines(
         colocated: of one engine: on the first GPU, which a policy has.
         environment: further environment variables of the engines' actors.
         startup_s: deadline of the start.
+        awaits_refit: the engines need not have the folder's weights before a refit.
     """
     config = GenerationConfig(
         placement="colocated" if colocated else "separate",
@@ -173,6 +175,7 @@ def engines(
             max_total_sequence_length=max_length,
             routed=routed,
             in_flight=in_flight,
+            awaits_refit=awaits_refit,
         ),
         actor_options=lambda engine: (
             FIRST_GPU if colocated else {**gpus(tensor * pipeline), "runtime_env": {"env_vars": environment or {}}}

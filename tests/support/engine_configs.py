@@ -131,6 +131,26 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "gpt_oss": _SIZES
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.rotary import refuse_partial_rotation
+from megatron_grpo.models.quantized_weights import read_quantization, refuse_quantized
 from megatron_grpo.models.tokenizer_files import read_settings
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -49,8 +50,8 @@ def refuse_options(
     """Refuse options that the Megatron model cannot express; parameters as `read_dense`."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
-    for key in ("quantization_config", "compression_config"):
-        refuse_quantized(raw.get(key), key)
+    read_quantization(raw, family)
+    refuse_quantized(raw.get("compression_config"), "compression_config")
     for key, neutral in {**_COMMON, **(family_options or {}), **_VLLM_ONLY}.items():
         if key in raw and raw[key] not in neutral:
             reason = ": vLLM would compute another model with it than transformers; remove it"
@@ -66,18 +67,6 @@ def refuse_options(
     if unsupported and not windows:
         text = f"layer_types with {to_text(unsupported[0])} is not supported for {family}"
         raise ValueError(f"{text}; only full_attention is")
-
-
-def refuse_quantized(settings: Any, key: str) -> None:
-    """Refuse a model whose files have quantization settings, under this key."""
-    if settings is None:
-        return
-    method = None
-    if isinstance(settings, dict):
-        method = settings.get("quant_method") or settings.get("quant_algo") or settings.get("format")
-    kind = f" ({method})" if isinstance(method, str) else ""
-    text = f"{key}{kind}: quantized weights cannot be trained"
-    raise ValueError(f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows")
 
 
 def refuse_folder(folder: Path) -> None:

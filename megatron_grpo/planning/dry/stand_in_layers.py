@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, override
 
 import torch
@@ -39,6 +40,22 @@ class ShapedAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
         super().__init__()
         self._context = pg_collection.cp if config.context_parallel_size > 1 else None
+        self._tensor_group = pg_collection.tp
+        if config.softmax_type == "learnable":  # in float32, whatever the other parameters are
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, device=config.platform.device))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Build the checkpoint's entries."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tensor_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
@@ -176,8 +193,8 @@ class ShapedNormColumnLinear(ShapedColumnLinear):
 class ShapedRowLinear(Quantizable, RowParallelLinear):
     """Transformer Engine's linear layer whose columns are split over ranks."""
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Multiply; returns no bias.
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply; the bias is not added.
 
         [tokens, sequences, columns of this rank] becomes [tokens of this rank, sequences, rows].
         """
@@ -188,13 +205,13 @@ class ShapedRowLinear(Quantizable, RowParallelLinear):
         nbytes, group = math.prod(full_shape) * input_.element_size(), self.tp_group
         return self.multiply(
             input_,
-            list(self.parameters()),
+            [self.weight],
             output,
             forward=gathered,
             backward=gathered,
             messages=[Collective("reduce_scatter" if self.sequence_parallel else "allreduce", nbytes, group)],
             messages_back=[Collective("allgather", nbytes, group)] if self.sequence_parallel else [],
-        ), None
+        ), self.bias
 
 
 class ShapedGroupedLinear(Quantizable, torch.nn.Module):
@@ -212,33 +229,42 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
         config: TransformerConfig,
         pg_collection: Any,
         split_axis: int,
+        bias: bool,
+        skip_bias_add: bool,
         **_: Any,
     ) -> None:
         super().__init__()
         self._groups, self._axis, self.num_gemms = pg_collection, split_axis, num_gemms
+        self._returns_bias = bias and skip_bias_add
         sizes = [output_size, input_size]
         sizes[split_axis] //= pg_collection.expt_tp.size()
-        for number in range(num_gemms):
-            empty = torch.empty(*sizes, dtype=config.params_dtype, device=config.platform.device)
-            weight: Any = torch.nn.Parameter(empty)
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_axis, stride=1)
+        shapes = {"weight": sizes, **({"bias": sizes[:1]} if bias else {})}
+        for name, number in product(shapes, range(num_gemms)):
+            empty = torch.empty(*shapes[name], dtype=config.params_dtype, device=config.platform.device)
+            parameter: Any = torch.nn.Parameter(empty)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=split_axis, stride=1)
             # Megatron-Core reads this mark to reduce gradients over the data-parallel ranks of the expert.
-            weight.allreduce = config.expert_model_parallel_size == 1
-            self.register_parameter(f"weight{number}", weight)
+            parameter.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"{name}{number}", parameter)
 
-    def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, None]:
-        """From [tokens of local experts, columns] to [tokens, rows], and no bias."""
-        weights = list(self.parameters())
-        return self.multiply(hidden, weights, (hidden.shape[0], weights[0].shape[0])), None
+    def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """From [tokens of local experts, columns] to [tokens, rows]; perhaps with biases that are not added."""
+        weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        biases = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        added = [] if self._returns_bias else biases
+        output = self.multiply(hidden, [*weights, *added], (hidden.shape[0], weights[0].shape[0]))
+        return output, biases if self._returns_bias else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Build the checkpoint's entries, named as those of separate experts."""
         tensors: dict[str, Any] = {}
         parts, first = self._groups.ep.size(), self._groups.ep.rank() * self.num_gemms
-        for number, weight in enumerate(self.parameters()):
+        for name, parameter in self.named_parameters():
+            part = "weight" if name.startswith("weight") else "bias"
+            number = int(name.removeprefix(part))
             offset = (len(sharded_offsets), first + number, parts * self.num_gemms)
             sharded = make_sharded_tensors_for_checkpoint(
-                {"weight": weight},
+                {part: parameter},
                 "",
                 {"weight": self._axis},
                 (*sharded_offsets, offset),
@@ -246,9 +272,9 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(sharded, "", prefix)
-            shard = sharded["weight"]
+            shard = sharded[part]
             shard.replica_id = (*shard.replica_id[:2], self._groups.expt_dp.rank())
-            tensors[f"{prefix}weight{number}"] = shard
+            tensors[prefix + name] = shard
         return tensors
 
 

@@ -63,7 +63,6 @@ class TorchCoreAttention(torch.nn.Module):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             sinks = torch.empty(heads, dtype=config.params_dtype, device=config.platform.device)
             self.softmax_offset = torch.nn.Parameter(sinks)
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Build the checkpoint's entries, named as those of Transformer Engine."""

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -157,6 +158,10 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     mark_experts(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".softmax_offset"):  # Transformer Engine makes it in float32, without marks
+            parameter.data = parameter.to(settings.params_dtype)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = compute_scaled_rope(shape)[0].to(settings.platform.device)
     if uses_transformer_engine(shape, settings.platform, config.precision):

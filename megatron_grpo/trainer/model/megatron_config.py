@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -75,12 +74,16 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
     return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
 
 
+def _compute_quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
     "relu2": {"activation_func": squared_relu},
     "clamped_swiglu": {
-        "activation_func": quick_gelu,
+        "activation_func": _compute_quick_gelu,
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": 7.0,
     },
@@ -114,11 +117,9 @@ def _list_shape_settings(shape: ModelShape) -> dict[str, Any]:
         "softmax_type": "learnable" if shape.sinks else "vanilla",
         # Megatron-Core counts tokens before and after the query's position, and lists which layers have the window.
         "window_size": None if shape.window is None else (shape.window - 1, 0),
-        # Layers with heads of other sizes cannot be stacked in a checkpoint.
-        "hetereogenous_dist_checkpoint": shape.global_heads is not None,
         "window_attn_skip_freq": list_by_megatron_layer(shape.windowed, "mixer") or None,
-        # Layers with other parameters than their neighbours cannot be stacked in a checkpoint.
-        "hetereogenous_dist_checkpoint": bool(shape.single_halves),
+        # Layers with other parameters than their neighbours, or of other sizes, cannot be stacked in a checkpoint.
+        "hetereogenous_dist_checkpoint": bool(shape.single_halves) or shape.global_heads is not None,
     }
 
 
@@ -275,7 +276,8 @@ def _list_platform_settings(
     cuda, fp8 = platform.is_like_cuda, config.fp8
     settings: dict[str, Any] = {
         "apply_rope_fusion": uses_te,
-        "bias_activation_fusion": cuda and shape.activation != "gelu_tanh",
+        # Megatron-Core's fused functions have no GeLU by tanh, and clamp before they add a bias.
+        "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # CUDA graphs are not used; the field's default value would log a warning of its deprecation.

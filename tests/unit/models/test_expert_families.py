@@ -93,7 +93,7 @@ def test_which_layers_have_experts() -> None:
     [
         (QWEN3_30B, {"num_experts_per_tok": 200}, "num_experts_per_tok=200 is more than the 128 experts"),
         (QWEN3_30B, {"mlp_only_layers": "all"}, "mlp_only_layers=all must be a list"),
-        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "convert the model to bfloat16 first"),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "awq"}}, "convert the model to bfloat16 first"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func=softmax is not supported"),
         (DEEPSEEK_V3, {"topk_group": 3}, "n_group=8 with topk_group=3"),
         (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank is missing"),

@@ -138,7 +138,7 @@ def in_fp8_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 QUANTIZED = [
-    {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
     {"quant_method": "gptq", "bits": 4},
     {"quant_method": "awq", "bits": 4},
     {"quant_method": "bitsandbytes", "load_in_4bit": True},

@@ -31,7 +31,23 @@ EXPERTS = parse_model_shape(
         "mlp_only_layers": [],
     }
 )
-
+OSS = parse_model_shape(
+    {
+        **SMALL,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 256,
+        "num_hidden_layers": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 150000.0,
+        "intermediate_size": 32,
+        "head_dim": 64,
+    }
+)
 
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a dry run takes the process's GPU away from Megatron-Core"
@@ -102,6 +118,13 @@ def unfused_permutation(config: Config) -> None:
             for rank in (0, 1)
         ),
         pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, unfused_permutation, id="experts"),
+        pytest.param(
+            OSS,
+            {"tensor": 2, "sequence": True, "expert": 2},
+            1,
+            unfused_permutation,
+            id="biases_and_sinks",
+        ),
         pytest.param(
             EXPERTS,
             {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2, "data": 2},
