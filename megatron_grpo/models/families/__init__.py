@@ -85,13 +85,15 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
         if entry is not _INPUT:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
             weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) == 2 else 0
-    windowed = sum(shape.windowed)
-    pairs = (shape.layers - windowed) * sum(map(_count_causal_pairs, lengths))
+    pairs = windowed_pairs = sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
-        pairs += windowed * sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
-    latent = shape.latent
-    head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
-    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
+        windowed_pairs = sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
+    products, latent = 0, shape.latent
+    for layer in range(shape.layers):
+        head = 2 * shape.find_heads(layer).head_dim
+        head = head if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
+        products += head * (windowed_pairs if shape.windowed and shape.windowed[layer] else pairs)
+    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * products
 
 
 def _count_causal_pairs(length: int) -> int:
@@ -145,6 +147,15 @@ def is_untied_by_weights(path: str | Path) -> bool:
         return parse_model_shape(raw).tied_embeddings and not read_model_shape(path).tied_embeddings
     except ValueError:
         return False
+
+
+def scales_queries(path: str | Path) -> bool | None:
+    """Whether a Llama 4 scales queries by their position; None: it is none."""
+    try:
+        shape = read_model_shape(path)
+    except ValueError:
+        return None
+    return shape.query_scale is not None if shape.family == "llama4" else None
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:

@@ -51,8 +51,9 @@ def test_fused_logprobs(
     """They fit into shared memory, and all but a few numbers of a thread into its registers."""
     monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     tile = fused_logprob.SINGLE if dtype == "fp32" else fused_logprob.HALF
-    settings = {**tile, "EVEN": even, "WIDEN": False}
-    numbers = dict.fromkeys(("tokens", "all_columns", "width", "columns_of_split"), INDEX) | {"scale": "fp32"}
+    settings = {**tile, "EVEN": even, "CAPPED": not even, "WIDEN": False}
+    numbers = dict.fromkeys(("tokens", "all_columns", "width", "columns_of_split"), INDEX)
+    numbers |= dict.fromkeys(("scale", "cap"), "fp32")
     inputs = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "local": "*i64"} | numbers
     reduce = inputs | {"highest": FLOAT32, "sums": FLOAT32}
     differentiate = inputs | dict.fromkeys(("logsumexp", "entropy", "of_logprobs", "of_entropy"), FLOAT32)

@@ -1,0 +1,104 @@
+"""Newer families on real ranks: gradients in every layout against transformers, of tiny models and of odd sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.verification.problem import SMALL, TINY, make_model, prepare_model
+from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.tiny_models import TinyModel
+
+FAMILIES = ("llama4", "gemma4", "gemma4_moe")
+"""Names in verification/tiny_models.yaml."""
+_ODD_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 97}
+ODD: dict[str, dict[str, Any]] = {
+    "llama4": {
+        **_ODD_HEADS,
+        "no_rope_layers": [0, 1, 1, 1],
+        "attention_chunk_size": 7,
+        "interleave_moe_layer_step": 1,
+        "num_local_experts": 6,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "tie_word_embeddings": True,
+    },
+    "gemma4": {
+        **_ODD_HEADS,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 6,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma4_moe": {
+        **_ODD_HEADS,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "global_head_dim": 12,
+        "attention_k_eq_v": False,
+        "num_experts": 6,
+        "top_k_experts": 1,
+    },
+}
+"""Keys in which a further model of a family differs from its tiny one."""
+MIXTURES = ("llama4", "gemma4_moe")
+LAYOUTS = [
+    Layout(tensor=2, sequence=True),
+    Layout(pipeline=2, virtual_pipeline=2),
+    *(
+        pytest.param(layout, marks=pytest.mark.slow)
+        for layout in (
+            Layout(),
+            Layout(context=2),
+            Layout(pipeline=4),
+            Layout(tensor=2, data=2, sequence=True),
+            Layout(data=2, expert=2),
+            Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True),
+        )
+    ),
+]
+TOLERANCE = 1e-4
+"""Gemma 4 multiplies queries and keys without a scale, so that its softmax is sharp and rounding counts for more."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TinyModel]]:
+    """Models by family."""
+    folder = tmp_path_factory.mktemp("families")
+    found = {}
+    for family in FAMILIES:
+        tiny = prepare_model(f"tiny:{family}", False, folder / family, seed=0)
+        config = {"model_type": family, **SMALL, **TINY[family], **ODD[family]}
+        odd = make_model(config, folder / f"{family}_odd", seed=1)
+        found[family] = [TinyModel(path.name, path) for path in (tiny, odd)]
+    return found
+
+
+def choose(models: dict[str, list[TinyModel]], *families: str) -> list[TinyModel]:
+    return [model for family in families for model in models[family]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_do_not_depend_on_the_layout(layout: Layout, models: dict[str, list[TinyModel]]) -> None:
+    chosen = choose(models, *(FAMILIES if layout.expert == 1 else MIXTURES))
+    by_rank = run_on_ranks(layout, gradients_on_rank, chosen)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_that_share_a_key(sequence: bool, models: dict[str, list[TinyModel]]) -> None:
+    """Four ranks have two keys, and in the layers without a window of Gemma 4 one."""
+    chosen = [models[family][0] for family in (FAMILIES if sequence else ("gemma4",))]
+    by_rank = run_on_ranks(Layout(tensor=4, sequence=sequence), gradients_on_rank, chosen)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_layers_are_recomputed(models: dict[str, list[TinyModel]]) -> None:
+    chosen, settings = choose(models, *FAMILIES), {"activation_checkpointing": True}
+    by_rank = run_on_ranks(Layout(tensor=2, sequence=True), gradients_on_rank, chosen, True, settings)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=TOLERANCE)
