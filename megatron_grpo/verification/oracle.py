@@ -49,10 +49,9 @@ def find_halves(layer: Any) -> tuple[Any, Any]:
 
 def find_router(layer: Any) -> Any:
     """Find the module that chooses a layer's experts; None: it has no experts."""
-    for part in (layer, getattr(layer, "feed_forward", None), getattr(layer, "mlp", None)):
-        if hasattr(part, "experts"):
-            return part.router if hasattr(part, "router") else part.gate
-    return None
+    parts: list[Any] = [layer, getattr(layer, "feed_forward", None), getattr(layer, "mlp", None)]
+    part = next((part for part in parts if hasattr(part, "experts")), None)
+    return getattr(part, "router", None) or getattr(part, "gate", None)
 
 
 def read_routing(router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

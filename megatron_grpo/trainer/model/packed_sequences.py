@@ -109,7 +109,6 @@ class _Parts:
             queries, position + queries - unseen, self.first_query[part] + begin, self.first_key[part] + unseen
         )
 
-
     def cut_to_chunks(self, length: int) -> _Parts:
         # A part gets the queries of one chunk, and the keys of this chunk alone.
         first = self.keys - self.queries  # position of the first query

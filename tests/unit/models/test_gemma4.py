@@ -77,7 +77,10 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
         ({"num_experts": 4}, "num_experts=4 without enable_moe_block is not supported"),
         ({"enable_moe_block": True}, "num_experts is missing"),
         ({"per_layer_config": {"5": {"head_dim": 64}}}, "must have the same sizes for each layer of full_attention"),
-        ({"per_layer_config": {str(n): {"hidden_size": 4} for n in range(5, 60, 6)}}, "with hidden_size is not support"),
+        (
+            {"per_layer_config": {str(n): {"hidden_size": 4} for n in range(5, 60, 6)}},
+            "with hidden_size is not supported",
+        ),
     ],
 )
 def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> None:
@@ -96,9 +99,7 @@ def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> 
 def test_unsupported_rotations_are_named(change: dict[str, Any], message: str) -> None:
     rope = GEMMA4_31B["rope_parameters"]
     with pytest.raises(ValueError, match=message):
-        parse_model_shape(
-            GEMMA4_31B | {"rope_parameters": {**rope, "full_attention": rope["full_attention"] | change}}
-        )
+        parse_model_shape(GEMMA4_31B | {"rope_parameters": {**rope, "full_attention": rope["full_attention"] | change}})
 
 
 @pytest.mark.parametrize("raw", [GEMMA4_31B, GEMMA4_26B], ids=["dense", "mixture"])
