@@ -204,5 +204,4 @@ FAMILY = Family(
         _SCALAR,
     ),
     model_type="gemma4_text",
-    reward_prefix="Gemma4Text",
 )

@@ -262,7 +262,9 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
             materialize(model)
             with torch.no_grad():
                 model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
-            buffers = {name: buffer for name, buffer in model.named_buffers() if name in {box.parameter for box in trace.boxes}}
+            buffers = {
+                name: buffer for name, buffer in model.named_buffers() if name in {box.parameter for box in trace.boxes}
+            }
             actual = {name: tensor.data for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
         assert trace.unexplained == {}
         expected = filled(trace.boxes, tensors, {name: tensor.shape for name, tensor in actual.items()})
