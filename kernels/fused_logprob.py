@@ -163,7 +163,7 @@ def _compute_logits(
             w = w.to(tl.float32)
         z = tl.dot(h, w, z, input_precision="ieee")
     if CAPPED:
-        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)  # cap * tanh(z / cap)
+        z = cap - 2.0 * cap / (1.0 + tl.exp(z * (2.0 / cap)))  # cap * tanh(z / cap)
     return z * scale
 
 

@@ -104,7 +104,8 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of a target and entropy of softmax(scale * weight @ hidden).
 
-    With z = scale * weight @ hidden, or with a cap z = scale * cap * tanh(weight @ hidden / cap): log p = z_target - logsumexp(z); H = logsumexp(z) - sum_j p_j z_j, in nats.
+    With z = scale * weight @ hidden, or with a cap z = scale * cap * tanh(weight @ hidden / cap):
+    log p = z_target - logsumexp(z); H = logsumexp(z) - sum_j p_j z_j, in nats.
 
     Args:
         hidden: [tokens, hidden], any float type, equal on all ranks of the group.

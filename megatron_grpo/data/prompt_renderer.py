@@ -123,7 +123,7 @@ class PromptRenderer:
             if not has_results:
                 raise
             mark_in_text, after = "", ""
-        if not mark_in_text and has_results:
+        if has_results and (not mark_in_text or self._shows_results_after_calls_alone):
             after = _render_results(render, earlier, messages)
         elif not mark_in_text:
             raise ValueError("the chat template leaves out the model's last message")
@@ -250,6 +250,18 @@ class PromptRenderer:
             kind = "null" if content is None else type(content).__name__
             raise ValueError(f"message {number} has {kind} as its content; give text")
         return plain
+
+    @cached_property
+    def _shows_results_after_calls_alone(self) -> bool:
+        # Gemma 4's template leaves results out without a word unless the turn before them has calls.
+        begin, mark = {"role": "user", "content": "."}, secrets.token_hex(8)
+        result = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": mark}
+        try:
+            if mark in self.render([begin, {"role": "assistant", "content": "."}, result]):
+                return False
+            return mark in _render_results(self.render, [begin], [result])
+        except Exception:  # noqa: BLE001 - a template may raise anything about messages that it does not expect
+            return False
 
     @cached_property
     def _can_read_parts(self) -> bool:

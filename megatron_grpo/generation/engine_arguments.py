@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.models.families import is_untied_by_weights
+from megatron_grpo.models.families import is_untied_by_weights, scales_queries
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import detect_platform
@@ -92,6 +92,11 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones, and the first refit fills them.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "dummy"
+    tuning = scales_queries(settings.model_path)
+    if tuning is not None:
+        # vLLM goes by the longest sequence, and not by config.json.
+        given = passed.get("override_generation_config") or {}
+        passed["override_generation_config"] = {"attn_temperature_tuning": tuning, **given}
     return arguments | passed
 
 

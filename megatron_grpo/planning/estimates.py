@@ -91,7 +91,7 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
 
 def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
     """Count parameters of layers without their routed experts, and of these experts."""
-    dense, routed = len(layers) * count_attention_parameters(shape, 1), 0.0
+    dense, routed = sum(count_attention_parameters(shape, layer, 1) for layer in layers), 0.0
     with_experts = sum(map(shape.has_experts, layers))
     if shape.experts is not None:
         routed += with_experts * shape.experts.count * count_expert_parameters(shape)
@@ -113,8 +113,9 @@ def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
     in_flight = (
         parallel.pipeline if parallel.virtual_pipeline == 1 else parallel.pipeline * (1 + 1 / parallel.virtual_pipeline)
     )
-    width, heads = _WIDTH[policy.precision], shape.attention_heads * shape.head_dim
-    keys = 2 * shape.key_value_heads * shape.head_dim
+    width, sizes = _WIDTH[policy.precision], [shape.find_heads(layer) for layer in range(shape.layers)]
+    heads = shape.attention_heads * max(size.head_dim for size in sizes)
+    keys = 2 * max(size.key_value_heads * size.head_dim for size in sizes)
     layer_numbers = (
         5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + 4 * shape.ffn_hidden / parallel.tensor
     )
@@ -156,7 +157,9 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
     token_bytes = 2.0 * shape.hidden
     messages_s = 4 * stage_tokens * token_bytes * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
     turns = parallel.context - 1
-    key_bytes = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
+    sizes = [shape.find_heads(layer) for layer in range(shape.layers)]
+    features = sum(size.key_value_heads * size.head_dim for size in sizes) / shape.layers
+    key_bytes = 2.0 * 2 * features / parallel.tensor
     messages_s += turns * stage_tokens * key_bytes / find_speed(parallel.tensor * parallel.context)
     if experts is not None and parallel.expert > 1:
         copied_bytes = stage_tokens / parallel.tensor * experts.top_k * token_bytes

@@ -151,15 +151,18 @@ def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width:
     """Count bytes of a rank's KV cache for each token."""
     if shape.latent is not None:  # one latent vector and the key's rotated part, which every rank has
         return layers * (shape.latent.rank + shape.latent.rope_dim) * width
-    return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
+    sizes = map(shape.find_heads, range(shape.layers))
+    features = sum(max(1, heads.key_value_heads // tensor) * heads.head_dim for heads in sizes)
+    return math.ceil(layers * 2 * features * width / shape.layers)  # of average layers
 
 
-def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
+def count_attention_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
     """Count parameters of a layer's attention matrices on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if latent is None:
-        key_value_heads = max(1, shape.key_value_heads / tensor)
-        return hidden * shape.head_dim * (2 * heads / tensor + 2 * key_value_heads)
+        sizes = shape.find_heads(layer)
+        key_value_heads = max(1, sizes.key_value_heads / tensor) * (1 if sizes.key_is_value else 2)
+        return hidden * sizes.head_dim * (2 * heads / tensor + key_value_heads)
     query = latent.plain_dim + latent.rope_dim
     down = hidden * (latent.rank + latent.rope_dim) + (hidden * latent.query_rank if latent.query_rank else 0)
     up = (latent.query_rank or hidden) * heads * query + latent.rank * heads * (latent.plain_dim + latent.value_dim)
@@ -176,7 +179,9 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
     """Count bytes of a rank's weights without norms."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        parameters = count_attention_parameters(shape, tensor)
+        parameters, heads = count_attention_parameters(shape, layer, tensor), shape.find_heads(layer)
+        if heads.key_is_value:  # vLLM keeps the matrix of keys twice
+            parameters += shape.hidden * heads.head_dim * max(1, heads.key_value_heads / tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
@@ -187,8 +192,8 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
             parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * parameters
     rows = math.ceil(shape.vocab / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE / tensor
-    heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
-    return int(total + heads * width * rows * shape.hidden)
+    matrices = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
+    return int(total + matrices * width * rows * shape.hidden)
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,8 @@ class Decoder:
         """Seconds of prompts in full passes; tokens see half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
-        attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
+        features = sum(shape.find_heads(layer).head_dim for layer in range(shape.layers))
+        attention = 2.0 * tokens * context * heads * features
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         products = 2.0 * tokens * self._count_active_parameters() / speed
         messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
@@ -227,7 +233,7 @@ class Decoder:
         """Count parameters that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += count_attention_parameters(shape, self.tensor)
+            total += count_attention_parameters(shape, layer, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
                 total += shape.experts.top_k * count_expert_parameters(shape) / self.tensor

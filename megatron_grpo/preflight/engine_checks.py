@@ -54,9 +54,10 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     yield from list_conflicts(config, "engines")
     if config.cluster.gpus == 0 and shape is not None and shape.latent is None:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        text = f"has heads of {shape.head_dim}, for which vLLM has no attention on a CPU; it has {sizes}"
         has_engines = config.needs_generation and not config.generation.server.urls
-        yield has_engines and shape.head_dim not in CPU_HEAD_SIZES, "policy.model.path=", text
+        for size in sorted({shape.find_heads(layer).head_dim for layer in range(shape.layers)}):
+            text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has {sizes}"
+            yield has_engines and size not in CPU_HEAD_SIZES, "policy.model.path=", text
 
 
 @evaluate_rules
@@ -131,7 +132,7 @@ def find_cut_blocks(shape: ModelShape, policy: ParallelConfig, engine: Generatio
         for side, (tensor, expert_tensor) in counts.items():
             count = expert_tensor if entry.per_expert else tensor
             # Then vLLM keeps copies of the heads of keys and values, and the policy cuts them.
-            if side == "engine" and entry.split == "groups" and count > shape.key_value_heads:
+            if side == "engine" and entry.split in ("groups", "global_groups") and count > shape.sizes[entry.split]:
                 continue
             for part in (part for rank in range(count) for part in entry.list_slices(shape, 0, rank, count)):
                 bounds = [(*bounds, size) for bounds, size in zip(part.bounds, part.shape, strict=True)]

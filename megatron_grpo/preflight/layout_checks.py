@@ -37,8 +37,7 @@ def _check_tensor(section: str, tensor: int, shape: ModelShape, *, is_engine: bo
 
 def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str | None:
     """Describe the first size that `tensor` ranks cannot split; None: none."""
-    heads, groups = shape.attention_heads, shape.key_value_heads
-    sizes = [(heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
+    sizes = [(shape.attention_heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
         sizes.append((shape.experts.shared_ffn_hidden, "shared experts' width"))
     if shape.delta is not None:
@@ -46,13 +45,16 @@ def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str |
     for size, name in sizes:
         if size % tensor:
             return f"{size} {name}"
-    if groups % tensor == 0 or shape.latent is not None:
-        return None
-    if shape.output_gate and not is_engine:
+    if shape.output_gate and not is_engine and groups % tensor:
         return f"{groups} key/value heads, whose queries have gates that ranks cannot share"
-    # With more ranks than key/value heads every rank has an equal part of one head's queries, key and value.
-    if tensor % groups or sum(shape.sizes[name] for name in ("query", "key", "value")) % (tensor // groups):
-        return f"{groups} key/value heads, nor is it a multiple of them"
+    for heads in {shape.find_heads(layer) for layer in range(shape.layers)} if shape.latent is None else ():
+        groups = heads.key_value_heads
+        if groups % tensor == 0:
+            continue
+        # With more ranks than key/value heads every rank has an equal part of one head's queries, key and value.
+        rows = (shape.attention_heads // groups + (1 if heads.key_is_value else 2)) * heads.head_dim
+        if tensor % groups or rows % (tensor // groups):
+            return f"{groups} key/value heads, nor is it a multiple of them"
     return None
 
 

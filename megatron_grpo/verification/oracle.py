@@ -56,6 +56,30 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
+def find_halves(layer: Any) -> tuple[Any, Any]:
+    """Find the modules whose outputs join the residual stream: attention's, feed-forward's."""
+    if hasattr(layer, "post_feedforward_layernorm"):  # of Gemma, whose norms are behind both
+        return layer.post_attention_layernorm, layer.post_feedforward_layernorm
+    return layer.self_attn, layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+
+
+def find_router(layer: Any) -> Any:
+    """Find the module that chooses a layer's experts; None: it has no experts."""
+    parts: list[Any] = [layer, getattr(layer, "feed_forward", None), getattr(layer, "mlp", None)]
+    part = next((part for part in parts if hasattr(part, "experts")), None)
+    return getattr(part, "router", None) or getattr(part, "gate", None)
+
+
+def read_routing(router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Read a router's logits, [tokens, experts], and weights and numbers of the chosen experts, [tokens, k]."""
+    if len(output) == 2:  # Llama 4: weights of all experts, 0 for others than the chosen, and logits
+        return output[1], *output[0].topk(router.top_k)
+    logits, weights, chosen = output
+    if hasattr(router, "per_expert_scale"):  # Gemma 4: probabilities
+        logits = logits.log()
+    return logits, weights, chosen
+
+
 def list_stored_tensors(model: Any) -> dict[str, Tensor]:
     """List parameters and stored buffers by their names in transformers."""
     stored = model.state_dict().keys()
@@ -247,7 +271,8 @@ class Oracle:
     @property
     def routers(self) -> dict[int, Any]:
         """Router modules by number of the layer; empty without experts."""
-        return {number: layer.mlp.gate for number, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
+        found = {number: find_router(layer) for number, layer in enumerate(self.layers)}
+        return {number: router for number, router in found.items() if router is not None}
 
     @contextmanager
     def rounded_routers(self, parts: Set[RouterPart]) -> Iterator[None]:
@@ -273,7 +298,9 @@ class Oracle:
         closest: list[Tensor] = []
         handles = [
             router.register_forward_hook(
-                lambda module, inputs, output: closest.append(_compute_margins(module, inputs, output))
+                lambda module, inputs, output: closest.append(
+                    _compute_margins(module, inputs, read_routing(module, output))
+                )
             )
             for router in self.routers.values()
         ]
@@ -302,7 +329,8 @@ class Oracle:
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}"
             routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
-            modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
+            attention, mlp = find_halves(layer)
+            modules |= {f"{name}.self_attn": attention, **routers, f"{name}.mlp": mlp, name: layer}
         handles = [module.register_forward_hook(_keep_tensors(point, states)) for point, module in modules.items()]
         try:
             for tokens in sequences:
@@ -316,19 +344,19 @@ class Oracle:
 def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:
     """Make a hook that keeps a module's output, [tokens, width]."""
 
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+    def keep(module: Any, _inputs: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
         if point.endswith("router"):
-            logits, weights, chosen = output
+            logits, weights, chosen = read_routing(module, output)
             value = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, chosen, weights.float())
         states.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
 
     return keep
 
 
-def _compute_margins(router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _compute_margins(router: Any, inputs: tuple[Tensor, ...], routing: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Distance from the lowest chosen score to the highest unchosen: [tokens], float32."""
-    scores, chosen = output[0].float(), output[2]
+    scores, chosen = routing[0].float(), routing[2]
     # MiniMax-M2 passes the bias.
     bias = inputs[1] if len(inputs) > 1 else getattr(router, "e_score_correction_bias", None)
     if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias
@@ -350,16 +378,18 @@ class _RoundedProduct(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         operands = (
             _round_to_bfloat16(operand) if part in self._parts else operand
-            for part, operand in zip(("inputs", "weights"), args, strict=True)
+            for part, operand in zip(("inputs", "weights"), args[:2], strict=True)
         )
-        logits = function(*operands)
+        logits = function(*operands, *args[2:])
         return _round_to_bfloat16(logits) if "logits" in self._parts else logits
 
 
-def _round_forward(forward: Any, parts: Set[RouterPart], *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _round_forward(forward: Any, parts: Set[RouterPart], *inputs: Tensor) -> tuple[Tensor, ...]:
     with _RoundedProduct(parts):
-        logits, scores, chosen = forward(*inputs)
-    return logits, _round_to_bfloat16(scores) if "scores" in parts else scores, chosen
+        output = list(forward(*inputs))
+    position = len(output) - 2  # of the weights, which Llama 4's router returns first
+    output[position] = _round_to_bfloat16(output[position]) if "scores" in parts else output[position]
+    return tuple(output)
 
 
 def _round_to_bfloat16(value: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ from megatron_grpo.models.families import find_model_type, read_model_shape
 from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.nearest_family import describe_nearest_family
-from megatron_grpo.verification.oracle import list_stored_tensors, load_eager_model
+from megatron_grpo.verification.oracle import find_router, list_stored_tensors, load_eager_model, read_routing
 
-SMALL, EXPERTS, LATENT, DELTA, WINDOW, TINY = yaml.safe_load(
+SMALL, EXPERTS, LATENT, DELTA, WINDOW, RARE, TINY = yaml.safe_load(
     Path(__file__).with_name("tiny_models.yaml").read_text()
 ).values()
 """Entries of config.json: SMALL of every small model; EXPERTS, LATENT, DELTA and WINDOW of models with experts,
-latent attention, delta nets or sliding windows; TINY of each family, by its name."""
+latent attention, delta nets or sliding windows; RARE of some families; TINY of each family, by its name."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -62,19 +62,21 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         model_type = to_text(config_values.get("model_type"))
         text = f"transformers {transformers_version} does not know model_type={model_type}, so it makes no small model"
         raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}")
-    # Without these settings, transformers makes the weights in float32 and by its own code.
-    raw = {name: value for name, value in config_values.items() if name not in ("quantization_config", "auto_map")}
+    raw = {name: value for name, value in config_values.items() if name not in _LEFT_OUT}
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
-    small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
+    small = {**SMALL, **EXPERTS, **RARE, "num_experts": count, "n_routed_experts": count}
     small |= LATENT if "kv_lora_rank" in raw else {}
     small["rotary_dim"] = SMALL["head_dim"] // 2
-    sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
+    if raw.get("num_experts_per_tok") == 1:
+        small["num_experts_per_tok"] = 1
+    required = ("pad_token_id", "vocab_size")
+    sizes = {name: size for name, size in small.items() if raw.get(name) is not None or name in required}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")
     per_layer = {
-        # Every kind of layer once, then the kinds of the first layers.
-        name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
+        # Every kind of layer once, then the kinds of the first layers, and that of the last.
+        name: [*[*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"] - 1], value[-1]]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == layers
     }
@@ -106,7 +108,7 @@ def _find_folder(model: str, *, weights: bool) -> Path:
 
 
 def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
-    """Make a random model of a config.json in a folder."""
+    """Make a random model of a configuration's entries, and return its folder."""
     # Freshly initialised weights would hide mistakes: zero biases, norms of 1, and numbers so small that every layer is
     # nearly the identity. So all are drawn, norms around their initial 1 or 0.
     torch.manual_seed(seed)
@@ -115,8 +117,10 @@ def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(0.0, 0.1)
@@ -124,6 +128,8 @@ def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
     return folder
 
 
+# Entries of config.json without which transformers makes the weights in float32, by its own code, and for all layers.
+_LEFT_OUT = ("quantization_config", "auto_map", "moe_layers", "per_layer_config")
 MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
 """Settings of the experts' balancing losses, which are part of every layout's gradient."""
 
@@ -194,7 +200,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = read_model_shape(folder).experts
-    options = {} if experts is None else {"output_router_logits": True}
+    router_logits = _keep_router_logits(model)
     in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
     weights = revert_weight_conversion(model, in_memory)
     fields, logprobs = batch.fields, []
@@ -205,18 +211,29 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
         require_field(fields.advantages),
     )
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
-        output = model(ids[None], **options)
+        router_logits.clear()
+        output = model(ids[None])
         sampled_logprobs = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         total = total - (sampled_logprobs * advantages[1:] * mask[1:]).sum() / require_field(fields.loss_mask).sum()
         if experts is not None:
-            total = total + sum(
-                compute_router_losses(router_logits, experts) for router_logits in output.router_logits
-            ) / len(batch)
+            total = total + sum(compute_router_losses(logits, experts) for logits in router_logits) / len(batch)
         # Nothing predicts a sequence's first token.
         logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Truth(torch.cat(logprobs), revert_weight_conversion(model, gradients), weights)
+
+
+def _keep_router_logits(model: Any) -> list[Tensor]:
+    """Make the model append the logits of its routers, [tokens, experts], to a list."""
+    kept: list[Tensor] = []
+    for layer in model.model.layers:
+        router = find_router(layer)
+        if hasattr(router, "proj"):  # Gemma 4's router returns probabilities
+            router.proj.register_forward_hook(lambda _module, _inputs, logits: kept.append(logits))
+        elif router is not None:
+            router.register_forward_hook(lambda module, _, output: kept.append(read_routing(module, output)[0]))
+    return kept
 
 
 def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:

@@ -172,7 +172,9 @@ class WeightTrace:
 
 def trace_weights(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> WeightTrace:
     """Run a model's loaders on tensors without storage, (shape, dtype) by name."""
-    recorder = _Recorder({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    # Buffers of whole numbers are maps of experts, by which loaders choose.
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    recorder = _Recorder({**dict(model.named_parameters()), **buffers})
     untyped: Any = model
     with torch.no_grad(), recorder:
         untyped.load_weights(recorder.make_tensors(tensors))

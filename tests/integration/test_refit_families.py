@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Glm4Config, Glm4MoeConfig, GptOssConfig, Olmo3Config, Phi3Config, PretrainedConfig, Qwen3Config
+from transformers import (
+    Gemma4TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Olmo3Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.weight_sync.transport import make_transport
@@ -50,6 +60,26 @@ def gpt_oss(**sizes: Any) -> PretrainedConfig:
     )
 
 
+def llama4(**sizes: Any) -> PretrainedConfig:
+    """A Llama 4 of a dense layer with chunks and one without rotary embedding that has experts."""
+    experts = {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 80}
+    layers = {"no_rope_layers": [1, 0], "attention_chunk_size": 128, "floor_scale": 4, "attn_scale": 0.5}
+    return Llama4TextConfig(**{**sizes, "tie_word_embeddings": False}, **experts, **layers)
+
+
+def gemma4(**sizes: Any) -> PretrainedConfig:
+    """A Gemma 4 with one layer of either kind, whose window is shorter than the tests' sequences."""
+    heads = {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    types = ["sliding_attention", "full_attention"]
+    others = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "sliding_window": 6}
+    return Gemma4TextConfig(**sizes, **heads, **others, layer_types=types)
+
+
+def gemma4_moe(**sizes: Any) -> PretrainedConfig:
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+    return gemma4(**sizes, **experts)
+
+
 FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], ParallelConfig, dict[str, Any] | None]] = {
     "gpt_oss": (gpt_oss, ParallelConfig(tensor=2, expert=2, sequence=True), None),
     "gpt_oss in MXFP4": (gpt_oss, ParallelConfig(data=2, expert=2), MXFP4),
@@ -58,6 +88,9 @@ FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], ParallelConfig, dict[
     "glm4_moe": (glm4_moe, ParallelConfig(tensor=2, expert=2, sequence=True), None),
     "phi3": (phi3, ParallelConfig(tensor=2), None),
     "olmo3": (olmo3, ParallelConfig(tensor=2), None),
+    "llama4": (llama4, ParallelConfig(tensor=2, expert=2, sequence=True), None),
+    "gemma4": (gemma4, ParallelConfig(tensor=2), None),
+    "gemma4_moe": (gemma4_moe, ParallelConfig(tensor=2, expert=2, sequence=True), None),
 }
 
 

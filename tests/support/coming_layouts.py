@@ -94,12 +94,6 @@ QWEN3_5_EXPERTS = """
     experts: mlp.shared_experts.linear_fc2.weight [hidden, shared_ffn] = mlp.shared_expert.down_proj.weight
     experts: mlp.shared_experts.gate_weight [score, hidden] = mlp.shared_expert_gate.weight
 """
-LLAMA4_EXPERTS = """
-    experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]
-        = feed_forward.experts.gate_up_proj [expert, hidden, gate * expert_ffn | up * expert_ffn]
-    experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
-        = feed_forward.experts.down_proj [expert, expert_ffn, hidden]
-"""
 GPT_OSS = """
     attention: self_attention.core_attention.softmax_offset [groups * per_group] = self_attn.sinks
     experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]

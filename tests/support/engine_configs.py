@@ -20,6 +20,21 @@ _SIZES: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GEMMA4: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 
 ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _SIZES
@@ -151,6 +166,21 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         },
     },
+    "llama4": _SIZES
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 112,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 0],
+        "attention_chunk_size": 128,  # a multiple of it, which vLLM's kernels for CPUs want
+        "rope_theta": 500000.0,
+    },
+    "gemma4": _GEMMA4,
+    "gemma4_moe": _GEMMA4
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
 
 

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter)
+from megatron_grpo.verification.oracle import read_routing
+
+GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter, Llama4Router, Gemma4TextRouter)
 
 
 def gates(model: PreTrainedModel) -> list[nn.Module]:
@@ -28,7 +32,9 @@ def own_routing(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     """
     chosen: list[Tensor] = []
     hooks = [
-        gate.register_forward_hook(lambda _gate, _given, found: chosen.append(found[2]), prepend=True)
+        gate.register_forward_hook(
+            lambda gate, _given, found: chosen.append(read_routing(gate, found)[2]), prepend=True
+        )
         for gate in gates(model)
     ]
     model(token_ids.long()[None])
@@ -61,9 +67,14 @@ class _Forcing:
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts
 
-    def __call__(self, gate: Any, _given: Any, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        logits, _, own = found
+    def __call__(self, gate: Any, _given: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        logits, _, own = read_routing(gate, found)
         experts = torch.where(self._experts < 0, own, self._experts)
+        if isinstance(gate, Llama4Router):
+            return torch.zeros_like(logits).scatter(1, experts, logits.gather(1, experts).sigmoid()), logits
+        if isinstance(gate, Gemma4TextRouter):
+            weights = found[0].gather(1, experts)
+            return found[0], weights / weights.sum(1, keepdim=True) * gate.per_expert_scale[experts], experts
         sigmoid = isinstance(gate, DeepseekV3TopkRouter)
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
         if gate.norm_topk_prob:

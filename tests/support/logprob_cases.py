@@ -22,6 +22,7 @@ class Case:
     padding: int = 20
     """Rows of the weight after the vocabulary."""
     scale: float = 1.4
+    cap: float | None = None
     entropy: bool = True
     """Whether the entropy is in the loss."""
     start: int = 0
@@ -57,7 +58,7 @@ def by_kernel(case: Case, kernel: str, device: str = "cpu") -> Results:
     hidden, weight, targets, factors = (tensor.to(device) for tensor in case.tensors())
     hidden.requires_grad_(), weight.requires_grad_()
     logprobs, entropy = linear_logprobs(
-        hidden, weight, targets, start=case.start, columns=case.vocab, scale=case.scale, kernel=kernel
+        hidden, weight, targets, start=case.start, columns=case.vocab, scale=case.scale, cap=case.cap, kernel=kernel
     )
     return _results(case, hidden, weight, factors, logprobs, entropy)
 
@@ -68,7 +69,9 @@ def by_float64(case: Case) -> Results:
         tensor.double() if tensor.is_floating_point() else tensor for tensor in case.tensors()
     )
     hidden.requires_grad_(), weight.requires_grad_()
-    distribution = torch.distributions.Categorical(logits=hidden @ weight[: case.vocab].t() * case.scale)
+    logits = hidden @ weight[: case.vocab].t()
+    logits = logits if case.cap is None else case.cap * torch.tanh(logits / case.cap)
+    distribution = torch.distributions.Categorical(logits=logits * case.scale)
     logprobs, entropy = distribution.log_prob(targets - case.start), distribution.entropy()
     return _results(case, hidden, weight, factors, logprobs, entropy)
 
@@ -96,6 +99,7 @@ def by_ranks(rank: int, case: Case, kernel: str, store_file: str, columns: tuple
             columns=columns[rank],
             group=dist.group.WORLD,
             scale=case.scale,
+            cap=case.cap,
             kernel=kernel,
         )
         return _results(case, hidden, own, factors, logprobs, entropy)
@@ -135,6 +139,8 @@ CASES = {
     "no entropy in the loss": Case(entropy=False, padding=0),
     "one token": Case(tokens=1, scale=0.5),
     "far apart": Case(spread=20.0),
+    "capped": Case(cap=3.0),
+    "capped bfloat16": Case(dtype="bfloat16", cap=3.0, entropy=False),
     "a start": replace(Case(), start=1000),
 }
 """What every kernel is tried on, on every device."""

@@ -126,22 +126,25 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     head's state, and reads from it. A value model counts as the language model that it starts from.
     """
     weights, sizes = 0, shape.sizes
-    if (mamba := shape.mamba) is not None:
-        weights += 2 * shape.count_layers("mamba") * mamba.heads * mamba.head_dim * mamba.state
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
         if entry.name != _INPUT.name:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
             weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) >= 2 else 0
-    windowed = sum(shape.windowed)
+    if (mamba := shape.mamba) is not None:
+        weights += 2 * shape.count_layers("mamba") * mamba.heads * mamba.head_dim * mamba.state
     if (delta := shape.delta) is not None:
         weights += shape.count_layers("delta") * 3 * delta.value_heads * delta.key_dim * delta.value_dim
-    attending = sum(map(shape.count_layers, ("attention", "global", "latent")))
-    pairs = (attending - windowed) * sum(map(_count_causal_pairs, lengths))
+    pairs = windowed_pairs = sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
-        pairs += windowed * sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
-    latent = shape.latent
-    head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
-    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
+        windowed_pairs = sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
+    products, latent = 0, shape.latent
+    for layer in range(shape.layers):
+        if not shape.list_kinds(layer) & {"attention", "global", "latent"}:
+            continue
+        head = 2 * shape.find_heads(layer).head_dim
+        head = head if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
+        products += head * (windowed_pairs if shape.windowed and shape.windowed[layer] else pairs)
+    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * products
 
 
 def _count_causal_pairs(length: int) -> int:
@@ -217,6 +220,15 @@ def find_model_type(raw: Mapping[str, Any]) -> Any:
     stated = raw.get("model_type")
     family = next((family for family in FAMILIES.values() if stated in family.other_model_types), None)
     return stated if family is None else family.model_type or family.name
+
+
+def scales_queries(path: str | Path) -> bool | None:
+    """Whether a Llama 4 scales queries by their position; None: it is none."""
+    try:
+        shape = read_model_shape(path)
+    except ValueError:
+        return None
+    return shape.query_scale is not None if shape.family == "llama4" else None
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:

@@ -149,12 +149,12 @@ def _read_global_heads(raw: Mapping[str, Any], shape: ModelShape, windowed: tupl
     given: Mapping[str, Any] = {"head_dim": read_size(raw, "global_head_dim", 512)}
     if key_is_value and raw.get("num_global_key_value_heads") is not None:
         given = {**given, "num_key_value_heads": raw["num_global_key_value_heads"]}
-    by_layer = read_section(raw, "per_layer_config")
-    if by_layer:
-        without = [layer for layer, has_window in enumerate(windowed) if not has_window]
-        given = read_section(by_layer, str(without[0]))
-        if any(by_layer.get(str(layer)) != given for layer in without) or len(by_layer) != len(without):
-            text = f"per_layer_config={to_text(dict(by_layer))} is not supported"
+    by_number = {number.lstrip("0") or "0": sizes for number, sizes in read_section(raw, "per_layer_config").items()}
+    if by_number:
+        without = [str(layer) for layer, has_window in enumerate(windowed) if not has_window]
+        given = read_section(by_number, without[0])
+        if any(by_number.get(layer) != given for layer in without) or len(by_number) != len(without):
+            text = f"per_layer_config={to_text(by_number)} is not supported"
             raise ValueError(f"{text}; it must have the same sizes for each layer of {_GLOBAL}, and no other layers")
     if unknown := given.keys() - {"head_dim", "num_key_value_heads"}:
         raise ValueError(f"per_layer_config with {to_text(min(unknown))} is not supported; only sizes of heads are")
@@ -204,5 +204,4 @@ FAMILY = Family(
         _SCALAR,
     ),
     model_type="gemma4_text",
-    reward_prefix="Gemma4Text",
 )

@@ -22,7 +22,7 @@ _DEFAULTS = {
 }
 _NULLABLE = ("num_key_value_heads", "head_dim")
 _OPTIONS = {"sliding_window": (None,), "router_jitter_noise": (0, None), "attention_dropout": (0,)}
-_EXPERTS = """
+EXPERTS = """
     experts: mlp.router.weight [experts, hidden] = mlp.router.weight
     experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]
         = mlp.experts.gate_up_proj [expert, hidden, gate * expert_ffn | up * expert_ffn]
@@ -106,7 +106,7 @@ FAMILY = Family(
     name="llama4",
     architecture="Llama4ForCausalLM",
     read=_read,
-    tables=(INPUT_NORM, ATTENTION, MLP_NORM, MLP, _EXPERTS),
+    tables=(INPUT_NORM, ATTENTION, MLP_NORM, MLP, EXPERTS),
     renamed={"mlp.": "feed_forward."},
     model_type="llama4_text",
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.verification.doctor.law import Tokens
+from megatron_grpo.verification.oracle import find_halves
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is computed in this process, where its layers can be hooked
@@ -117,8 +118,9 @@ def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
     inner = model.model
     inner.embed_tokens.register_forward_hook(keep("embedding"))
     for number, layer in enumerate(inner.layers):
-        layer.self_attn.register_forward_hook(keep(f"layers.{number}.self_attn"))
-        layer.mlp.register_forward_hook(keep(f"layers.{number}.mlp"))
+        attention, mlp = find_halves(layer)
+        attention.register_forward_hook(keep(f"layers.{number}.self_attn"))
+        mlp.register_forward_hook(keep(f"layers.{number}.mlp"))
         layer.register_forward_hook(keep(f"layers.{number}"))
     inner.norm.register_forward_hook(keep("norm"))
 

@@ -1,4 +1,4 @@
-"""Chat templates of released models: those that TRL stores, and rebuilt ones of Mistral, Phi-4 and Llama 2."""
+"""Chat templates of released models: those that TRL stores, and rebuilt ones of Mistral, Phi-4, Llama 2 and 4."""
 
 from __future__ import annotations
 
@@ -109,3 +109,35 @@ MISTRAL_NEMO = """\
     {%- endif %}
 {%- endfor %}"""
 """Definitions of tools and the system message stand before the last message of the user; ids of calls are required."""
+
+LLAMA4 = """\
+{%- macro turn(role, text) %}
+    {{- '<|header_start|>' + role + '<|header_end|>\\n\\n' + text + '<|eot|>' }}
+{%- endmacro %}
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {{- turn('system', ('Environment: ipython\\n' if tools else '') + messages[0].content | trim) }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}
+    {%- set question = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+    {{- '<|header_start|>user<|header_end|>\\n\\nAnswer with a JSON for a call of one of these functions.\\n\\n' }}
+    {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\\n\\n' }}{%- endfor %}
+    {{- question + '<|eot|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ('tool', 'ipython') %}
+        {{- turn('ipython', message.content | tojson) }}
+    {%- elif message.tool_calls %}
+        {{- '<|header_start|>assistant<|header_end|>\\n\\n<|python_start|>' + message.content + '<|python_end|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' + call.function.name + '", "parameters": ' + (call.function.arguments | tojson) + '}' }}
+        {%- endfor %}
+        {{- '<|eot|>' }}
+    {%- else %}
+        {{- turn(message.role, message.content | trim) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\\n\\n' }}{%- endif %}"""
+"""Definitions of tools stand in the first message of the user; calls follow each other without a separator."""

@@ -57,13 +57,18 @@ def kept_by_hand(row: list[float], token_filter: TokenFilter) -> set[int]:
 
 @pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("name", FILTERS)
-def test_values_and_gradients_are_those_of_a_softmax_over_the_kept_tokens(name: str, chunk: int | None) -> None:
+def test_values_and_gradients_are_those_of_a_softmax_over_the_kept_tokens(
+    name: str, chunk: int | None, cap: float | None
+) -> None:
     hidden, weight, targets = problem()
-    logits = hidden @ weight[:VOCAB].t() * 1.5
+    logits = hidden @ weight[:VOCAB].t()
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) * 1.5
     targets[::2] = logits[::2].argmax(-1)  # of the others some are removed
     factors = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1))
-    found = filtered_logprobs(hidden, weight, targets, FILTERS[name], columns=VOCAB, scale=1.5, chunk_tokens=chunk)
+    options = {"columns": VOCAB, "scale": 1.5, "cap": cap, "chunk_tokens": chunk}
+    found = filtered_logprobs(hidden, weight, targets, FILTERS[name], **options)
 
     kept = [kept_by_hand(row, FILTERS[name]) for row in logits.tolist()]
     mask = torch.tensor([[entry in row for entry in range(VOCAB)] for row in kept])

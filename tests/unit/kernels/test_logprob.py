@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo_kernels import logprob as chunked_logprob
+from megatron_grpo_kernels.head import Head
 from megatron_grpo_kernels.logprob import linear_logprobs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 14, 6, 11, 16
@@ -23,14 +24,20 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3, 100])
-@pytest.mark.parametrize("scale", [1.0, 2.0, 0.6])
-def test_values_and_gradients_equal_those_of_the_whole_logits(chunk: int | None, scale: float) -> None:
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (2.0, None), (0.6, None), (0.6, 1.5)])
+def test_values_and_gradients_equal_those_of_the_whole_logits(
+    chunk: int | None, scale: float, cap: float | None
+) -> None:
     hidden, weight, targets = problem()
     of_logprobs, of_entropy = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(1))
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, columns=VOCAB, scale=scale, chunk_tokens=chunk)
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, columns=VOCAB, scale=scale, cap=cap, chunk_tokens=chunk
+    )
     actual = torch.autograd.grad((logprobs * of_logprobs + entropy * of_entropy).sum(), (hidden, weight))
 
-    distribution = torch.distributions.Categorical(logits=hidden @ weight[:VOCAB].t() * scale)
+    logits = hidden @ weight[:VOCAB].t()
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    distribution = torch.distributions.Categorical(logits=logits * scale)
     expected = distribution.log_prob(targets), distribution.entropy()
     gradients = torch.autograd.grad((expected[0] * of_logprobs + expected[1] * of_entropy).sum(), (hidden, weight))
     torch.testing.assert_close((logprobs, entropy), expected)
@@ -43,9 +50,9 @@ def test_chunks_are_no_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) 
     held: list[int] = []
     original = chunked_logprob._compute_logits
 
-    def watched(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-        held.append(len(hidden))
-        return original(hidden, weight, scale)
+    def watched(head: Head, rows: slice) -> Tensor:
+        held.append(len(head.hidden[rows]))
+        return original(head, rows)
 
     monkeypatch.setattr(chunked_logprob, "_compute_logits", watched)
     hidden, weight, targets = problem()

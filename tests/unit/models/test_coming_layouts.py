@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_grpo.models import megatron_names
-from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families import FAMILIES, llama4
 from megatron_grpo.models.hf_weights import join_shards, merge_slices
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries, list_experts, map_rows
 from tests.support.coming_layouts import (
@@ -22,7 +22,6 @@ from tests.support.coming_layouts import (
     GPT_OSS,
     KERNEL,
     KEY_DIM,
-    LLAMA4_EXPERTS,
     PER_KEY,
     QWEN3_5_DELTA,
     QWEN3_5_EXPERTS,
@@ -132,13 +131,13 @@ ROWS: dict[str, tuple[str, str, Oracle]] = {
         lambda tensors, size: [tensors["shared_expert_gate.weight"]] * size,
     ),
     "llama4 gate and up": (
-        LLAMA4_EXPERTS,
-        "linear_fc1.weight",
+        llama4.EXPERTS,
+        "{expert}.linear_fc1.weight",
         lambda tensors, size: cut_sections([part.T for part in tensors["gate_up_proj"][EXPERT].chunk(2, dim=-1)], size),
     ),
     "llama4 down": (
-        LLAMA4_EXPERTS,
-        "linear_fc2.weight",
+        llama4.EXPERTS,
+        "{expert}.linear_fc2.weight",
         lambda tensors, size: cut_columns(tensors["down_proj"][EXPERT].T, size),
     ),
     "gpt_oss gate and up": (

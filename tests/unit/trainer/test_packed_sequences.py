@@ -57,7 +57,9 @@ def test_a_token_is_predicted_by_the_one_before_it(lengths: list[int], size: int
     assert sorted(seen) == [token for token in np.flatnonzero(wanted) if token not in firsts]
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None, chunked: bool
+) -> Tensor:
     """[tokens, heads, head_dim] each to [tokens, heads * head_dim], one sequence at a time in float64."""
     outs = []
     repeat = HEADS // GROUPS
@@ -65,18 +67,20 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeat, 1)) * HEAD_DIM**-0.5
         place = torch.arange(len(q))
         seen = place[None, :] <= place[:, None]
-        if window is not None:
+        if window is not None and chunked:
+            seen &= place[None, :] // window == place[:, None] // window
+        elif window is not None:
             seen &= place[None, :] > place[:, None] - window
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeat, 1)).flatten(1))
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (1, False), (5, False), (1, True), (5, True)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [[7], [9, 9, 9], [30, 1, 12, 11, 3, 29, 30, 2]], ids=str)
 def test_attention_is_that_of_each_sequence(
-    lengths: list[int], size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], size: int, window: int | None, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And its gradient. Context-parallel ranks are played one after the other, with all keys at hand."""
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +90,7 @@ def test_attention_is_that_of_each_sequence(
         torch.randn(total, GROUPS, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
         for _ in range(2)
     )
-    expected = plain_attention(query, key, value, lengths, window)
+    expected = plain_attention(query, key, value, lengths, window, chunked)
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, (query, key, value), upstream)
 
@@ -106,7 +110,7 @@ def test_attention_is_that_of_each_sequence(
     for one in placed:
         source = torch.from_numpy(one.source)
         q, k, v = (tensor[source.clamp(min=0)][:, None] for tensor in (query, key, value))
-        packed = build_packed_sequences(one, transformer_engine=False, window=window)
+        packed = build_packed_sequences(one, transformer_engine=False, window=window, chunked=chunked)
         out = attention(q, k, v, None, packed_seq_params=packed)
         if window is not None:
             assert all(rectangle.keys.shape[1] < 2 * window for rectangle in packed.windowed_calls.rectangles)

@@ -262,7 +262,10 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
             materialize(model)
             with torch.no_grad():
                 model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
-            actual = {name: parameter.data for name, parameter in model.named_parameters()}
+            buffers = {
+                name: buffer for name, buffer in model.named_buffers() if name in {box.parameter for box in trace.boxes}
+            }
+            actual = {name: tensor.data for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
         assert trace.unexplained == {}
         expected = filled(trace.boxes, tensors, {name: tensor.shape for name, tensor in actual.items()})
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -270,8 +273,12 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
 
 
 def materialize(model: Any) -> None:
-    """Give a model without storage parameters in float64, whose elements are -1."""
+    """Give a model without storage parameters and buffers in float64, whose elements are -1."""
     memo: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.full(buffer.shape, -1.0, dtype=torch.float64)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
