@@ -169,7 +169,7 @@ class MoeConfig(Section):
 
 
 # Linear layers of Megatron-Core that can have an adapter.
-AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"]
 QuantizationFormat = Literal["int8", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -183,9 +183,9 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """Scale of an adapter: its output is multiplied by alpha / rank."""
 
-    target_modules: list[AdapterTarget] = field(default_factory=lambda: list(get_args(AdapterTarget)))
+    target_modules: list[AdapterTarget] = field(default_factory=lambda: list(get_args(AdapterTarget)[:4]))
     """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
-    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj)."""
+    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj); in_proj and out_proj of Mamba."""
 
     @property
     def description(self) -> str:

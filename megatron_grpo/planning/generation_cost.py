@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import MambaShape, ModelShape
 from megatron_grpo.planning.costs import time_collective
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.hardware import Hardware
@@ -129,16 +129,21 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     width, matrix_width = _find_widths(config)
     weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in split_engine(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
-    layers = math.ceil(shape.layers / parallel.pipeline)
+    layers = math.ceil(_count_attention_layers(shape) / parallel.pipeline)
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
     tokens = engine.max_num_batched_tokens or _PROFILED_TOKENS
     wide = 2 * shape.ffn_hidden / parallel.tensor + 3 * shape.hidden
+    if shape.mamba is not None:
+        wide = max(wide, 2 * count_mamba_width(shape.mamba) / parallel.tensor + 3 * shape.hidden)
     if shape.experts is not None:
         wide = max(wide, 3 * shape.hidden + shape.experts.top_k * (2 * shape.experts.ffn_hidden + shape.hidden))
     logits = 4 * 2 * engine.max_num_seqs * shape.vocab
     activations = int(width * tokens * wide + logits + _GRAPHS_BYTES)
     cache_bytes = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
-    return EngineSize(weights, kv, activations, max(0, int(cache_bytes // (BLOCK_TOKENS * kv))))
+    if shape.mamba is not None:  # sequences have a state each, whatever their length
+        states = math.ceil(shape.count_layers("mamba") / parallel.pipeline) * count_state_bytes(shape.mamba, width)
+        cache_bytes -= engine.max_num_seqs * states / parallel.tensor
+    return EngineSize(weights, kv, activations, max(0, int(cache_bytes // (BLOCK_TOKENS * max(kv, 1)))))
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
@@ -152,6 +157,36 @@ def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width:
     if shape.latent is not None:  # one latent vector and the key's rotated part, which every rank has
         return layers * (shape.latent.rank + shape.latent.rope_dim) * width
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
+
+
+def _count_attention_layers(shape: ModelShape) -> int:
+    """Count the layers that keep keys and values."""
+    return shape.count_layers("mixer") - shape.count_layers("mamba")
+
+
+def count_mamba_width(mamba: MambaShape) -> int:
+    """Count a token's features behind the first matrix of Mamba."""
+    return mamba.heads * mamba.head_dim + mamba.channels + mamba.heads
+
+
+def count_state_bytes(mamba: MambaShape, width: int) -> int:
+    """Count bytes that a layer with Mamba keeps of a sequence: states in float32, and inputs of the convolution."""
+    return 4 * mamba.heads * mamba.head_dim * mamba.state + width * (mamba.kernel - 1) * mamba.channels
+
+
+def count_layer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
+    """Count parameters of a layer's matrices on a rank, without its routed experts and their router."""
+    kinds, total, matrices = shape.list_kinds(layer), 0.0, 3 if shape.has_gates else 2
+    if shape.mamba is not None and "mamba" in kinds:
+        total += shape.hidden * (count_mamba_width(shape.mamba) + shape.mamba.heads * shape.mamba.head_dim) / tensor
+    elif "mixer" in kinds:
+        total += count_attention_parameters(shape, tensor)
+    if shape.experts is not None and "experts" in kinds:
+        total += matrices * shape.hidden * shape.experts.shared_ffn_hidden / tensor
+        total += 2 * shape.hidden * (shape.experts.latent or 0)  # every rank has all of them
+    elif "dense" in kinds:
+        total += matrices * shape.hidden * shape.ffn_hidden / tensor
+    return total
 
 
 def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
@@ -169,22 +204,20 @@ def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
 def count_expert_parameters(shape: ModelShape) -> int:
     """Count parameters of one expert."""
     assert shape.experts is not None
-    return 3 * shape.hidden * shape.experts.ffn_hidden
+    matrices = 3 if shape.has_gates else 2
+    return matrices * shape.sizes["expert_hidden"] * shape.experts.ffn_hidden
 
 
 def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
     """Count bytes of a rank's weights without norms."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        parameters = count_attention_parameters(shape, tensor)
+        parameters = count_layer_parameters(shape, layer, tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
             parameters += (last - first) * count_expert_parameters(shape) / shard.expert_tensor.count
-            parameters += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
             total += width * shape.hidden * shape.experts.count
-        else:
-            parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * parameters
     rows = math.ceil(shape.vocab / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE / tensor
     heads = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
@@ -205,8 +238,11 @@ class Decoder:
     def time_step(self, sequences: float, context: float) -> float:
         """Seconds of a decoding step at mean length `context`: a roofline."""
         efficiency, shape = self.hardware.efficiency, self.shape
-        kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
+        kv = count_kv_bytes_per_token(shape, _count_attention_layers(shape), self.tensor, self.width)
         read = self._count_read_bytes(sequences) + sequences * context * kv
+        if shape.mamba is not None:  # states are read and written
+            states = 2 * shape.count_layers("mamba") * count_state_bytes(shape.mamba, self.width)
+            read += sequences * states / self.tensor
         flops = 2.0 * sequences * self._count_active_parameters()
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         kernels = max(read / (self.hardware.memory_bytes_per_s * efficiency.decode_memory), flops / speed)
@@ -217,7 +253,7 @@ class Decoder:
         """Seconds of prompts in full passes; tokens see half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
-        attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
+        attention = 2.0 * tokens * context * heads * shape.head_dim * _count_attention_layers(shape)
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         products = 2.0 * tokens * self._count_active_parameters() / speed
         messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
@@ -227,13 +263,10 @@ class Decoder:
         """Count parameters that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += count_attention_parameters(shape, self.tensor)
+            total += count_layer_parameters(shape, layer, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
                 total += shape.experts.top_k * count_expert_parameters(shape) / self.tensor
-                total += 3 * shape.hidden * shape.experts.shared_ffn_hidden / self.tensor
-            else:
-                total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
         return total + shape.hidden * shape.vocab / self.tensor
 
     def _count_read_bytes(self, sequences: float) -> float:

@@ -28,6 +28,9 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     usable = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
     text = f"latent attention has no linear_qkv; use [{usable}]"
     yield shape.latent is not None and "linear_qkv" in lora.target_modules, targets, text
+    absent = {"in_proj", "out_proj"} & {*lora.target_modules}
+    text = "the model has no layers with in_proj and out_proj (Mamba); leave them out"
+    yield shape.mamba is None and absent, targets, text
     targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
     text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
     yield targets_experts, targets, text

@@ -171,7 +171,8 @@ class Oracle:
     @contextmanager
     def other_scale(self, factor: float) -> Iterator[None]:
         """Compute attention whose query-key products are multiplied by a factor."""
-        attentions = [layer.self_attn for layer in self.layers]
+        mixers: list[Any] = [find_halves(layer).get("self_attn") for layer in self.layers]
+        attentions = [mixer for mixer in mixers if hasattr(mixer, "scaling")]
         scales = [attention.scaling for attention in attentions]
         for attention, scale in zip(attentions, scales, strict=True):
             attention.scaling = scale * factor
@@ -231,7 +232,8 @@ class Oracle:
     @property
     def routers(self) -> dict[int, Any]:
         """Router modules by number of the layer; empty without experts."""
-        return {number: layer.mlp.gate for number, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
+        networks: dict[int, Any] = {number: find_halves(layer).get("mlp") for number, layer in enumerate(self.layers)}
+        return {number: network.gate for number, network in networks.items() if hasattr(network, "experts")}
 
     @contextmanager
     def rounded_routers(self, parts: Set[RouterPart]) -> Iterator[None]:
@@ -280,11 +282,13 @@ class Oracle:
             computation. At a router, the weight of every expert, 0 for those that were not chosen.
         """
         decoder, states = self.model.model, dict[str, list[Tensor]]()
-        modules = {"embedding": decoder.embed_tokens}
+        modules = {"embedding": decoder.get_input_embeddings()}
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}"
             routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
-            modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
+            for half, module in find_halves(layer).items():
+                modules |= {**(routers if half == "mlp" else {}), f"{name}.{half}": module}
+            modules[name] = layer
         handles = [module.register_forward_hook(_keep_tensors(point, states)) for point, module in modules.items()]
         try:
             for tokens in sequences:
@@ -293,6 +297,14 @@ class Oracle:
             for handle in handles:
                 handle.remove()
         return {point: torch.cat(states[point]) for point in modules}
+
+
+def find_halves(layer: Any) -> dict[str, Any]:
+    """Find a layer's attention, or what stands in its place (self_attn), and its feed-forward network (mlp)."""
+    mixer = getattr(layer, "mixer", None)  # in layers of one half
+    if mixer is None:
+        return {"self_attn": layer.self_attn, "mlp": layer.mlp}
+    return {"mlp" if hasattr(mixer, "experts") or hasattr(mixer, "up_proj") else "self_attn": mixer}
 
 
 def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:

@@ -30,7 +30,8 @@ def choose_wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> l
     """Choose dtypes in messages by row of the weight map."""
     dtypes = []
     for entry in build_weight_map(shape):
-        if entry.name.endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
+        # One selects experts, the other is an exponent of an exponent; both are kept in float32.
+        if entry.name.endswith((".expert_bias", ".A_log")):
             dtypes.append("float32")
         else:
             dtypes.append(FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision)

@@ -100,7 +100,8 @@ class MambaMixer(MegatronModule):
         """
         heads = self._heads // parts
         own = slice(part * heads, (part + 1) * heads)
-        weight, bias = self.conv1d_weight[:, 0], self.conv1d_bias
+        weight: Tensor = self.conv1d_weight[:, 0]
+        bias: Tensor = self.conv1d_bias
         if parts > 1:
             channels = self._list_columns(part, parts)[:-heads]
             weight, bias = weight[channels], bias[channels]
@@ -110,8 +111,8 @@ class MambaMixer(MegatronModule):
         x = x.unflatten(1, (heads, self._dim))
         state = self._channels["B"] // self._groups
         dt = F.softplus(inputs[:, len(bias) :].float() + self.dt_bias[own].float())
-        groups = (values.unflatten(1, (-1, state)) for values in (write, read))
-        outputs = scan_states(x, dt, -self.A_log[own].float().exp(), *groups, tokens.sequence)
+        write, read = (values.unflatten(1, (-1, state)) for values in (write, read))
+        outputs = scan_states(x, dt, -self.A_log[own].float().exp(), write, read, tokens.sequence)
         return (outputs + self.D[own].float()[:, None] * x).flatten(1)
 
     def _mix_over_ranks(self, inputs: Tensor, tokens: StateTokens) -> Tensor:

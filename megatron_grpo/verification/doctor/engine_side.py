@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.verification.doctor.law import Tokens
+from megatron_grpo.verification.oracle import find_halves
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is computed in this process, where its layers can be hooked
@@ -117,10 +118,11 @@ def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
     inner = model.model
     inner.embed_tokens.register_forward_hook(keep("embedding"))
     for number, layer in enumerate(inner.layers):
-        layer.self_attn.register_forward_hook(keep(f"layers.{number}.self_attn"))
-        layer.mlp.register_forward_hook(keep(f"layers.{number}.mlp"))
+        for half, module in find_halves(layer).items():
+            module.register_forward_hook(keep(f"layers.{number}.{half}"))
         layer.register_forward_hook(keep(f"layers.{number}"))
-    inner.norm.register_forward_hook(keep("norm"))
+    final_norm = inner.norm if hasattr(inner, "norm") else inner.norm_f
+    final_norm.register_forward_hook(keep("norm"))
 
 
 if __name__ == "__main__":
