@@ -48,7 +48,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         family = model.removeprefix("tiny:")
         if family not in TINY:
             raise ValueError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        return _make_model({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
+        return make_model({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
     path = _find_folder(model, weights=not shrink)
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
@@ -76,7 +76,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     }
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    return _make_model({**raw, **per_layer, **sizes}, folder, seed)
+    return make_model({**raw, **per_layer, **sizes}, folder, seed)
 
 
 def _find_folder(model: str, *, weights: bool) -> Path:
@@ -90,7 +90,7 @@ def _find_folder(model: str, *, weights: bool) -> Path:
     return folder
 
 
-def _make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
+def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
     # Freshly initialised weights would hide mistakes: zero biases, norms of 1, and numbers so small that every layer is
     # nearly the identity. So all are drawn, norms around their initial 1 or 0.
     torch.manual_seed(seed)

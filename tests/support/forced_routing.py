@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter)
+GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter, NemotronHTopkRouter)
 
 
 def gates(model: PreTrainedModel) -> list[nn.Module]:
@@ -64,7 +65,7 @@ class _Forcing:
     def __call__(self, gate: Any, _given: Any, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, _, own = found
         experts = torch.where(self._experts < 0, own, self._experts)
-        sigmoid = isinstance(gate, DeepseekV3TopkRouter)
+        sigmoid = isinstance(gate, (DeepseekV3TopkRouter, NemotronHTopkRouter))
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
         if gate.norm_topk_prob:
             scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))

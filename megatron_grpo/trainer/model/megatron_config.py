@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -27,7 +26,13 @@ from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 
 T = TypeVar("T")
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": squared_relu}
+
+def square_positive(values: Tensor) -> Tensor:
+    """Square of ReLU; Megatron-Core's own is compiled, also on a CPU."""
+    return F.relu(values).square()
+
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu2": square_positive}
 
 
 @dataclass

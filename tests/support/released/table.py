@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.released import chatml, llama, others
+from tests.support.released import chatml, llama, nemotron, others
 from tests.support.released.layout import Layout
 
 LAYOUTS = (
     *(chatml.QWEN2_5, chatml.QWEN2_5_BASE, chatml.QWEN3, chatml.QWEN3_5, chatml.PHI4),
     *(llama.LLAMA3_1, llama.LLAMA3_2, llama.R1_LLAMA, llama.R1_QWEN, llama.LLAMA2_CHAT),
     *(others.GEMMA3, others.MISTRAL_NEMO_12B, others.MISTRAL_SMALL_24B, others.GLM4_5, others.GPT_OSS),
+    nemotron.NEMOTRON3_NANO,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 
