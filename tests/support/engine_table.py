@@ -15,6 +15,7 @@ from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.weight_sync.boxes import Box, Cut, Function, Range, count_elements
 
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3")
 VOCABULARY_MULTIPLE = 64
 COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Matrices that vLLM joins when queries are compressed too."""
