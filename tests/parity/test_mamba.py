@@ -26,13 +26,13 @@ from tests.parity.training import merged, whole_tensors
 from tests.support.tiny_models import VOCAB, TinyModel
 
 _ODD: dict[str, dict[str, Any]] = {
-    # Five layers, the first of which has experts; a token goes through one of six.
+    # Five layers, the first of which has experts; a token goes through three of six.
     "mixture": {
         "layers_block_type": ["moe", "linear_attention", "full_attention", "linear_attention", "moe"],
         "mamba_num_heads": 6,
         "n_groups": 2,
         "n_routed_experts": 6,
-        "num_experts_per_tok": 1,
+        "num_experts_per_tok": 3,
         "moe_latent_size": None,
     },
     # One layer of each kind, one group; context-parallel ranks have copies of it.

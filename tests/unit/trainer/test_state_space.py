@@ -34,7 +34,9 @@ def number(lengths: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
 
-def scan_token_by_token(lengths: list[int], x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor) -> Tensor:
+def scan_token_by_token(
+    lengths: list[int], x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor
+) -> Tensor:
     """The recurrence of the docstring, in float64."""
     write, read = (values.repeat_interleave(HEADS // GROUPS, dim=1).double() for values in (write, read))
     outputs = []
