@@ -168,10 +168,10 @@ class MoeConfig(Section):
     prev_logprobs and training. The router still learns; the reference policy chooses itself."""
 
 
-# Linear layers of Megatron-Core that can have an adapter: those of most models, and those of delta nets.
+# Linear layers of Megatron-Core that can have an adapter: those of most models, and those of delta nets and Mamba.
 MainTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-DeltaTarget = Literal["in_proj", "out_proj"]
-AdapterTarget = MainTarget | DeltaTarget
+StateTarget = Literal["in_proj", "out_proj"]
+AdapterTarget = MainTarget | StateTarget
 QuantizationFormat = Literal["int8", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -187,8 +187,8 @@ class LoraConfig(Section):
 
     target_modules: list[AdapterTarget] = field(default_factory=lambda: list(get_args(MainTarget)))
     """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
-    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj); of delta nets in_proj (whose matrices
-    share its A) and out_proj."""
+    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj); of delta nets and Mamba in_proj
+    (whose matrices share its A) and out_proj."""
 
     @property
     def description(self) -> str:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.planning.generation_cost import count_attention_parameters, count_expert_parameters, find_lengths
+from megatron_grpo.planning import generation_cost
+from megatron_grpo.planning.generation_cost import count_expert_parameters, find_lengths
 from megatron_grpo.planning.hardware import Hardware
 
+_CHUNK_TOKENS = 64  # of a chunk of Mamba's states, as in `trainer.model.state_space`
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes
 
 
@@ -91,12 +93,12 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
 
 def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
     """Count parameters of layers without their routed experts, and of these experts."""
-    dense, routed = sum(count_attention_parameters(shape, layer, 1) for layer in layers), 0.0
-    with_experts = sum(map(shape.has_experts, layers))
+    dense, routed = sum(generation_cost.count_layer_parameters(shape, layer, 1) for layer in layers), 0.0
     if shape.experts is not None:
+        with_experts = sum(map(shape.has_experts, layers))
         routed += with_experts * shape.experts.count * count_expert_parameters(shape)
-        dense += with_experts * shape.hidden * (3 * shape.experts.shared_ffn_hidden + shape.experts.count)
-    return dense + (len(layers) - with_experts) * 3 * shape.hidden * shape.ffn_hidden, routed
+        dense += with_experts * shape.hidden * shape.experts.count
+    return dense, routed
 
 
 def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
@@ -124,6 +126,10 @@ def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
         wide = experts.top_k * (3 * shape.hidden + 4 * experts.ffn_hidden) / parallel.tensor
         wide += 4 * experts.shared_ffn_hidden / parallel.tensor
         layer_numbers = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + wide
+    if shape.mamba is not None:  # of its chunks' tokens, every head keeps three numbers in float32 for each pair
+        pairs = 6 * shape.mamba.heads * _CHUNK_TOKENS
+        mamba = 5 * shape.hidden / rows + (pairs + 4 * generation_cost.count_mamba_width(shape.mamba)) / parallel.tensor
+        layer_numbers = max(layer_numbers, mamba)
     saved_numbers = shape.hidden / rows if policy.activation_checkpointing else layer_numbers
     logits = 2 * 4 * 2**26  # two chunks of logits in float32, as large as those of the chunked kernel
     return float(width * tokens * (layers * in_flight * saved_numbers + layer_numbers) + logits)

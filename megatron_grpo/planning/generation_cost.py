@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import MambaShape, ModelShape
 from megatron_grpo.planning.costs import time_collective
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.hardware import Hardware
@@ -110,6 +111,8 @@ class EngineSize:
     """Most bytes of tensors in a forward pass, with graphs and workspaces."""
     cache_blocks: int
     """Blocks of the KV cache that fit into generation.engine.gpu_memory_utilization; 0: the engine does not fit."""
+    state_blocks: int = 0
+    """Blocks that the states of a sequence's delta nets or Mamba take, however long it is."""
 
     @property
     def cache_tokens(self) -> int:
@@ -118,7 +121,7 @@ class EngineSize:
 
     def count_sequences(self, tokens: float) -> int:
         """Count sequences of this many tokens that the cache holds."""
-        return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
+        return self.cache_blocks // (math.ceil(tokens / BLOCK_TOKENS) + self.state_blocks)
 
 
 def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> EngineSize:
@@ -129,16 +132,21 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     width, matrix_width = _find_widths(config)
     weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in split_engine(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
-    layers = math.ceil(shape.layers / parallel.pipeline)
+    shards = split_engine(parallel, shape)
+    layers = max(1, *(len(list_attention_layers(shape, shard.layers)) for shard in shards))
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
     tokens = engine.max_num_batched_tokens or _PROFILED_TOKENS
     wide = 2 * shape.ffn_hidden / parallel.tensor + 3 * shape.hidden
+    if shape.mamba is not None:
+        wide = max(wide, 2 * count_mamba_width(shape.mamba) / parallel.tensor + 3 * shape.hidden)
     if shape.experts is not None:
         wide = max(wide, 3 * shape.hidden + shape.experts.top_k * (2 * shape.experts.ffn_hidden + shape.hidden))
     logits = 4 * 2 * engine.max_num_seqs * shape.vocab
     activations = int(width * tokens * wide + logits + _GRAPHS_BYTES)
     cache_bytes = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
-    return EngineSize(weights, kv, activations, max(0, int(cache_bytes // (BLOCK_TOKENS * kv))))
+    state = max(count_state_bytes(shape, shard.layers, parallel.tensor, width) for shard in shards)
+    blocks = max(0, int(cache_bytes // (BLOCK_TOKENS * kv)))
+    return EngineSize(weights, kv, activations, blocks, math.ceil(state / (BLOCK_TOKENS * kv)))
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
@@ -151,18 +159,58 @@ def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width:
     """Count bytes of a rank's KV cache for each token."""
     if shape.latent is not None:  # one latent vector and the key's rotated part, which every rank has
         return layers * (shape.latent.rank + shape.latent.rope_dim) * width
-    sizes = map(shape.find_heads, range(shape.layers))
+    sizes = list(map(shape.find_heads, list_attention_layers(shape, range(shape.layers))))
     features = sum(max(1, heads.key_value_heads // tensor) * heads.head_dim for heads in sizes)
-    return math.ceil(layers * 2 * features * width / shape.layers)  # of average layers
+    return math.ceil(layers * 2 * features * width / max(1, len(sizes)))  # of average layers
 
 
-def count_attention_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
-    """Count parameters of a layer's attention matrices on a rank."""
+def list_attention_layers(shape: ModelShape, layers: Sequence[int]) -> list[int]:
+    """List the layers that keep keys and values."""
+    return [layer for layer in layers if shape.list_kinds(layer) & {"attention", "global", "latent"}]
+
+
+def count_state_bytes(shape: ModelShape, layers: Sequence[int], tensor: int, width: int) -> int:
+    """Count bytes of the states of a sequence on a rank: matrices in float32, and inputs of convolutions."""
+    total = 0
+    if (delta := shape.delta) is not None:
+        state = 4 * delta.value_heads * delta.key_dim * delta.value_dim + width * (delta.kernel - 1) * delta.channels
+        total += sum(map(shape.has_delta, layers)) * state
+    if (mamba := shape.mamba) is not None:
+        state = 4 * mamba.heads * mamba.head_dim * mamba.state + width * (mamba.kernel - 1) * mamba.channels
+        total += sum(map(shape.has_mamba, layers)) * state
+    return total // tensor
+
+
+def count_mamba_width(mamba: MambaShape) -> int:
+    """Count a token's features behind the first matrix of Mamba."""
+    return mamba.heads * mamba.head_dim + mamba.channels + mamba.heads
+
+
+def count_layer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
+    """Count parameters of a layer's matrices on a rank, without its routed experts and their router."""
+    kinds, total, matrices = shape.list_kinds(layer), 0.0, 3 if shape.has_gates else 2
+    if "mixer" in kinds:
+        total += count_mixer_parameters(shape, layer, tensor)
+    if shape.experts is not None and "experts" in kinds:
+        total += matrices * shape.hidden * shape.experts.shared_ffn_hidden / tensor
+        total += 2 * shape.hidden * (shape.experts.latent or 0)  # every rank has all of them
+    elif "dense" in kinds:
+        total += matrices * shape.hidden * shape.ffn_hidden / tensor
+    return total
+
+
+def count_mixer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
+    """Count parameters of a layer's matrices of attention, or of what stands in its place, on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
+    if (delta := shape.delta) is not None and shape.has_delta(layer):
+        outputs = delta.value_heads * delta.value_dim
+        return hidden * (delta.channels + 2 * outputs + 2 * delta.value_heads) / tensor
+    if (mamba := shape.mamba) is not None and shape.has_mamba(layer):
+        return hidden * (count_mamba_width(mamba) + mamba.heads * mamba.head_dim) / tensor
     if latent is None:
-        sizes = shape.find_heads(layer)
+        sizes, per_head = shape.find_heads(layer), 3 if shape.output_gate else 2
         key_value_heads = max(1, sizes.key_value_heads / tensor) * (1 if sizes.key_is_value else 2)
-        return hidden * sizes.head_dim * (2 * heads / tensor + key_value_heads)
+        return hidden * sizes.head_dim * (per_head * heads / tensor + key_value_heads)
     query = latent.plain_dim + latent.rope_dim
     down = hidden * (latent.rank + latent.rope_dim) + (hidden * latent.query_rank if latent.query_rank else 0)
     up = (latent.query_rank or hidden) * heads * query + latent.rank * heads * (latent.plain_dim + latent.value_dim)
@@ -172,24 +220,22 @@ def count_attention_parameters(shape: ModelShape, layer: int, tensor: int) -> fl
 def count_expert_parameters(shape: ModelShape) -> int:
     """Count parameters of one expert."""
     assert shape.experts is not None
-    return 3 * shape.hidden * shape.experts.ffn_hidden
+    matrices = 3 if shape.has_gates else 2
+    return matrices * shape.sizes["expert_hidden"] * shape.experts.ffn_hidden
 
 
 def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
     """Count bytes of a rank's weights without norms."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        parameters, heads = count_attention_parameters(shape, layer, tensor), shape.find_heads(layer)
+        parameters, heads = count_layer_parameters(shape, layer, tensor), shape.find_heads(layer)
         if heads.key_is_value:  # vLLM keeps the matrix of keys twice
             parameters += shape.hidden * heads.head_dim * max(1, heads.key_value_heads / tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
             parameters += (last - first) * count_expert_parameters(shape) / shard.expert_tensor.count
-            parameters += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
             total += width * shape.hidden * shape.experts.count
-        else:
-            parameters += 3 * shape.hidden * shape.ffn_hidden / tensor
         total += matrix_width * parameters
     rows = math.ceil(shape.vocab / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE / tensor
     matrices = int(shard.has_embedding) + int(shard.has_output and not shape.tied_embeddings)
@@ -210,8 +256,10 @@ class Decoder:
     def time_step(self, sequences: float, context: float) -> float:
         """Seconds of a decoding step at mean length `context`: a roofline."""
         efficiency, shape = self.hardware.efficiency, self.shape
-        kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
-        read = self._count_read_bytes(sequences) + sequences * context * kv
+        attending = len(list_attention_layers(shape, range(shape.layers)))
+        kv = count_kv_bytes_per_token(shape, attending, self.tensor, self.width)
+        states = 2 * count_state_bytes(shape, range(shape.layers), self.tensor, self.width)  # read and written
+        read = self._count_read_bytes(sequences) + sequences * (context * kv + states)
         flops = 2.0 * sequences * self._count_active_parameters()
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         kernels = max(read / (self.hardware.memory_bytes_per_s * efficiency.decode_memory), flops / speed)
@@ -222,8 +270,8 @@ class Decoder:
         """Seconds of prompts in full passes; tokens see half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
-        features = sum(shape.find_heads(layer).head_dim for layer in range(shape.layers))
-        attention = 2.0 * tokens * context * heads * features
+        attending = list_attention_layers(shape, range(shape.layers))
+        attention = 2.0 * tokens * context * heads * sum(shape.find_heads(layer).head_dim for layer in attending)
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         products = 2.0 * tokens * self._count_active_parameters() / speed
         messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
@@ -233,13 +281,10 @@ class Decoder:
         """Count parameters that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += count_attention_parameters(shape, layer, self.tensor)
+            total += count_layer_parameters(shape, layer, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
                 total += shape.experts.top_k * count_expert_parameters(shape) / self.tensor
-                total += 3 * shape.hidden * shape.experts.shared_ffn_hidden / self.tensor
-            else:
-                total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
         return total + shape.hidden * shape.vocab / self.tensor
 
     def _count_read_bytes(self, sequences: float) -> float:

@@ -14,6 +14,7 @@ from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     """Check that a training layout fits the model; section: policy.parallel, for instance."""
     yield _check_tensor(section, parallel.tensor, shape)
+    yield from _check_mamba(section, parallel, shape)
     yield from _check_pipeline(section, parallel, shape)
     yield from _check_experts(section, parallel, shape)
     if (delta := shape.delta) is not None:
@@ -35,9 +36,23 @@ def _check_tensor(section: str, tensor: int, shape: ModelShape, *, is_engine: bo
     return undivided, f"{section}.tensor={tensor}", f"does not divide the model's {undivided}; use {_join(usable)}"
 
 
+def _check_mamba(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
+    if shape.mamba is None:
+        return
+    # Context-parallel ranks share the heads of a tensor-parallel rank: whole groups, or equal parts of one.
+    heads, ranks = shape.mamba.heads // parallel.tensor, range(1, shape.mamba.heads + 1)
+    shared = shape.mamba.heads // shape.mamba.groups
+    usable = [n for n in ranks if heads % n == 0 and (heads // n % shared == 0 or shared % (heads // n) == 0)]
+    text = f"does not divide the {heads} heads of Mamba of a tensor-parallel rank into whole groups of {shared}, or"
+    text = f"{text} into equal parts of them; use {_join(usable or [1])}"
+    yield parallel.context not in usable, f"{section}.context={parallel.context}", text
+
+
 def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str | None:
     """Describe the first size that `tensor` ranks cannot split; None: none."""
     sizes = [(shape.attention_heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
+    if shape.mamba is not None:
+        sizes.append((shape.mamba.groups, "groups of Mamba"))
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
         sizes.append((shape.experts.shared_ffn_hidden, "shared experts' width"))
     if shape.delta is not None:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import get_args
 
-from megatron_grpo.config.policy_schema import DeltaTarget
+from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
@@ -30,9 +30,9 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     usable = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
     text = f"latent attention has no linear_qkv; use [{usable}]"
     yield shape.latent is not None and "linear_qkv" in lora.target_modules, targets, text
-    of_delta_nets = [name for name in lora.target_modules if name in get_args(DeltaTarget)]
-    text = f"the model has no delta nets; leave out {', '.join(of_delta_nets)}"
-    yield shape.delta is None and of_delta_nets, targets, text
+    of_states = [name for name in lora.target_modules if name in get_args(StateTarget)]
+    text = f"the model has no delta nets and no Mamba; leave out {', '.join(of_states)}"
+    yield shape.delta is None and shape.mamba is None and of_states, targets, text
     targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
     text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
     yield targets_experts, targets, text

@@ -262,8 +262,22 @@ def replace_state_methods(optimizer: Any) -> None:
     """
     for chained in optimizer.chained_optimizers:
         if isinstance(chained, DistributedOptimizer):
+            _correct_positions(chained)
             chained.sharded_param_state_fully_reshardable = MethodType(_build_state_boxes, chained)
             chained.load_parameter_state_from_fully_reshardable = MethodType(_load_state_boxes, chained)
+
+
+def _correct_positions(optimizer: Any) -> None:
+    """Correct which state belongs to which parameter, in a model with parameters of two types.
+
+    Megatron-Core's optimizer has the float32 parameters of a group first, and its map from parameters to positions
+    counts them behind the others.
+    """
+    for index, group in enumerate(optimizer.opt_group_ranges):
+        ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
+        optimizer.model_param_group_index_map |= {
+            parameter: (index, position) for position, parameter in enumerate(ordered)
+        }
 
 
 def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -56,16 +56,23 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
-def find_halves(layer: Any) -> tuple[Any, Any]:
-    """Find the modules whose outputs join the residual stream: attention's, feed-forward's."""
+def find_halves(layer: Any) -> dict[str, Any]:
+    """Find the modules whose outputs join the residual stream: of attention (self_attn), of feed-forward (mlp).
+
+    The first may be what stands in attention's place; a layer of one half has one of them.
+    """
+    if hasattr(layer, "mixer"):
+        is_network = hasattr(layer.mixer, "experts") or hasattr(layer.mixer, "up_proj")
+        return {"mlp" if is_network else "self_attn": layer.mixer}
     if hasattr(layer, "post_feedforward_layernorm"):  # of Gemma, whose norms are behind both
-        return layer.post_attention_layernorm, layer.post_feedforward_layernorm
-    return layer.self_attn, layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+        return {"self_attn": layer.post_attention_layernorm, "mlp": layer.post_feedforward_layernorm}
+    mixer = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+    return {"self_attn": mixer, "mlp": layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp}
 
 
 def find_router(layer: Any) -> Any:
     """Find the module that chooses a layer's experts; None: it has no experts."""
-    parts: list[Any] = [layer, getattr(layer, "feed_forward", None), getattr(layer, "mlp", None)]
+    parts: list[Any] = [layer, *(getattr(layer, name, None) for name in ("feed_forward", "mlp", "mixer"))]
     part = next((part for part in parts if hasattr(part, "experts")), None)
     return getattr(part, "router", None) or getattr(part, "gate", None)
 
@@ -211,7 +218,8 @@ class Oracle:
     @contextmanager
     def other_scale(self, factor: float) -> Iterator[None]:
         """Compute attention whose query-key products are multiplied by a factor."""
-        attentions = [layer.self_attn for layer in self.layers]
+        mixers: list[Any] = [find_halves(layer).get("self_attn") for layer in self.layers]
+        attentions = [mixer for mixer in mixers if hasattr(mixer, "scaling")]
         scales = [attention.scaling for attention in attentions]
         for attention, scale in zip(attentions, scales, strict=True):
             attention.scaling = scale * factor
@@ -271,8 +279,8 @@ class Oracle:
     @property
     def routers(self) -> dict[int, Any]:
         """Router modules by number of the layer; empty without experts."""
-        found = {number: find_router(layer) for number, layer in enumerate(self.layers)}
-        return {number: router for number, router in found.items() if router is not None}
+        routers = {number: find_router(layer) for number, layer in enumerate(self.layers)}
+        return {number: router for number, router in routers.items() if router is not None}
 
     @contextmanager
     def rounded_routers(self, parts: Set[RouterPart]) -> Iterator[None]:
@@ -325,12 +333,13 @@ class Oracle:
             computation. At a router, the weight of every expert, 0 for those that were not chosen.
         """
         decoder, states = self.model.model, dict[str, list[Tensor]]()
-        modules = {"embedding": decoder.embed_tokens}
+        modules = {"embedding": decoder.get_input_embeddings()}
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}"
             routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
-            attention, mlp = find_halves(layer)
-            modules |= {f"{name}.self_attn": attention, **routers, f"{name}.mlp": mlp, name: layer}
+            for half, module in find_halves(layer).items():
+                modules |= {**(routers if half == "mlp" else {}), f"{name}.{half}": module}
+            modules[name] = layer
         handles = [module.register_forward_hook(_keep_tensors(point, states)) for point, module in modules.items()]
         try:
             for tokens in sequences:

@@ -70,10 +70,15 @@ def _multiply_gate(projected: Tensor, *, activation: Callable[[Tensor], Tensor])
     return activation(gate) * up
 
 
+def _square_positive(projected: Tensor) -> Tensor:
+    return functional.relu(projected).square()
+
+
 # What lies between an expert's matrices, by `ModelShape.activation`, on rows in the order of vLLM's parameter.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": partial(_multiply_gate, activation=functional.silu),
     "gelu_tanh": partial(_multiply_gate, activation=partial(functional.gelu, approximate="tanh")),
+    "relu2": _square_positive,
 }
 
 
@@ -95,7 +100,8 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[str]) -> list[dict[str
                 for box_name, box in name_boxes(unpack_boxes(text)):
                     by_tensor[box.tensor].append((engine_rank, box_name, box))
                     if is_expert(box):
-                        new = _ExpertOutput(rank.shape.hidden, _ACTIVATIONS[rank.shape.activation])
+                        hidden = rank.shape.sizes["expert_hidden"]
+                        new = _ExpertOutput(hidden, _ACTIVATIONS[rank.shape.activation])
                         experts.setdefault((engine_rank, box_name), new).expect(box)
         by_cut: dict[object, Fingerprint] = {}
         for engine_rank, box_name, box in by_tensor[name]:

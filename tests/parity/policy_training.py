@@ -125,6 +125,7 @@ def expect_gradients_of_transformers(
         # transformers stacks experts, and its files, whose names `actual` has, do not.
         expected = revert_weight_conversion(model, {name: one.grad for name, one in model.named_parameters()})
         actual = merged([found[index][0] for found in by_rank])
+        # Biases of expert selection are exported, and have no gradient.
         assert {name for name in actual if not name.endswith("e_score_correction_bias")} == expected.keys()
         for name, gradient in expected.items():
             error = (actual[name] - gradient).norm() / gradient.norm()

@@ -181,6 +181,25 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4": _GEMMA4,
     "gemma4_moe": _GEMMA4
     | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "nemotron_h": {name: value for name, value in _SIZES.items() if name != "rms_norm_eps"}
+    | {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 4,
+        "layer_norm_epsilon": 1e-5,
+    },
+}
+ENGINE_CONFIGS["nemotron_h_moe"] = ENGINE_CONFIGS["nemotron_h"] | {
+    "hybrid_override_pattern": "ME*",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_latent_size": 40,
 }
 
 

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_grpo.verification.oracle import read_routing
 
-GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter, Llama4Router, Gemma4TextRouter)
+GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter, Llama4Router, Gemma4TextRouter, NemotronHTopkRouter)
 
 
 def gates(model: PreTrainedModel) -> list[nn.Module]:
@@ -75,7 +76,7 @@ class _Forcing:
         if isinstance(gate, Gemma4TextRouter):
             weights = found[0].gather(1, experts)
             return found[0], weights / weights.sum(1, keepdim=True) * gate.per_expert_scale[experts], experts
-        sigmoid = isinstance(gate, DeepseekV3TopkRouter)
+        sigmoid = isinstance(gate, (DeepseekV3TopkRouter, NemotronHTopkRouter))
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
         if gate.norm_topk_prob:
             scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))

@@ -89,7 +89,8 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         "num_hidden_layers": len(kinds),
         "rms_norm_eps": read_number(raw, "layer_norm_epsilon", 1e-5),
         # Attention does not know positions; released files have settings of rotary embeddings nevertheless.
-        **dict.fromkeys(("rope_scaling", "rope_parameters"), {}),
+        "rope_scaling": None,
+        "rope_parameters": None,
         "partial_rotary_factor": 1.0,
         "rope_theta": 10000.0,
     }

@@ -130,9 +130,8 @@ class AdaptedLinear:
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if (
-            prefix.endswith("linear_fc1.") and self.config.gated_linear_unit
-        ):  # gate above up, stored as two matrices, which other layouts split singly
+        # Gate above up, stored as two matrices, which other layouts split singly.
+        if prefix.endswith("linear_fc1.") and self.config.gated_linear_unit:
             single = metadata.get("singleton_local_shards", False)
             split = {key: apply_swiglu_sharded_factory(shard, sharded_offsets, single) for key, shard in split.items()}
         return state | split

@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel import all_to_all
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from megatron_grpo.trainer.model.state_space import convolve_packed, scan_states
 
 @dataclass
 class MambaParts:
-    """Linear layers of a mixer."""
+    """Classes of a mixer's linear layers."""
 
     in_proj: Any
     out_proj: Any
@@ -49,8 +48,7 @@ class MambaMixer(MegatronModule):
         self._channels = {"x": self._width, "B": self._groups * sizes.state, "C": self._groups * sizes.state}
         self._sections = {"z": self._width, **self._channels, "dt": self._heads}
         options = {"config": config, "bias": False, "is_expert": False, "tp_group": self._tensor}
-        self.in_proj = build_module(
-            submodules.in_proj,
+        self.in_proj = submodules.in_proj(
             config.hidden_size,
             sum(self._sections.values()) * parts,
             init_method=config.init_method,
@@ -65,8 +63,7 @@ class MambaMixer(MegatronModule):
         self.dt_bias, self.D = self._make_parameter(self._heads), self._make_parameter(self._heads)
         self.A_log = self._make_parameter(self._heads, dtype=torch.float32)
         self.norm_weight = self._make_parameter(self._width)
-        self.out_proj = build_module(
-            submodules.out_proj,
+        self.out_proj = submodules.out_proj(
             self._width * parts,
             config.hidden_size,
             init_method=config.output_layer_init_method,
@@ -100,7 +97,8 @@ class MambaMixer(MegatronModule):
         """
         heads = self._heads // parts
         own = slice(part * heads, (part + 1) * heads)
-        weight, bias = self.conv1d_weight[:, 0], self.conv1d_bias
+        weight: Tensor = self.conv1d_weight[:, 0]
+        bias: Tensor = self.conv1d_bias
         if parts > 1:
             channels = self._list_columns(part, parts)[:-heads]
             weight, bias = weight[channels], bias[channels]
@@ -110,8 +108,8 @@ class MambaMixer(MegatronModule):
         x = x.unflatten(1, (heads, self._dim))
         state = self._channels["B"] // self._groups
         dt = F.softplus(inputs[:, len(bias) :].float() + self.dt_bias[own].float())
-        groups = (values.unflatten(1, (-1, state)) for values in (write, read))
-        outputs = scan_states(x, dt, -self.A_log[own].float().exp(), *groups, tokens.sequence)
+        write, read = (values.unflatten(1, (-1, state)) for values in (write, read))
+        outputs = scan_states(x, dt, -self.A_log[own].float().exp(), write, read, tokens.sequence)
         return (outputs + self.D[own].float()[:, None] * x).flatten(1)
 
     def _mix_over_ranks(self, inputs: Tensor, tokens: StateTokens) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -27,6 +26,11 @@ from megatron_grpo.trainer.model.attention import find_rope_factor
 from megatron_grpo.trainer.model.layer_spec import needs_scaled_queries, uses_transformer_engine
 
 T = TypeVar("T")
+
+
+def square_positive(values: Tensor) -> Tensor:
+    """Square of ReLU; Megatron-Core's own is compiled, also on a CPU."""
+    return F.relu(values).square()
 
 
 @dataclass
@@ -81,7 +85,7 @@ def _compute_quick_gelu(gate: Tensor) -> Tensor:
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
-    "relu2": {"activation_func": squared_relu},
+    "relu2": {"activation_func": square_positive},
     "clamped_swiglu": {
         "activation_func": _compute_quick_gelu,
         "glu_linear_offset": 1.0,

@@ -118,11 +118,11 @@ def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
     inner = model.model
     inner.embed_tokens.register_forward_hook(keep("embedding"))
     for number, layer in enumerate(inner.layers):
-        attention, mlp = find_halves(layer)
-        attention.register_forward_hook(keep(f"layers.{number}.self_attn"))
-        mlp.register_forward_hook(keep(f"layers.{number}.mlp"))
+        for half, module in find_halves(layer).items():
+            module.register_forward_hook(keep(f"layers.{number}.{half}"))
         layer.register_forward_hook(keep(f"layers.{number}"))
-    inner.norm.register_forward_hook(keep("norm"))
+    final_norm = inner.norm if hasattr(inner, "norm") else inner.norm_f
+    final_norm.register_forward_hook(keep("norm"))
 
 
 if __name__ == "__main__":

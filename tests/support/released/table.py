@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.released import chatml, llama, llama4_gemma4, newer, others
+from tests.support.released import chatml, llama, llama4_gemma4, nemotron, newer, others
 from tests.support.released.layout import Layout
 
 LAYOUTS = (
@@ -13,6 +13,7 @@ LAYOUTS = (
     *(others.GEMMA3, others.MISTRAL_NEMO_12B, others.MISTRAL_SMALL_24B, others.GLM4_5, others.GPT_OSS),
     *newer.NEWER,
     *(llama4_gemma4.LLAMA4, llama4_gemma4.GEMMA4),
+    nemotron.NEMOTRON3_NANO,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 

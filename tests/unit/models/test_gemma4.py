@@ -11,7 +11,7 @@ import torch
 
 from megatron_grpo.models.families import count_forward_flops, measure_tensors, parse_model_shape
 from megatron_grpo.models.shape import HeadShape
-from megatron_grpo.planning.generation_cost import count_attention_parameters, count_kv_bytes_per_token
+from megatron_grpo.planning.generation_cost import count_mixer_parameters, count_kv_bytes_per_token
 from megatron_grpo.preflight.layout_checks import _find_undivided
 from megatron_grpo.trainer.microbatch_schedule import derive_cost
 from tests.support.wide_configs import GEMMA4_26B, GEMMA4_31B
@@ -128,8 +128,8 @@ def test_keys_values_and_matrices_are_counted_by_layer() -> None:
     shape = parse_model_shape(GEMMA4_31B)
     assert count_kv_bytes_per_token(shape, LAYERS, 1, 2) == 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
     assert count_kv_bytes_per_token(shape, LAYERS, 8, 2) == 2 * 2 * (50 * 2 * 256 + 10 * 512)
-    assert count_attention_parameters(shape, 0, 1) == 5376 * 256 * (2 * 32 + 2 * 16)
-    assert count_attention_parameters(shape, 5, 1) == 5376 * 512 * (2 * 32 + 4)
+    assert count_mixer_parameters(shape, 0, 1) == 5376 * 256 * (2 * 32 + 2 * 16)
+    assert count_mixer_parameters(shape, 5, 1) == 5376 * 512 * (2 * 32 + 4)
 
 
 @pytest.mark.parametrize("window", [1, 512])

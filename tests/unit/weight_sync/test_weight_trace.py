@@ -255,7 +255,7 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
     if shape.experts is None and parallel.expert > 1:
         parallel = GenerationParallelConfig(tensor=2, pipeline=2)
     sizes = measure_tensors(shape)
-    tensors = numbered(sizes)
+    tensors = {name: tensor / 1e4 if name.endswith("A_log") else tensor for name, tensor in numbered(sizes).items()}
     for rank in {0, parallel.ranks_per_engine - 1}:
         with build_rank(tmp_path, rank, parallel, "bfloat16") as (model, config), set_current_vllm_config(config):
             trace = trace_model(model, sizes, torch.bfloat16)
@@ -268,8 +268,8 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
             actual = {name: tensor.data for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
         assert trace.unexplained == {}
         expected = filled(trace.boxes, tensors, {name: tensor.shape for name, tensor in actual.items()})
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        assert all((tensor >= 0).all() for tensor in actual.values())
+        torch.testing.assert_close({name: actual[name] for name in expected}, expected, rtol=1e-6, atol=0)
+        assert all((tensor != -1).all() for tensor in actual.values())
 
 
 def materialize(model: Any) -> None:

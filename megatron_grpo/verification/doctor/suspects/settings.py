@@ -115,7 +115,9 @@ def _list_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
 
 def iterate_ropes(side: Side) -> Iterator[Candidate]:
     """Yield rotary embeddings with other scalings, factors and bases."""
-    rope_parameters: dict[str, Any] = side.oracle.model.config.rope_parameters
+    rope_parameters: dict[str, Any] | None = getattr(side.oracle.model.config, "rope_parameters", None)
+    if not rope_parameters:  # attention without positions
+        return
     # Some families have parameters of their own for each kind of layer.
     of_kinds = (
         {"": rope_parameters}

@@ -1,0 +1,161 @@
+"""Nemotron-H on real ranks: odd sizes, shared groups, recomputation, adapters, checkpoints, replayed experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
+from megatron_grpo.verification.problem import SMALL, TINY, make_model
+from tests.parity.adapters import LORA, make_lora_rank
+from tests.parity.policy_training import (
+    expect_gradients_of_transformers,
+    gradients_on_rank,
+    train_arguments,
+)
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.parity.test_routing_replay import expect_equal, of_transformers, other_record, replayed_on_rank
+from tests.parity.test_training import load_on_rank, save_on_rank
+from tests.parity.training import merged, whole_tensors
+from tests.support.tiny_models import VOCAB, TinyModel
+
+_ODD: dict[str, dict[str, Any]] = {
+    # Five layers, the first of which has experts; a token goes through three of six.
+    "mixture": {
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "linear_attention", "moe"],
+        "mamba_num_heads": 6,
+        "n_groups": 2,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_latent_size": None,
+    },
+    # One layer of each kind, one group; context-parallel ranks have copies of it.
+    "dense": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 6,
+        "n_groups": 1,
+        "conv_kernel": 2,
+    },
+    "latent": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+}
+_SIZES = {"vocab_size": VOCAB, "num_attention_heads": 6, "head_dim": 10, "mamba_head_dim": 5, "ssm_state_size": 7}
+GRADIENT = 2e-5
+"""Parameters of states are exponents, in which rounding counts for more."""
+WHOLE = LoraConfig(rank=3, alpha=7.0, target_modules=["linear_qkv", "linear_proj", "in_proj", "out_proj"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    folder = tmp_path_factory.mktemp("mamba")
+    base = {"model_type": "nemotron_h", **SMALL, **TINY["nemotron_h"], **_SIZES}
+    for name, odd in _ODD.items():
+        sizes = {**base, **odd}
+        make_model({**sizes, "num_hidden_layers": len(sizes["layers_block_type"])}, folder / name, seed=1)
+    return {name: TinyModel(name, folder / name) for name in _ODD}
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(tensor=2, sequence=True), ["mixture"]),
+        (Layout(context=2), ["mixture", "dense"]),
+        pytest.param(Layout(), list(_ODD), marks=pytest.mark.slow),
+        pytest.param(Layout(pipeline=5), ["mixture"], marks=pytest.mark.slow),
+        pytest.param(Layout(pipeline=3), ["dense"], marks=pytest.mark.slow),
+        pytest.param(Layout(context=3), ["dense"], marks=pytest.mark.slow),
+        pytest.param(Layout(tensor=2, context=3, sequence=True), ["mixture"], marks=pytest.mark.slow),
+        pytest.param(Layout(data=2, expert=2), ["mixture", "latent"], marks=pytest.mark.slow),
+        pytest.param(
+            Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True), ["mixture"], marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_of_odd_sizes(layout: Layout, names: list[str], models: dict[str, TinyModel]) -> None:
+    chosen = [models[name] for name in names]
+    expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, chosen), chosen, tolerance=GRADIENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(context=2)], ids=str)
+def test_layers_are_recomputed(layout: Layout, models: dict[str, TinyModel]) -> None:
+    chosen, settings = [models["latent"]], {"activation_checkpointing": True}
+    by_rank = run_on_ranks(layout, gradients_on_rank, chosen, True, settings)
+    expect_gradients_of_transformers(by_rank, chosen, tolerance=GRADIENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("float32", {"atol": 5e-6, "rtol": 1e-4}), ("bfloat16", {"atol": 2e-2, "rtol": 2e-2})]
+)
+def test_a_loaded_checkpoint_continues_in_other_layouts(
+    precision: str, tolerance: dict[str, float], models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    """To the bit in the same layout, to rounding in others; sections are cut anew."""
+    settings = {"precision": precision}
+    written_by, folder = Layout(tensor=2, sequence=True), tmp_path / "checkpoint"
+    folder.mkdir()
+    expected = merged(run_on_ranks(written_by, save_on_rank, models["mixture"], folder, settings))
+    for layout in (written_by, Layout(), Layout(context=2), Layout(pipeline=5)):
+        actual = merged(run_on_ranks(layout, load_on_rank, models["mixture"], folder, settings))
+        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else tolerance
+        for key, tensor in expected.items():
+            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+
+
+def save_adapters_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> tuple[Any, AdapterCheck]:
+    """Two steps, a checkpoint and a third: what is published, and whether it is what the layers compute."""
+    rank = make_lora_rank(layout, model, lora)
+    for _ in range(2):
+        rank.train(*train_arguments(layout))
+    rank.checkpoint.save(str(folder))
+    rank.train(*train_arguments(layout))
+    return whole_tensors(rank), check_adapters(rank.gather_chunks(), rank.shape)
+
+
+def load_adapters_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> dict[str, Tensor]:
+    rank = make_lora_rank(layout, model, lora)
+    rank.checkpoint.load(str(folder))
+    rank.train(*train_arguments(layout))
+    return whole_tensors(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "written_by", "lora"),
+    [
+        ("mixture", Layout(tensor=2, sequence=True), WHOLE),
+        ("latent", Layout(tensor=2, sequence=True), WHOLE),
+        ("dense", Layout(context=2), replace(WHOLE, target_modules=[*LORA.target_modules, "in_proj", "out_proj"])),
+    ],
+)
+def test_adapters_are_published_and_continue_in_other_layouts(
+    name: str, written_by: Layout, lora: LoraConfig, models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    by_rank = run_on_ranks(written_by, save_adapters_on_rank, models[name], folder, lora)
+    assert all(check == AdapterCheck([], has_moved=True) for _, check in by_rank)
+    expected, before = merged([found for found, _ in by_rank]), models[name].tensors()
+    changed = {key for key, tensor in expected.items() if not torch.equal(tensor, before[key])}
+    assert {key.rpartition("mixer.")[2] for key in changed} >= {"in_proj.weight", "out_proj.weight", "q_proj.weight"}
+    actual = merged(run_on_ranks(Layout(), load_adapters_on_rank, models[name], folder, lora))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(actual[key], tensor, atol=5e-6, rtol=1e-4, msg=lambda m, w=key: f"{w}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tensor=2, sequence=True), Layout(pipeline=5)], ids=str)
+def test_replayed_routing_equals_transformers_that_is_forced_to_it(
+    layout: Layout, models: dict[str, TinyModel]
+) -> None:
+    records = other_record(models["mixture"])
+    logprobs, gradients = of_transformers(models["mixture"], records)
+    by_rank = run_on_ranks(layout, replayed_on_rank, models["mixture"], records)
+    expect_equal(by_rank, logprobs, gradients, atol=3e-5, rtol=2e-4)

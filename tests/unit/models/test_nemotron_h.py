@@ -1,0 +1,119 @@
+"""Nemotron-H and Nemotron 3: config.json in all spellings, weights by name, layouts, operations, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, NemotronHConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.models.families import count_forward_flops, measure_tensors, parse_model_shape
+from megatron_grpo.models.shape import MambaShape, ModelShape
+from megatron_grpo.planning.estimates import count_layer_parameters
+from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_state_bytes
+from megatron_grpo.preflight.layout_checks import check_split
+from tests.support.nemotron_config import NANO, NANO_9B, SUPER
+
+PATTERN = NANO["hybrid_override_pattern"]
+NAMES = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+OLD_NAMES = NAMES | {"M": "mamba", "*": "attention"}
+
+
+def test_released_models_are_read() -> None:
+    nano, dense, large = map(parse_model_shape, (NANO, NANO_9B, SUPER))
+    assert nano.mamba == MambaShape(heads=64, groups=8, head_dim=64, state=128, kernel=4)
+    assert [nano.count_layers(kind) for kind in ("mamba", "attention", "experts", "dense")] == [23, 6, 23, 0]
+    assert [dense.count_layers(kind) for kind in ("mamba", "attention", "experts", "dense")] == [27, 4, 0, 25]
+    assert nano.experts is not None
+    assert large.experts is not None
+    assert (nano.experts.latent, large.experts.latent, large.experts.top_k) == (None, 1024, 22)
+    assert large.count_layers("latent_experts") == large.count_layers("experts") == 40
+    assert not nano.has_gates
+    assert nano.list_kinds(0) == {"mixer", "mamba"}
+    assert nano.list_kinds(1) == {"mlp", "experts"}
+
+
+@pytest.mark.parametrize("raw", [NANO, NANO_9B, SUPER], ids=["nano", "nano_9b", "super"])
+def test_tensors_are_those_of_transformers(raw: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    stored = revert_weight_conversion(model, dict(model.state_dict()))
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == measure_tensors(parse_model_shape(raw))
+
+
+@pytest.mark.parametrize(("key", "names"), [("layers_block_type", NAMES), ("layer_types", OLD_NAMES)])
+def test_lists_and_the_pattern_mean_the_same(key: str, names: dict[str, str]) -> None:
+    rest = {name: value for name, value in NANO.items() if name != "hybrid_override_pattern"}
+    assert parse_model_shape(rest | {key: [names[letter] for letter in PATTERN]}) == parse_model_shape(NANO)
+
+
+def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
+    short = {"architectures": NANO["architectures"], "hybrid_override_pattern": "ME*-", "model_type": "nemotron_h"}
+    whole = NemotronHConfig(**short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape({**whole, "architectures": NANO["architectures"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hybrid_override_pattern": None}, "must name the kind of every layer"),
+        ({"hybrid_override_pattern": PATTERN[:-1] + "X"}, "hybrid_override_pattern with X is not supported"),
+        ({"layers_block_type": ["gru"] * 52}, "layers_block_type with gru is not supported"),
+        ({"num_hidden_layers": 50}, "num_hidden_layers=50 and the 52 layers of hybrid_override_pattern differ"),
+        ({"mamba_num_heads": 60}, "mamba_num_heads=60 is not a multiple of n_groups=8"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2 is not supported for nemotron_h; only 1 is"),
+        ({"sliding_window": 512}, "sliding_window=512 is not supported"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act=.*silu.* is not supported"),
+        ({"use_conv_bias": False}, "use_conv_bias=false is not supported"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias=true is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
+        ({"n_group": 8}, "n_group=8 is not supported"),
+        ({"intermediate_size": [1856]}, "intermediate_size=.* must be a whole number"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than the 128 experts"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantized weights cannot be trained"),
+    ],
+)
+def test_options_without_support_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_model_shape(NANO | change)
+
+
+def list_problems(shape: ModelShape, **sizes: int) -> list[str]:
+    parallel = ParallelConfig(sequence=sizes.get("tensor", 1) > 1, **sizes)
+    return [f"{key} {text}" for is_broken, key, text in check_split("policy.parallel", parallel, shape) if is_broken]
+
+
+def test_layouts_split_groups_and_their_heads() -> None:
+    shape = parse_model_shape(NANO)
+    assert not list_problems(shape, tensor=2, context=4)
+    assert not list_problems(shape, tensor=8, context=2)  # two ranks share a group
+    (text,) = list_problems(shape, tensor=16)
+    assert "does not divide the model's 8 groups of Mamba; use 1, 2, 4 or 8" in text
+    three = replace(shape, mamba=MambaShape(heads=36, groups=6, head_dim=64, state=128, kernel=4))
+    assert not list_problems(three, context=12)
+    (text,) = list_problems(three, context=4)
+    assert "policy.parallel.context=4 does not divide the 36 heads of Mamba of a tensor-parallel rank into" in text
+    assert text.endswith("whole groups of 6, or into equal parts of them; use 1, 2, 3, 6, 12, 18 or 36")
+
+
+def test_costs_are_those_of_each_kind_of_layer() -> None:
+    shape = parse_model_shape(NANO_9B)
+    assert shape.mamba is not None
+    tensors = {name: torch.Size(size).numel() for name, size in measure_tensors(shape).items() if len(size) == 2}
+    matrices = sum(count for name, count in tensors.items() if ".layers." in name)
+    dense, routed = count_layer_parameters(shape, range(shape.layers))
+    assert (dense, routed) == (matrices, 0)
+    # A token is multiplied with every matrix, writes to each state and reads it; four layers have attention.
+    head, kernel = tensors["lm_head.weight"], shape.mamba.channels * 4
+    mamba = 27 * (kernel + 2 * 128 * 80 * 128)
+    pairs = 4 * 2 * 128 * 40 * (100 * 101 // 2 + 1)
+    assert count_forward_flops(shape, [100, 1]) == 2.0 * (matrices + head + mamba) * 101 + 2.0 * pairs
+    assert count_kv_bytes_per_token(shape, 4, 1, 2) == 4 * 2 * 8 * 128 * 2
+    states = shape.count_layers("mamba") * (4 * 128 * 80 * 128 + 2 * 3 * 12288)
+    assert count_state_bytes(shape, range(shape.layers), 1, 2) == states
