@@ -58,6 +58,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "disable_log_stats": True,
+        "language_model_only": True,  # of a model that also sees images only the text part is trained and refitted
         "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
     }
     if config.engine.speculative.num_speculative_tokens:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.planning.generation_cost import count_attention_parameters, count_expert_parameters, find_lengths
+from megatron_grpo.planning.generation_cost import count_expert_parameters, count_mixer_parameters, find_lengths
 from megatron_grpo.planning.hardware import Hardware
 
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes
@@ -91,7 +91,7 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
 
 def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
     """Count parameters of layers without their routed experts, and of these experts."""
-    dense, routed = len(layers) * count_attention_parameters(shape, 1), 0.0
+    dense, routed = sum((count_mixer_parameters(shape, layer, 1) for layer in layers), 0.0), 0.0
     with_experts = sum(map(shape.has_experts, layers))
     if shape.experts is not None:
         routed += with_experts * shape.experts.count * count_expert_parameters(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -110,6 +111,8 @@ class EngineSize:
     """Most bytes of tensors in a forward pass, with graphs and workspaces."""
     cache_blocks: int
     """Blocks of the KV cache that fit into generation.engine.gpu_memory_utilization; 0: the engine does not fit."""
+    state_blocks: int = 0
+    """Blocks that the states of a sequence's delta nets take, however long it is."""
 
     @property
     def cache_tokens(self) -> int:
@@ -118,7 +121,7 @@ class EngineSize:
 
     def count_sequences(self, tokens: float) -> int:
         """Count sequences of this many tokens that the cache holds."""
-        return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
+        return self.cache_blocks // (math.ceil(tokens / BLOCK_TOKENS) + self.state_blocks)
 
 
 def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> EngineSize:
@@ -129,8 +132,13 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     width, matrix_width = _find_widths(config)
     weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in split_engine(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
-    layers = math.ceil(shape.layers / parallel.pipeline)
+    shards = split_engine(parallel, shape)
+    if shape.delta is None:
+        layers = math.ceil(shape.layers / parallel.pipeline)
+    else:
+        layers = max(max(sum(not shape.has_delta(layer) for layer in shard.layers) for shard in shards), 1)
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
+    state = max(count_state_bytes(shape, shard.layers, parallel.tensor, width) for shard in shards)
     tokens = engine.max_num_batched_tokens or _PROFILED_TOKENS
     wide = 2 * shape.ffn_hidden / parallel.tensor + 3 * shape.hidden
     if shape.experts is not None:
@@ -138,7 +146,8 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     logits = 4 * 2 * engine.max_num_seqs * shape.vocab
     activations = int(width * tokens * wide + logits + _GRAPHS_BYTES)
     cache_bytes = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
-    return EngineSize(weights, kv, activations, max(0, int(cache_bytes // (BLOCK_TOKENS * kv))))
+    blocks = max(0, int(cache_bytes // (BLOCK_TOKENS * kv)))
+    return EngineSize(weights, kv, activations, blocks, math.ceil(state / (BLOCK_TOKENS * kv)))
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
@@ -154,12 +163,24 @@ def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width:
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
 
 
-def count_attention_parameters(shape: ModelShape, tensor: int) -> float:
-    """Count parameters of a layer's attention matrices on a rank."""
+def count_state_bytes(shape: ModelShape, layers: Sequence[int], tensor: int, width: int) -> int:
+    """Count bytes of the states of a sequence on a rank: matrices in float32, and inputs of convolutions."""
+    if (delta := shape.delta) is None:
+        return 0
+    state = 4 * delta.value_heads * delta.key_dim * delta.value_dim + width * (delta.kernel - 1) * delta.channels
+    return sum(map(shape.has_delta, layers)) * state // tensor
+
+
+def count_mixer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
+    """Count parameters of a layer's matrices of attention, or of its delta net, on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
+    if shape.has_delta(layer):
+        assert (delta := shape.delta) is not None
+        outputs = delta.value_heads * delta.value_dim
+        return hidden * (delta.channels + 2 * outputs + 2 * delta.value_heads) / tensor
     if latent is None:
-        key_value_heads = max(1, shape.key_value_heads / tensor)
-        return hidden * shape.head_dim * (2 * heads / tensor + 2 * key_value_heads)
+        key_value_heads, per_head = max(1, shape.key_value_heads / tensor), 3 if shape.output_gate else 2
+        return hidden * shape.head_dim * (per_head * heads / tensor + 2 * key_value_heads)
     query = latent.plain_dim + latent.rope_dim
     down = hidden * (latent.rank + latent.rope_dim) + (hidden * latent.query_rank if latent.query_rank else 0)
     up = (latent.query_rank or hidden) * heads * query + latent.rank * heads * (latent.plain_dim + latent.value_dim)
@@ -176,7 +197,7 @@ def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width:
     """Count bytes of a rank's weights without norms."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        parameters = count_attention_parameters(shape, tensor)
+        parameters = count_mixer_parameters(shape, layer, tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
@@ -205,8 +226,9 @@ class Decoder:
     def time_step(self, sequences: float, context: float) -> float:
         """Seconds of a decoding step at mean length `context`: a roofline."""
         efficiency, shape = self.hardware.efficiency, self.shape
-        kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
-        read = self._count_read_bytes(sequences) + sequences * context * kv
+        kv = count_kv_bytes_per_token(shape, shape.layers - sum(shape.delta_layers), self.tensor, self.width)
+        states = 2 * count_state_bytes(shape, range(shape.layers), self.tensor, self.width)  # read and written
+        read = self._count_read_bytes(sequences) + sequences * (context * kv + states)
         flops = 2.0 * sequences * self._count_active_parameters()
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         kernels = max(read / (self.hardware.memory_bytes_per_s * efficiency.decode_memory), flops / speed)
@@ -217,7 +239,7 @@ class Decoder:
         """Seconds of prompts in full passes; tokens see half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
-        attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
+        attention = 2.0 * tokens * context * heads * shape.head_dim * (shape.layers - sum(shape.delta_layers))
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         products = 2.0 * tokens * self._count_active_parameters() / speed
         messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
@@ -227,7 +249,7 @@ class Decoder:
         """Count parameters that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += count_attention_parameters(shape, self.tensor)
+            total += count_mixer_parameters(shape, layer, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
                 total += shape.experts.top_k * count_expert_parameters(shape) / self.tensor

@@ -40,6 +40,11 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
+def find_mixer(layer: Any) -> Any:
+    """Find a layer's attention, or the delta net in its place, in transformers or vLLM."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+
+
 def list_stored_tensors(model: Any) -> dict[str, Tensor]:
     """List parameters and stored buffers by their names in transformers."""
     stored = model.state_dict().keys()
@@ -171,7 +176,7 @@ class Oracle:
     @contextmanager
     def other_scale(self, factor: float) -> Iterator[None]:
         """Compute attention whose query-key products are multiplied by a factor."""
-        attentions = [layer.self_attn for layer in self.layers]
+        attentions = list(self._attentions.values())
         scales = [attention.scaling for attention in attentions]
         for attention, scale in zip(attentions, scales, strict=True):
             attention.scaling = scale * factor
@@ -214,10 +219,11 @@ class Oracle:
         config.rope_parameters = dict(rope)
         # Transformers computes the frequencies when the module is built, so the module is built anew.
         rotary = self.model.model.rotary_emb
-        attentions = [layer.self_attn for layer in self.layers]
+        by_layer = self._attentions
+        attentions = list(by_layer.values())
         scales = [attention.scaling for attention in attentions]
         self.model.model.rotary_emb = type(rotary)(config)
-        for number, attention in enumerate(attentions):
+        for number, attention in by_layer.items():
             # YaRN changes the scale of query-key products in some families; the module computes it when it is built.
             with torch.device("meta"):
                 attention.scaling = type(attention)(config, number).scaling
@@ -227,6 +233,11 @@ class Oracle:
             self.model.model.rotary_emb = rotary
             for attention, scale in zip(attentions, scales, strict=True):
                 attention.scaling = scale
+
+    @property
+    def _attentions(self) -> dict[int, Any]:
+        """Attention modules by number of the layer; some layers may have a delta net in their place."""
+        return {number: layer.self_attn for number, layer in enumerate(self.layers) if hasattr(layer, "self_attn")}
 
     @property
     def routers(self) -> dict[int, Any]:
@@ -284,7 +295,7 @@ class Oracle:
         for number, layer in enumerate(self.layers):
             name = f"layers.{number}"
             routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
-            modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
+            modules |= {f"{name}.self_attn": find_mixer(layer), **routers, f"{name}.mlp": layer.mlp, name: layer}
         handles = [module.register_forward_hook(_keep_tensors(point, states)) for point, module in modules.items()]
         try:
             for tokens in sequences:

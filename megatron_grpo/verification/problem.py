@@ -54,11 +54,12 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         return path
     config_values = json.loads((path / "config.json").read_text())
     # Without these settings, transformers makes the weights in float32 and by its own code.
-    raw = {name: value for name, value in config_values.items() if name not in ("quantization_config", "auto_map")}
+    text = config_values.get("text_config") or config_values  # the language model of one that also sees images
+    raw = {name: value for name, value in text.items() if name not in ("quantization_config", "auto_map")}
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
-    small |= LATENT if "kv_lora_rank" in raw else {}
+    small |= (LATENT if "kv_lora_rank" in raw else {}) | (DELTA if "linear_num_key_heads" in raw else {})
     sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")

@@ -69,6 +69,11 @@ def _nest(family: Family, tensor: HFTensor) -> HFTensor:
     return replace(tensor, name=re.sub(r"^model\.", family.vision_prefix, tensor.name))
 
 
+def is_carried(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor of the folder is not the language model's, and copied to exports."""
+    return name.startswith(FAMILIES[shape.family].carried)
+
+
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Compute the shapes of a model's tensors, by name, in the order of export."""
     sizes = shape.sizes
@@ -176,11 +181,10 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
         names = ", ".join(family.architecture for family in FAMILIES.values())
         raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
-    raw, in_vision_model = _select_text_part(raw, family, architecture)
-    model_type = family.model_type or family.name
-    if raw.get("model_type", model_type) != model_type:
-        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
-        raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_type}")
+    if in_vision_model := architecture == family.vision_architecture:
+        _require_model_type(raw, family.name, architecture)
+        raw = _select_text_part(raw, architecture)
+    _require_model_type(raw, family.model_type or family.name, architecture)
     if scores:
         labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
@@ -189,10 +193,14 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     return replace(shape, value_head="stored") if scores else shape
 
 
-def _select_text_part(raw: dict[str, Any], family: Family, architecture: str) -> tuple[dict[str, Any], bool]:
-    """Select the keys of the language model, which may be part of another; and whether it is."""
-    if architecture != family.vision_architecture:
-        return raw, False
+def _require_model_type(raw: dict[str, Any], model_type: str, architecture: str) -> None:
+    if raw.get("model_type", model_type) != model_type:
+        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
+        raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_type}")
+
+
+def _select_text_part(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Select the keys of the language model in a model that also sees images."""
     text = dict(read_section(raw, "text_config"))
     if not text:
         raise ValueError(f"text_config is missing, in which {architecture} has its sizes")
@@ -201,4 +209,4 @@ def _select_text_part(raw: dict[str, Any], family: Family, architecture: str) ->
         text = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])} differ"
         raise ValueError(f"{text}; transformers reads the first and vLLM the second")
     quantized = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
-    return {**quantized, **text}, True
+    return {**quantized, **text}

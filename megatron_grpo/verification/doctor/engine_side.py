@@ -56,6 +56,7 @@ def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) 
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
+        "language_model_only": True,
         "gpu_memory_utilization": config.generation.engine.gpu_memory_utilization,
         **config.generation.engine_args,
     }
@@ -114,10 +115,11 @@ def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
 
         return keep_output
 
-    inner = model.model
+    inner = getattr(model, "language_model", model).model
     inner.embed_tokens.register_forward_hook(keep("embedding"))
     for number, layer in enumerate(inner.layers):
-        layer.self_attn.register_forward_hook(keep(f"layers.{number}.self_attn"))
+        mixer = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+        mixer.register_forward_hook(keep(f"layers.{number}.self_attn"))
         layer.mlp.register_forward_hook(keep(f"layers.{number}.mlp"))
         layer.register_forward_hook(keep(f"layers.{number}"))
     inner.norm.register_forward_hook(keep("norm"))
