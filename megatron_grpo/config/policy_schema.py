@@ -171,7 +171,7 @@ class MoeConfig(Section):
 # Linear layers of Megatron-Core that can have an adapter: those of most models, and those of delta nets.
 MainTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 DeltaTarget = Literal["in_proj", "out_proj"]
-AdapterTarget = MainTarget | DeltaTarget
+AdapterTarget = Literal[MainTarget, DeltaTarget]
 QuantizationFormat = Literal["int8", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
