@@ -24,6 +24,7 @@ _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "mi
 _RUN_OPTIONS = (
     "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
+    "--language-model-only",
     "--worker-extension-cls=megatron_grpo.weight_sync.engine_worker.RefitWorker",
     "--middleware=megatron_grpo.generation.http_access.TokenCheck",
 )

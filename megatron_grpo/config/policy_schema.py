@@ -171,7 +171,7 @@ class MoeConfig(Section):
 # Linear layers of Megatron-Core that can have an adapter: those of most models, and those of delta nets and Mamba.
 MainTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 StateTarget = Literal["in_proj", "out_proj"]
-AdapterTarget = MainTarget | StateTarget
+AdapterTarget = Literal[MainTarget, StateTarget]
 QuantizationFormat = Literal["int8", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 

@@ -61,6 +61,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "disable_log_stats": True,
+        "language_model_only": True,  # of a model that also sees images only the text part is trained and refitted
         "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
     }
     if config.engine.speculative.num_speculative_tokens:
@@ -89,7 +90,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
         passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
     if settings.awaits_refit and is_quantized(settings.model_path):
-        # vLLM would make quantized layers, which no refit fills. So it makes plain ones, and the first refit fills them.
+        # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "dummy"
     tuning = scales_queries(settings.model_path)

@@ -144,14 +144,21 @@ def write_hf_folder(
             shutil.copyfile(file, target)  # contents alone: the source may be read-only
         config_file = folder / "config.json"
         config = json.loads(config_file.read_text())
-        keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
         # The weights are no longer quantized as the source's.
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        changed = plain | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings or {})
+        changed = _set_dtype(plain | dict(settings or {}), str(dtype).removeprefix("torch."))
         if changed != config:
             config_file.write_text(json.dumps(changed, indent=2) + "\n")
         if chat_template is not None:
             _replace_templates(folder, chat_template)
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Set the dtype of a config.json, also in the part of the language model."""
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    text = config.get("text_config")
+    nested = {"text_config": _set_dtype(text, dtype)} if isinstance(text, dict) else {}
+    return config | dict.fromkeys(keys, dtype) | nested
 
 
 @contextmanager

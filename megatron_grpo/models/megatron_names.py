@@ -16,8 +16,8 @@ HALVES: tuple[tuple[Half, ...], ...] = (("mixer", "mlp"),)
 """Halves in each of the layers of Megatron-Core that make up a Hugging Face layer."""
 FINAL_NORM = "final_layernorm"
 
-# Transformer Engine fuses a norm with the product behind it, of attention, a delta net or Mamba, and has the matrices of
-# experts in one module.
+# Transformer Engine fuses a norm with the product behind it, of attention, a delta net or Mamba, and has the matrices
+# of experts in one module.
 _INPUT_NORMS = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.in_proj.layer_norm_weight")
 _ENGINE_NAMES = {
     "input_layernorm.weight": _INPUT_NORMS,

@@ -13,7 +13,6 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.megatron_names import Half
 
 LayerKind = Literal[
-    # fmt: off
     "mixer",
     "attention",
     "unrotated",
@@ -33,7 +32,6 @@ LayerKind = Literal[
     "single_experts",
     "packed_experts",
     "latent_experts",
-    # fmt: on
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 

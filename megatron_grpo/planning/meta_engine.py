@@ -160,6 +160,7 @@ def build_rank(
         pipeline_parallel_size=parallel.pipeline,
         enable_expert_parallel=parallel.expert > 1,
         skip_tokenizer_init=True,
+        language_model_only=True,
         load_format="dummy",
         distributed_executor_backend="mp",
         disable_log_stats=True,

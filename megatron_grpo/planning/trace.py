@@ -97,7 +97,8 @@ def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> li
     alike = all(with_experts[dense:]) or not any(with_experts)
     share = config.policy.optimizer.cpu_offload
     uneven = chunks > 1 and (dense or parallel.count_embedding or parallel.count_loss)
-    irregular = uneven or not alike or shape.windowed or _find_bf16_layers(config, shape) or share not in (0.0, 1.0)
+    differ = shape.windowed or shape.delta_layers or _find_bf16_layers(config, shape)
+    irregular = uneven or not alike or differ or share not in (0.0, 1.0)
     if irregular or full - dense <= (_SHALLOW + 2) * chunks:
         return [_Depth(full, config, shape)]
     even = replace(parallel, first_stage_layers=None, last_stage_layers=None, count_embedding=False, count_loss=False)

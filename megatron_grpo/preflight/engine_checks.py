@@ -24,6 +24,9 @@ GPU_BYTES = 80e9
 # Sizes of attention heads that vLLM's CPU build has kernels for.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
+CPU_DELTA_SIZES = (128, 128)
+"""Sizes of a delta net's keys and values that vLLM's CPU build has kernels for."""
+
 
 def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     """Estimate the memory of a refit's communicator on a rank's GPU, in bytes.
@@ -58,6 +61,13 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         for size in sorted({shape.find_heads(layer).head_dim for layer in range(shape.layers)}):
             text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has {sizes}"
             yield has_engines and size not in CPU_HEAD_SIZES, "policy.model.path=", text
+        if has_engines and (delta := shape.delta) is not None:
+            dims = f"{delta.key_dim} and {delta.value_dim}"
+            text = f"has delta nets with heads of {dims} (linear_key_head_dim, linear_value_head_dim), which vLLM"
+            is_unsupported = (delta.key_dim, delta.value_dim) != CPU_DELTA_SIZES
+            yield is_unsupported, "policy.model.path=", f"{text} computes on a CPU only for heads of 128"
+            text = "delta nets are computed by vLLM on a CPU only in bfloat16; use generation.engine.dtype=bfloat16"
+            yield config.engine_dtype != "bfloat16", f"generation.engine.dtype={config.engine_dtype}", text
 
 
 @evaluate_rules

@@ -60,8 +60,8 @@ def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str |
     for size, name in sizes:
         if size % tensor:
             return f"{size} {name}"
-    if shape.output_gate and not is_engine and groups % tensor:
-        return f"{groups} key/value heads, whose queries have gates that ranks cannot share"
+    if shape.output_gate and not is_engine and shape.key_value_heads % tensor:
+        return f"{shape.key_value_heads} key/value heads, whose queries have gates that ranks cannot share"
     for heads in {shape.find_heads(layer) for layer in range(shape.layers)} if shape.latent is None else ():
         groups = heads.key_value_heads
         if groups % tensor == 0:

@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
-from megatron_grpo.models.families import FAMILIES, as_value_model, build_weight_map, read_model_shape
+from megatron_grpo.models.families import FAMILIES, as_value_model, build_weight_map, is_carried, read_model_shape
 from megatron_grpo.models.quantized_weights import describe_values, read_quantization
 from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
@@ -43,7 +43,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     # Packed weights have other shapes than config.json implies, so they are reported before shapes are compared.
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
-        text = "weights that are quantized so cannot be read; convert the model to bfloat16 first, as docs/layouts.md shows"
+        text = "weights quantized in this way cannot be read; convert the model to bfloat16 first, as docs/layouts.md shows"
         yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
         return
     for name, expected in required_shapes.items():
@@ -56,7 +56,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
         derived.append(HEAD)
     unknown = tensors.keys() - {name for name, _, _ in _list_tensors(shape)}
     unread = [name for name in sorted(unknown) if not name.endswith(tuple(derived))]
-    unread = [name for name in unread if not _is_extra_prediction(name, shape)]
+    unread = [name for name in unread if not _is_extra_prediction(name, shape) and not is_carried(name, shape)]
     if unread:
         text = f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be"
         advice = "correct architectures in config.json, or remove them from the files"
@@ -87,6 +87,10 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
     if extra:
         text = f"holds {len(extra)} tensor(s) of layers that predict further tokens (num_nextn_predict_layers), which"
         yield Problem(f"policy.model.path={path}", f"{text} are neither trained nor exported: {sorted(extra)[0]}, …")
+    carried = [name for name in list_stored_tensors(Path(path)) if is_carried(name, shape)]
+    if carried:
+        text = f"holds {len(carried)} tensor(s) beside the language model, which are not trained, and which an export"
+        yield Problem(f"policy.model.path={path}", f"{text} copies as they are: {sorted(carried)[0]}, …")
 
 
 def find_model_problems(config: Config) -> Iterator[Problem]:

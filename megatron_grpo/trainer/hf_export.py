@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +16,12 @@ from torch.distributed import HashStore
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.models.adapter_check import check_adapters
-from megatron_grpo.models.families import FAMILIES, find_model_type, is_untied_by_weights
-from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
+from megatron_grpo.models.families import FAMILIES, find_model_type, is_carried, is_untied_by_weights
+from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
+from megatron_grpo.models.stored_tensors import list_stored_tensors
+from megatron_grpo.models.weight_map import WeightSlice
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model.build import DecoderModel
@@ -63,8 +66,9 @@ def export_checkpoint(
             settings = find_changed_settings(source, shape)
             tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
-                settings["quantization_config"] = build_quantization_config(quantization)
+                settings["quantization_config"] = build_quantization_config(quantization, shape)
             quantized = tensors if quantization is None else quantize_tensors(tensors, quantization)
+            quantized = chain(quantized, read_carried_tensors(source, shape))
             write_hf_folder(quantized, source, output, settings=settings, chat_template=chat_template)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
@@ -93,11 +97,22 @@ def _load_model(
     return chunks
 
 
+def read_carried_tensors(source: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors that a folder has beside the language model."""
+    reader = HFFolderReader(source)
+    for name, tensor in list_stored_tensors(source).items():
+        if is_carried(name, shape):
+            yield name, reader.read(WeightSlice(name, tensor.shape, tuple((0, size) for size in tensor.shape)))
+
+
 def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     """Find the entries of config.json that differ for the exported weights."""
     settings: dict[str, Any] = {}
+    raw = read_config_json(source / "config.json")
     if is_untied_by_weights(source):
         settings["tie_word_embeddings"] = False
+        if shape.in_vision_model:
+            settings["text_config"] = {**raw["text_config"], "tie_word_embeddings": False}
     # Layers that predict further tokens (MTP) are neither trained nor exported.
     raw = read_config_json(source / "config.json")
     if FAMILIES[shape.family].has_further_predictions:
@@ -167,8 +182,9 @@ def quantize_tensors(
             yield name, tensor
 
 
-def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any]:
+def build_quantization_config(quantization: QuantizationFormat, shape: ModelShape | None = None) -> dict[str, Any]:
     """Build `quantization_config` of config.json: weights scaled by row, inputs dynamically by token."""
+    carried = () if shape is None else FAMILIES[shape.family].carried  # stay as they are
     is_int8 = quantization == "int8"
     number = {"num_bits": 8, "type": "int" if is_int8 else "float", "symmetric": True}
     scheme = {
@@ -181,5 +197,5 @@ def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any
         "format": "int-quantized" if is_int8 else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(f"re:.*{name.removeprefix('model.').removesuffix('.')}.*" for name in carried)],
     }

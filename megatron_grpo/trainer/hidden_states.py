@@ -5,7 +5,7 @@ The points at which states are kept, in the order of computation, by names that 
     embedding                           output of the embedding, scaled where the model scales it
     layers.N.input_layernorm            absent where Transformer Engine fuses the norm with the product after it
     layers.N.self_attn.heads            output of every attention head, before the output projection
-    layers.N.self_attn                  output of the attention, after its output projection
+    layers.N.self_attn                  output of the attention, or of the delta net in its place, after its projection
     layers.N.post_attention_layernorm   input of the feed-forward network; absent where it is fused
     layers.N.mlp.router                 weight of every expert, 0 for those that were not chosen
     layers.N.mlp                        output of the feed-forward network or of the experts

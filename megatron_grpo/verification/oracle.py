@@ -218,8 +218,7 @@ class Oracle:
     @contextmanager
     def other_scale(self, factor: float) -> Iterator[None]:
         """Compute attention whose query-key products are multiplied by a factor."""
-        mixers: list[Any] = [find_halves(layer).get("self_attn") for layer in self.layers]
-        attentions = [mixer for mixer in mixers if hasattr(mixer, "scaling")]
+        attentions = list(self._attentions.values())
         scales = [attention.scaling for attention in attentions]
         for attention, scale in zip(attentions, scales, strict=True):
             attention.scaling = scale * factor
@@ -262,10 +261,11 @@ class Oracle:
         config.rope_parameters = dict(rope)
         # Transformers computes the frequencies when the module is built, so the module is built anew.
         rotary = self.model.model.rotary_emb
-        attentions = [layer.self_attn for layer in self.layers]
+        by_layer = self._attentions
+        attentions = list(by_layer.values())
         scales = [attention.scaling for attention in attentions]
         self.model.model.rotary_emb = type(rotary)(config)
-        for number, attention in enumerate(attentions):
+        for number, attention in by_layer.items():
             # YaRN changes the scale of query-key products in some families; the module computes it when it is built.
             with torch.device("meta"):
                 attention.scaling = type(attention)(config, number).scaling
@@ -275,6 +275,14 @@ class Oracle:
             self.model.model.rotary_emb = rotary
             for attention, scale in zip(attentions, scales, strict=True):
                 attention.scaling = scale
+
+    @property
+    def _attentions(self) -> dict[int, Any]:
+        """Attention modules by number of the layer; some layers may have none."""
+        mixers: dict[int, Any] = {
+            number: find_halves(layer).get("self_attn") for number, layer in enumerate(self.layers)
+        }
+        return {number: mixer for number, mixer in mixers.items() if hasattr(mixer, "scaling")}
 
     @property
     def routers(self) -> dict[int, Any]:

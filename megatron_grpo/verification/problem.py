@@ -62,11 +62,12 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         model_type = to_text(config_values.get("model_type"))
         text = f"transformers {transformers_version} does not know model_type={model_type}, so it makes no small model"
         raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}")
-    raw = {name: value for name, value in config_values.items() if name not in _LEFT_OUT}
+    part = config_values.get("text_config") or config_values  # the language model of one that also sees images
+    raw = {name: value for name, value in part.items() if name not in _LEFT_OUT}
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, **RARE, "num_experts": count, "n_routed_experts": count}
-    small |= LATENT if "kv_lora_rank" in raw else {}
+    small |= (LATENT if "kv_lora_rank" in raw else {}) | (DELTA if "linear_num_key_heads" in raw else {})
     small["rotary_dim"] = SMALL["head_dim"] // 2
     if raw.get("num_experts_per_tok") == 1:
         small["num_experts_per_tok"] = 1

@@ -108,6 +108,11 @@ def _nest(family: Family, tensor: HFTensor) -> HFTensor:
     return replace(tensor, name=re.sub(r"^model\.", family.vision_prefix, tensor.name))
 
 
+def is_carried(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor of the folder is not the language model's, and copied to exports."""
+    return name.startswith(FAMILIES[shape.family].carried)
+
+
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Compute the shapes of a model's tensors, by name, in the order of export."""
     sizes = shape.sizes
@@ -243,11 +248,10 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
         names = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnknownFamilyError(f"architecture {architecture} is not supported{planned}; supported: {names}")
-    raw, in_vision_model = _select_text_part(raw, family, architecture)
-    model_type = family.model_type or family.name
-    if raw.get("model_type", model_type) not in (model_type, *family.other_model_types):
-        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
-        raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_type}")
+    if in_vision_model := architecture == family.vision_architecture:
+        _require_model_type(raw, (family.name,), architecture)
+        raw = _select_text_part(raw, architecture)
+    _require_model_type(raw, (family.model_type or family.name, *family.other_model_types), architecture)
     if scores:
         labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
@@ -256,16 +260,20 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     return replace(shape, value_head="stored") if scores else shape
 
 
-def _select_text_part(raw: dict[str, Any], family: Family, architecture: str) -> tuple[dict[str, Any], bool]:
-    """Select the keys of the language model, which may be part of another; and whether it is."""
-    if architecture != family.vision_architecture:
-        return raw, False
+def _require_model_type(raw: dict[str, Any], model_types: tuple[str, ...], architecture: str) -> None:
+    if raw.get("model_type", model_types[0]) not in model_types:
+        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
+        raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_types[0]}")
+
+
+def _select_text_part(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Select the keys of the language model in a model that also sees images."""
     text = dict(read_section(raw, "text_config"))
     if not text:
         raise ValueError(f"text_config is missing, in which {architecture} has its sizes")
     tied = [part.get("tie_word_embeddings", False) for part in (raw, text)]
     if tied[0] != tied[1]:
-        text = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])} differ"
-        raise ValueError(f"{text}; transformers reads the first and vLLM the second")
-    quantized = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
-    return {**quantized, **text}, True
+        both = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])} differ"
+        raise ValueError(f"{both}; transformers reads the first and vLLM the second")
+    quantized: dict[str, Any] = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
+    return {**quantized, **text}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -239,6 +240,42 @@ class ShapedAdam(torch.optim.AdamW):
                     self.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
+def _run_vector_norm(vectors: Tensor) -> Tensor:
+    """Scale the vectors of [..., features] to length 1; saves its output and each vector's scale."""
+    saved = [(vectors.shape[:-1], torch.float32)]
+    kernel = Kernel("norm", [(vectors.shape, vectors.dtype)], keeps_output=True, saved=saved)
+    result: Tensor = run(kernel, vectors)
+    return result
+
+
+def _run_convolution(x: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Convolve [1, tokens, channels] over the tokens; saves its input."""
+    return run(Kernel("convolution", [(x.shape, x.dtype)], keeps=[0, 1]), x, weight), None
+
+
+def _run_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Run flash-linear-attention's gated delta rule on [1, tokens, heads, features]."""
+    # It saves its inputs, the sums of g and the solved system of every chunk. States, and what each token adds to them,
+    # are computed again in the backward pass.
+    chunk, (tokens, heads, key_dim), value_dim = 64, query.shape[1:], value.shape[-1]
+    saved = [((tokens, heads, chunk), query.dtype), (g.shape, torch.float32)]
+    states = ((math.ceil(tokens / chunk), heads, key_dim, value_dim), query.dtype)
+    added: list[TensorSpec] = [(key.shape, key.dtype), (value.shape, value.dtype), (value.shape, value.dtype)]
+    products = chunk * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
+    kernel = Kernel(
+        "delta_rule",
+        [(value.shape, value.dtype)],
+        keeps=range(5),
+        saved=saved,
+        forward=[*added, states],
+        backward=[*added, states, states],
+        attention_flops=2.0 * tokens * heads * products,
+    )
+    return run(kernel, query, key, value, g, beta), None
+
+
 def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
     return run_norm(hidden, weight)
 
@@ -350,6 +387,10 @@ REPLACED: dict[str, Any] = {
     "megatron.core.transformer.moe.moe_utils:fused_unpermute": _merge_tokens,
     "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort_rows,
     "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort_rows,
+    "megatron.core.ssm.gated_delta_net.common:HAVE_FLA": True,
+    "megatron.core.ssm.gated_delta_net.common:l2norm": _run_vector_norm,
+    "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d": _run_convolution,
+    "megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule": _run_delta_rule,
     "megatron.core.fusions.fused_bias_swiglu:swiglu": _run_gated,
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _run_gated_back,
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _run_gated,

@@ -250,7 +250,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
     def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
         """From [tokens of local experts, columns] to [tokens, rows]; perhaps with biases that are not added."""
         weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
-        biases = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        biases: list[Tensor] = [parameter for parameter in self.parameters() if parameter.dim() == 1]
         added = [] if self._returns_bias else biases
         output = self.multiply(hidden, [*weights, *added], (hidden.shape[0], weights[0].shape[0]))
         return output, biases if self._returns_bias else None

@@ -27,15 +27,15 @@ class DeltaNet(GatedDeltaNet):
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **keywords: Any) -> None:
-        # Megatron-Core's own rule for deterministic_mode refuses packed sequences.
-        self._uses_torch = config.deterministic_mode or not common.HAVE_FLA or gdn.causal_conv1d is convolve_packed
+        has_kernels = common.HAVE_FLA and gdn.causal_conv1d is not convolve_packed
+        self._uses_torch = not has_kernels or (config.deterministic_mode and config.platform.name != "dry")
         if self._uses_torch:
             _use_torch_functions()
-            config = copy.copy(config)
-            config.deterministic_mode = False
+        config = copy.copy(config)
+        config.deterministic_mode = False  # Megatron-Core's own rule for it refuses packed sequences
         super().__init__(config, *arguments, **keywords)
         # In float32, as vLLM has it: the decay is an exponential of an exponential of this number.
-        log: Any = torch.nn.Parameter(self.A_log.data.float())
+        log: Any = torch.nn.Parameter(self.get_parameter("A_log").data.float())
         log.tensor_model_parallel, log.partition_dim, log.partition_stride = True, 0, 1
         self.A_log = log
 

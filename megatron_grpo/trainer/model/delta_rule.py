@@ -5,6 +5,7 @@ Their names, arguments and results are those of flash-linear-attention's functio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def compute_delta_rule(
         [1, tokens, heads, value_dim] in the dtype of `value`, and no state.
     """
     ends: Sequence[int] = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # those that need a step come first
     counts = [-(-lengths[number] // CHUNK) for number in order]
     # Chunks are sorted by their place in the sequence: all first ones, all second ones, and so on.
@@ -104,18 +105,19 @@ def _compute_chunks(
 ) -> Tensor:
     # All chunks are [chunks, heads, CHUNK, features]; the first `running[0]` are first chunks, and so on. A sequence
     # has the same place among the chunks of every step.
-    decay = g.cumsum(dim=-1)  # logarithm of the decay from the chunk's beginning
+    # Logarithm of the decay from the chunk's beginning, in float64: after a large one small differences would vanish.
+    decay = g.double().cumsum(dim=-1)
     below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~below, -torch.inf).exp()
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~below, -torch.inf).float().exp()
     weighted = key * beta
     system = (weighted @ key.transpose(-1, -2)) * between  # the solver takes the diagonal as ones
-    both = torch.cat([value * beta, weighted * decay[..., None].exp()], dim=-1)
+    begun, ended = decay[..., None].float().exp(), (decay[..., -1:] - decay)[..., None].float().exp()
+    both = torch.cat([value * beta, weighted * begun], dim=-1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     written, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     within = (query @ key.transpose(-1, -2)) * between
-    from_state = query * decay[..., None].exp()
-    to_state = key * (decay[..., -1:] - decay)[..., None].exp()
-    kept = decay[..., -1].exp()[..., None, None]
+    from_state, to_state = query * begun, key * ended
+    kept = begun[..., -1:, :]
     state = key.new_zeros(running[0], *key.shape[1:2], key.shape[-1], value.shape[-1])
     outputs, begin = [], 0
     for count in running:

@@ -57,6 +57,7 @@ def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) 
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
+        "language_model_only": True,
         "gpu_memory_utilization": config.generation.engine.gpu_memory_utilization,
         **config.generation.engine_args,
     }
@@ -115,7 +116,7 @@ def _register_hooks(model: Any, states: dict[str, list[Tensor]]) -> None:
 
         return keep_output
 
-    inner = model.model
+    inner = getattr(model, "language_model", model).model
     inner.embed_tokens.register_forward_hook(keep("embedding"))
     for number, layer in enumerate(inner.layers):
         for half, module in find_halves(layer).items():

@@ -15,29 +15,18 @@ from torch.nn import functional
 
 from megatron_grpo.models import megatron_names
 from megatron_grpo.models.families import FAMILIES, llama4
+from megatron_grpo.models.families.qwen3_5 import DELTA, DELTA_BY_KEY_HEAD, DELTA_REST, EXPERTS, GATED_ATTENTION
 from megatron_grpo.models.hf_weights import join_shards, merge_slices
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries, list_experts, map_rows
-from tests.support.coming_layouts import (
-    GATED_ATTENTION,
-    GPT_OSS,
-    KERNEL,
-    KEY_DIM,
-    PER_KEY,
-    QWEN3_5_DELTA,
-    QWEN3_5_EXPERTS,
-    QWEN3_NEXT,
-    QWEN3_NEXT_DELTA,
-    SHAPE,
-    VALUE_DIM,
-)
+from tests.support.coming_layouts import GPT_OSS, KERNEL, KEY_DIM, PER_KEY, SHAPE, VALUE_DIM
 
 LAYER, EXPERT = 1, 2
 K, V, NV = 4 * KEY_DIM, 4 * PER_KEY * VALUE_DIM, 4 * PER_KEY
-H, FFN, D, GROUPS, HEADS, EXPERTS = 6, 8, 3, 4, 8, 4
+H, FFN, D, GROUPS, HEADS, COUNT = 6, 8, 3, 4, 8, 4
 """Sizes that the oracles below write out, instead of reading them from the table."""
 
 PHI = "\n".join(FAMILIES["phi3"].tables)
-ROWS_OF_QWEN3_NEXT = tuple(row for table in QWEN3_NEXT for row in map_rows(table))
+ROWS_OF_QWEN3_NEXT = tuple(row for table in FAMILIES["qwen3_next"].tables for row in map_rows(table))
 Tensors = dict[str, Tensor]
 Oracle = Callable[[Tensors, int], list[Tensor]]
 """From a layer's tensors, by the last parts of their names, to the parameter of each tensor-parallel rank."""
@@ -109,24 +98,24 @@ ROWS: dict[str, tuple[str, str, Oracle]] = {
         "linear_fc1.weight",
         lambda tensors, size: cut_sections(list(tensors["gate_up_proj.weight"].chunk(2, dim=0)), size),
     ),
-    "qwen3_next in_proj": (QWEN3_NEXT_DELTA, "in_proj.weight", qwen3_next_in_proj),
-    "qwen3_5 in_proj": (QWEN3_5_DELTA, "in_proj.weight", qwen3_5_in_proj),
-    "conv1d": (QWEN3_5_DELTA, "conv1d.weight", conv1d),
-    "dt_bias": (QWEN3_5_DELTA, "dt_bias", lambda tensors, size: list(tensors["dt_bias"].chunk(size))),
-    "out_norm": (QWEN3_5_DELTA, "out_norm.weight", lambda tensors, size: [tensors["norm.weight"]] * size),
-    "out_proj": (QWEN3_5_DELTA, "out_proj.weight", lambda tensors, size: cut_columns(tensors["out_proj.weight"], size)),
+    "qwen3_next in_proj": (DELTA_BY_KEY_HEAD, "in_proj.weight", qwen3_next_in_proj),
+    "qwen3_5 in_proj": (DELTA, "in_proj.weight", qwen3_5_in_proj),
+    "conv1d": (DELTA_REST, "conv1d.weight", conv1d),
+    "dt_bias": (DELTA_REST, "dt_bias", lambda tensors, size: list(tensors["dt_bias"].chunk(size))),
+    "out_norm": (DELTA_REST, "out_norm.weight", lambda tensors, size: [tensors["norm.weight"]] * size),
+    "out_proj": (DELTA_REST, "out_proj.weight", lambda tensors, size: cut_columns(tensors["out_proj.weight"], size)),
     "qwen3_5 gate and up": (
-        QWEN3_5_EXPERTS,
+        EXPERTS,
         "{expert}.linear_fc1.weight",
         lambda tensors, size: cut_sections(list(tensors["gate_up_proj"][EXPERT].chunk(2, dim=0)), size),
     ),
     "qwen3_5 down": (
-        QWEN3_5_EXPERTS,
+        EXPERTS,
         "{expert}.linear_fc2.weight",
         lambda tensors, size: cut_columns(tensors["down_proj"][EXPERT], size),
     ),
     "shared gate": (
-        QWEN3_5_EXPERTS,
+        EXPERTS,
         "gate_weight",
         lambda tensors, size: [tensors["shared_expert_gate.weight"]] * size,
     ),
@@ -193,7 +182,7 @@ def test_ranks_get_the_rows_that_transformers_reads_and_give_them_back(name: str
     row = find_row(table, ending)
     tensors = make_tensors(row)
     expected = oracle({re.search(r"\w+(\.weight)?$", name)[0]: value for name, value in tensors.items()}, size)  # type: ignore[index]
-    experts = range(EXPERTS) if row.is_stacked else [EXPERT]
+    experts = range(COUNT) if row.is_stacked else [EXPERT]
     joined = Tensors()
     for expert in experts:
         shards = [import_row(row, tensors, rank, size, expert) for rank in range(size)]
@@ -233,9 +222,9 @@ def test_an_imported_expert_computes_what_transformers_computes(family: str) -> 
     sizes = {"hidden_size": H, "moe_intermediate_size": FFN, "intermediate_size": FFN}
     module: Any
     if family == "gpt_oss":
-        table, module = GPT_OSS, GptOssExperts(GptOssConfig(**sizes, num_local_experts=EXPERTS))
+        table, module = GPT_OSS, GptOssExperts(GptOssConfig(**sizes, num_local_experts=COUNT))
     else:
-        table, module = QWEN3_5_EXPERTS, Qwen3_5MoeExperts(Qwen3_5MoeTextConfig(**sizes, num_experts=EXPERTS))
+        table, module = EXPERTS, Qwen3_5MoeExperts(Qwen3_5MoeTextConfig(**sizes, num_experts=COUNT))
     for parameter in module.parameters():
         parameter.data.normal_()
     prefix = f"model.layers.{LAYER}.mlp.experts."
@@ -268,9 +257,9 @@ def test_layers_have_the_rows_of_their_kinds() -> None:
 
 
 def test_a_tensor_of_all_experts_is_listed_once() -> None:
-    row = find_row(QWEN3_5_EXPERTS, "{expert}.linear_fc1.weight")
+    row = find_row(EXPERTS, "{expert}.linear_fc1.weight")
     assert [*list_experts(row, SHAPE)] == [0]
-    assert row.hf[0].measure(SHAPE.sizes) == (EXPERTS, 2 * FFN, H)
+    assert row.hf[0].measure(SHAPE.sizes) == (COUNT, 2 * FFN, H)
     assert HFTensor("conv1d.weight", ("hidden", "channel", "kernel")).measure(SHAPE.sizes) == (H, 1, KERNEL)
 
 

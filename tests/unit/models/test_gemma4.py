@@ -11,7 +11,7 @@ import torch
 
 from megatron_grpo.models.families import count_forward_flops, measure_tensors, parse_model_shape
 from megatron_grpo.models.shape import HeadShape
-from megatron_grpo.planning.generation_cost import count_mixer_parameters, count_kv_bytes_per_token
+from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_mixer_parameters
 from megatron_grpo.preflight.layout_checks import _find_undivided
 from megatron_grpo.trainer.microbatch_schedule import derive_cost
 from tests.support.wide_configs import GEMMA4_26B, GEMMA4_31B

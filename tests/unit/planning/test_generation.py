@@ -15,12 +15,14 @@ from megatron_grpo.planning.generation_cost import (
     Decoder,
     build_decoder,
     count_kv_bytes_per_token,
+    count_state_bytes,
     make_log_normal_lengths,
     simulate_generation,
     size_engine,
 )
 from megatron_grpo.planning.hardware import load_hardware
 from tests.support.config_problems import SMALL
+from tests.support.qwen3_5_configs import QWEN3_5_27B
 from tests.unit.planning.test_costs import H100
 
 DENSE = parse_model_shape({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
@@ -40,6 +42,20 @@ def test_bytes_of_a_token_in_the_cache() -> None:
     assert count_kv_bytes_per_token(llama, 80, 8, 2) == count_kv_bytes_per_token(llama, 80, 16, 2) == 2 * 80 * 128 * 2
     deepseek = read_model_shape(f"{FOLDER}/deepseek_v3")
     assert count_kv_bytes_per_token(deepseek, 61, 8, 2) == 61 * (512 + 64) * 2  # every rank has the latent vector
+
+
+def test_states_of_delta_nets_take_blocks_of_every_sequence_and_other_layers_keys_and_values() -> None:
+    shape = parse_model_shape(QWEN3_5_27B)
+    # 48 layers of 48 heads, with matrices of 128 x 128 in float32, and 3 tokens of 10,240 channels in bfloat16.
+    state = 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+    assert count_state_bytes(shape, range(64), 1, 2) == state
+    config = Config()
+    config.generation.parallel = GenerationParallelConfig(tensor=2)
+    size = size_engine(config, shape, load_hardware("h100"))
+    assert size.weight_bytes == pytest.approx(2 * 27e9 / 2, rel=0.02)
+    assert size.kv_bytes_per_token == 16 * 2 * 2 * 256 * 2
+    assert size.state_blocks == -(-(state // 2) // (BLOCK_TOKENS * size.kv_bytes_per_token))
+    assert size.count_sequences(1.0) == size.cache_blocks // (1 + size.state_blocks)
 
 
 def test_pages_of_the_cache_are_vllms() -> None:

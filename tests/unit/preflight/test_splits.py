@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.models.shape import DeltaShape, ExpertShape, LatentShape, ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
 
 DENSE = ModelShape(
@@ -29,6 +29,12 @@ DENSE = ModelShape(
     qk_norm=True,
 )
 EXPERTS = replace(DENSE, experts=ExpertShape(count=6, ffn_hidden=10, top_k=2, layers=(True,) * 12))
+DELTA = replace(
+    DENSE,
+    output_gate=True,
+    delta=DeltaShape(key_heads=6, value_heads=12, key_dim=8, value_dim=8, kernel=4),
+    delta_layers=(True, False) * 6,
+)
 LATENT = replace(
     DENSE,
     latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8),
@@ -54,6 +60,7 @@ def problems(shape: ModelShape, **layout: Any) -> dict[str, str]:
         (EXPERTS, {"expert": 3, "data": 3}),
         (EXPERTS, {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True, "context": 2}),
         (LATENT, {"tensor": 2, "sequence": True}),
+        (DELTA, {"tensor": 2, "context": 3}),
     ],
 )
 def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
@@ -100,6 +107,20 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
             "sequence=False",
             "a mixture of experts with policy.parallel.tensor=2",
         ),
+        (DELTA, {"tensor": 4}, "tensor=4", "does not divide the model's 6 key heads of delta nets; use 1 or 2"),
+        (
+            DELTA,
+            {"context": 4},
+            "context=4",
+            "times tensor=1 does not divide the 6 key heads of the model's delta nets",
+        ),
+        (DELTA, {"tensor": 2, "context": 2}, "context=2", "which these ranks share; use 1 or 3"),
+        (
+            replace(DELTA, key_value_heads=1),
+            {"tensor": 2},
+            "tensor=2",
+            "1 key/value heads, whose queries have gates that ranks cannot share; use 1",
+        ),
         (LATENT, {"tensor": 2}, "sequence=False", "latent attention with policy.parallel.tensor=2 needs it; use true"),
     ],
 )
@@ -108,3 +129,8 @@ def test_what_does_not_fit_is_told_with_what_does(
 ) -> None:
     found = problems(shape, **layout)
     assert text in found[f"policy.parallel.{subject}"]
+
+
+def test_a_layout_that_delta_nets_exclude_is_told_once() -> None:
+    for layout in ({"tensor": 4}, {"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 4, "context": 4}):
+        assert len(problems(DELTA, **layout)) == 1

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import FAMILIES
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import WeightEntry, index_tensors, map_rows
 from megatron_grpo.weight_sync import transfer_plan
 from megatron_grpo.weight_sync.boxes import Box, Cut, Range, list_full_boxes, to_slices
 from megatron_grpo.weight_sync.pieces import find_ranges, read_ranges
-from tests.support.coming_layouts import GPT_OSS, QWEN3_NEXT, SHAPE
+from tests.support.coming_layouts import GPT_OSS, SHAPE
 
-TABLES = {"qwen3_next": QWEN3_NEXT, "gpt_oss": (GPT_OSS,)}
+TABLES = {"qwen3_next": FAMILIES["qwen3_next"].tables, "gpt_oss": (GPT_OSS,)}
 ROWS = {name: tuple(row for table in tables for row in map_rows(table)) for name, tables in TABLES.items()}
 LAYOUTS = {
     "one rank": ParallelConfig(),

@@ -217,8 +217,8 @@ def test_traced_boxes_are_the_tables(family: str, layout: str, tmp_path: Path) -
     shape, parallel = read_model_shape(tmp_path), LAYOUTS[layout]
     if shape.experts is None and parallel.expert > 1:
         pytest.skip("a model without experts")
-    tables, sizes = table_boxes(parallel, shape), measure_tensors(shape)
-    for rank, table in enumerate(tables):
+    sizes = measure_tensors(shape)
+    for rank, table in enumerate(table_boxes(parallel, shape)):
         with build_rank(tmp_path, rank, parallel, "bfloat16") as (model, config):
             with set_current_vllm_config(config):
                 trace = trace_model(model, sizes, torch.bfloat16)
