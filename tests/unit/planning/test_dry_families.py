@@ -1,0 +1,31 @@
+"""Dry runs of newer families: layers and their memory are the same on fake and on real tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.models.families import FAMILIES, parse_model_shape
+from megatron_grpo.planning.dry.tracker import GRANULE
+from megatron_grpo.planning.dry_run import run_dry, run_tracked
+from megatron_grpo.verification.problem import SMALL, TINY
+
+NAMES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run takes the process's GPU away from Megatron-Core")
+@pytest.mark.parametrize("family", NAMES)
+def test_fake_tensors_take_as_much_as_real_ones(family: str) -> None:
+    raw = {**SMALL, **TINY[family], "architectures": [FAMILIES[family].architecture], "num_hidden_layers": 4}
+    shape, config = parse_model_shape(raw), Config()
+    config.policy.parallel = ParallelConfig(tensor=2, sequence=True, data=2)
+    config.policy.max_total_sequence_length, config.policy.microbatch_tokens = 32, 64
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    config.policy.megatron = {"moe_permute_fusion": False} if shape.experts is not None else {}
+    fake, real = run_dry(config, shape, 1), run_tracked(config, shape, 1, fake=None)
+    close = partial(pytest.approx, abs=8 * GRANULE)
+    assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
+    assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
