@@ -167,6 +167,9 @@ class MoeConfig(Section):
     """Send each token through the experts that the engine chose while it sampled (R3, arXiv 2510.11370), in
     prev_logprobs and training. The router still learns; the reference policy chooses itself."""
 
+    freeze_router: bool = False
+    """Leave the routers' weights and biases as they are in the model; everything else is trained."""
+
 
 # Linear layers of Megatron-Core that can have an adapter: those of most models, and those of delta nets and Mamba.
 MainTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

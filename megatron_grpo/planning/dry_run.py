@@ -152,11 +152,12 @@ def run_tracked(
 def _adapt_policy(config: Config) -> PolicyConfig:
     # FP8 is off in Megatron-Core; the shape-only layers imitate it. The optimizer is on the device, and the share that
     # belongs on the host is subtracted later. Log-probabilities with a filter hold a chunk's logits, as the chunked
-    # kernel does.
+    # kernel does. No engine has recorded experts, so routers choose.
     policy = config.policy
     fp8 = replace(policy.fp8, format="off") if policy.fp8.is_on_device else policy.fp8
+    moe, optimizer = replace(policy.moe, replay_routing=False), replace(policy.optimizer, cpu_offload=0.0)
     kernel = "chunked" if config.generation.has_training_filter else policy.logprob_kernel
-    return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
+    return replace(policy, fp8=fp8, moe=moe, logprob_kernel=kernel, optimizer=optimizer)
 
 
 def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:

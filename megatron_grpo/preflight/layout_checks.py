@@ -164,7 +164,8 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         has_no_experts = getattr(moe, name) and shape.experts is None
         yield has_no_experts, f"policy.moe.{name}=", "the model has no experts; use 0"
     if shape.experts is None:
-        yield moe.replay_routing, "policy.moe.replay_routing=", "the model has no experts; use false"
+        for name in ("replay_routing", "freeze_router"):
+            yield getattr(moe, name), f"policy.moe.{name}=", "the model has no experts; use false"
     else:
         yield from list_conflicts(config, "experts")
     has_no_bias = shape.experts is not None and not shape.experts.selection_bias

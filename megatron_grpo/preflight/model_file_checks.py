@@ -43,7 +43,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     # Packed weights have other shapes than config.json implies, so they are reported before shapes are compared.
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
-        text = "weights quantized in this way cannot be read; convert the model to bfloat16 first, as docs/layouts.md shows"
+        text = "quantized weights of this kind are not read; convert the model to bfloat16, as docs/layouts.md shows"
         yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
         return
     for name, expected in required_shapes.items():

@@ -87,6 +87,20 @@ def test_a_step_moves_the_bias_of_each_expert_towards_those_that_are_chosen_too_
         assert counts.sum() == 2 * sum(lengths), "every real token chooses two, and padding none"
 
 
+def frozen_on_rank(layout: Layout, model: TinyModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = make_engine(layout, model, moe=MoeConfig(freeze_router=True))
+    start = {name: tensor.clone() for name, tensor in whole_tensors(engine).items()}
+    share, microbatches, loss_fn, counts = train_arguments(layout)
+    engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    return start, whole_tensors(engine)
+
+
+def test_frozen_routers_alone_keep_their_weights(model: TinyModel) -> None:
+    for start, weights in run_on_ranks(SHARED, frozen_on_rank, model):
+        kept = {name for name, tensor in start.items() if torch.equal(weights[name], tensor)}
+        assert kept == {name for name in start if ".mlp.gate." in name}
+
+
 def test_padding_is_not_counted(model: TinyModel, alone: Any) -> None:
     _, chosen, _ = run_on_ranks(Layout(context=2), step_on_rank, model)[0]
     assert torch.equal(chosen["1"], alone[1]["1"])

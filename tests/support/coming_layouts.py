@@ -1,4 +1,4 @@
-"""Tables of weights of released models that no family of the package has yet."""
+"""Sizes of a small model with delta nets, attention and stacked experts, for tests of weight tables."""
 
 from __future__ import annotations
 
@@ -26,15 +26,3 @@ SHAPE = ModelShape(
     delta=DeltaShape(key_heads=4, value_heads=4 * PER_KEY, key_dim=KEY_DIM, value_dim=VALUE_DIM, kernel=KERNEL),
     delta_layers=(True, False),
 )
-
-"""
-GPT_OSS = """
-    attention: self_attention.core_attention.softmax_offset [groups * per_group] = self_attn.sinks
-    experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]
-        = mlp.experts.gate_up_proj [expert, hidden, expert_ffn * (gate | up)]
-    experts: mlp.experts.local_experts.{expert}.linear_fc1.bias [gate * expert_ffn | up * expert_ffn]
-        = mlp.experts.gate_up_proj_bias [expert, expert_ffn * (gate | up)]
-    experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
-        = mlp.experts.down_proj [expert, expert_ffn, hidden]
-    experts: mlp.experts.local_experts.{expert}.linear_fc2.bias [hidden] = mlp.experts.down_proj_bias [expert, hidden]
-"""

@@ -56,7 +56,7 @@ def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_folder(source: Path, folder: Path, settings: dict[str, Any]) -> Path:
-    """A copy of a model's folder, with matrices of layers (MXFP4: experts) quantized and the settings in config.json."""
+    """A copy of a model's folder with matrices of layers (MXFP4: of experts) quantized."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))

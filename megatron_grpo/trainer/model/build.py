@@ -24,7 +24,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import RotaryAtPositions, RotaryTable, compute_scaled_rope
-from megatron_grpo.trainer.model.experts import mark_experts
+from megatron_grpo.trainer.model.experts import ExpertRouter, mark_experts
 from megatron_grpo.trainer.model.layer_spec import build_layer_specs, uses_transformer_engine
 from megatron_grpo.trainer.model.lora import train_adapters_alone
 from megatron_grpo.trainer.model.megatron_config import build_transformer_config, require_fp8
@@ -162,6 +162,9 @@ def _build_chunk(
         if name.endswith(".softmax_offset"):  # Transformer Engine makes it in float32, without marks
             parameter.data = parameter.to(settings.params_dtype)
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    if config.moe.freeze_router:
+        for router in (module for module in model.modules() if isinstance(module, ExpertRouter)):
+            router.requires_grad_(False)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = compute_scaled_rope(shape)[0].to(settings.platform.device)
     if uses_transformer_engine(shape, settings.platform, config.precision):

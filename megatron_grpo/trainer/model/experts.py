@@ -32,10 +32,9 @@ class ExpertRouter(TopKRouter):
     """
 
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
-        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
-        # Megatron-Core makes the weight on the CPU and moves it in the first pass, by when an optimizer has its copy.
-        if self.weight.device.type != config.platform.device.type:
-            self.to(config.platform.device)
+        # Else Megatron-Core makes the weight on the CPU and moves it in the first pass, by when an optimizer has its copy.
+        with config.platform.device:
+            super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0  # over all replicas; both losses are averages over them

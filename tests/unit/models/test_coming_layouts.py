@@ -18,7 +18,7 @@ from megatron_grpo.models.families import FAMILIES, llama4
 from megatron_grpo.models.families.qwen3_5 import DELTA, DELTA_BY_KEY_HEAD, DELTA_REST, EXPERTS, GATED_ATTENTION
 from megatron_grpo.models.hf_weights import join_shards, merge_slices
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries, list_experts, map_rows
-from tests.support.coming_layouts import GPT_OSS, KERNEL, KEY_DIM, PER_KEY, SHAPE, VALUE_DIM
+from tests.support.coming_layouts import KERNEL, KEY_DIM, PER_KEY, SHAPE, VALUE_DIM
 
 LAYER, EXPERT = 1, 2
 K, V, NV = 4 * KEY_DIM, 4 * PER_KEY * VALUE_DIM, 4 * PER_KEY
@@ -26,6 +26,7 @@ H, FFN, D, GROUPS, HEADS, COUNT = 6, 8, 3, 4, 8, 4
 """Sizes that the oracles below write out, instead of reading them from the table."""
 
 PHI = "\n".join(FAMILIES["phi3"].tables)
+GPT_OSS = "\n".join(FAMILIES["gpt_oss"].tables)
 ROWS_OF_QWEN3_NEXT = tuple(row for table in FAMILIES["qwen3_next"].tables for row in map_rows(table))
 Tensors = dict[str, Tensor]
 Oracle = Callable[[Tensors, int], list[Tensor]]

@@ -164,6 +164,13 @@ def test_a_filter_of_sampling_takes_the_memory_of_the_chunked_kernel(parallel: d
     assert run_dry(config, DENSE, 0).phases == run_dry(chunked, DENSE, 0).phases
 
 
+def test_routers_choose_where_a_run_replays_the_engines_choice() -> None:
+    config = small_run(expert=2, data=2)
+    own_choice = run_dry(config, EXPERTS, 0)
+    config.policy.moe.replay_routing = True
+    assert run_dry(config, EXPERTS, 0).phases == own_choice.phases
+
+
 def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
     config = small_run()
     alone = run_dry(config, DENSE, 0)

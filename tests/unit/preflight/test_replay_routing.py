@@ -1,4 +1,4 @@
-"""Where routing can be replayed, before any process starts."""
+"""Where routing can be replayed or kept, before any process starts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def problems(given: list[str], *overrides: str, shape: ModelShape | None = None)
     config = compose_config([*given, *(one for one in overrides if one != REPLAY)])
     config.policy.moe.replay_routing = REPLAY in overrides
     return {one.subject: one.text for one in find_layout_problems(config, shape or parse_model_shape(QWEN3_MOE))}
+
+
+def test_frozen_routers_learn_nothing_from_losses(given: list[str]) -> None:
+    config = compose_config(given)
+    config.policy.moe.freeze_router, config.policy.moe.z_loss_coeff = True, 0.1
+    (problem,) = find_layout_problems(config, parse_model_shape(QWEN3_MOE))
+    assert problem.subject == "policy.moe.z_loss_coeff=0.1"
+    assert "policy.moe.freeze_router=true leaves as they are; use 0" in problem.text
+    config.policy.moe.z_loss_coeff = 0.0
+    assert not list(find_layout_problems(config, parse_model_shape(QWEN3_MOE)))
+    (problem,) = find_layout_problems(config, parse_model_shape(SMALL))
+    assert problem.subject == "policy.moe.freeze_router=True"
 
 
 def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
