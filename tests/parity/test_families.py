@@ -16,7 +16,8 @@ from megatron_grpo.verification.ranks import RankResults, Row, Task, compare_lay
 from megatron_grpo.verify import add_sequence_parallelism, read_layouts
 from tests.parity.ranks import Layout, run_on_ranks
 
-GRADIENTS: dict[str, float] = {}
+# Of a decay, of which each token's exponential is multiplied on; and of factors of experts, whose gradients are small.
+GRADIENTS = {**dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h"), 5e-5), "gemma4_moe": 1e-4}
 """Largest relative error of a gradient where it is not 1e-5."""
 QUICK = ["tp2sp", "pp2", "cp2", "ep2"]
 SLOW = ["tp2", "tp2pp2", "pp2vp2", "dp2", "cp2dp2", "tp2cp2", "tp2ep2", "pp2ep2", "ep2etp2"]
