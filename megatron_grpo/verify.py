@@ -44,7 +44,8 @@ Runs the same tokens through each layout in float32 on this machine, and compare
 something is past its tolerance.
 
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
-             qwen3, qwen2, llama, gemma3, qwen3_moe, mixtral, deepseek_v3, gpt_oss (tiny:qwen3)
+             qwen3, qwen2, llama, gemma3, qwen3_moe, mixtral, deepseek_v3, gpt_oss, mistral, ministral3, seed_oss
+             (tiny:qwen3)
   shrink     true: a small random model of the model's own configuration (false)
   layouts    of tp (tensor), pp (pipeline), vp (virtual pipeline), cp (context), dp (data), ep (expert),
              etp (expert-tensor parallelism), sp (sequence), such as [tp2,tp2sp,pp2vp2,cp2dp2]; by default those of

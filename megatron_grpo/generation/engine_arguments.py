@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.models.families import is_untied_by_weights
+from megatron_grpo.models.families import find_query_growth, is_untied_by_weights
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import detect_platform
@@ -88,8 +88,12 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
         passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
+    growth = find_query_growth(settings.model_path)
+    if growth is not None:  # vLLM reads it under another name, which config.json lacks
+        names = dict(zip(("beta", "original_max_position_embeddings"), growth, strict=True))
+        passed["hf_overrides"] = {"llama_4_scaling": names, **(passed.get("hf_overrides") or {})}
     if settings.awaits_refit and is_quantized(settings.model_path):
-        # vLLM would make quantized layers, which no refit fills. So it makes plain ones, and the first refit fills them.
+        # vLLM would make quantized layers, which no refit fills. So it makes plain ones, for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "dummy"
     return arguments | passed

@@ -78,6 +78,8 @@ class ModelShape:
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
     gpt-oss, gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped."""
+    query_growth: tuple[float, int] | None = None
+    """(b, n): queries are multiplied by 1 + b ln(1 + floor(position / n)); None: they are not."""
     softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""

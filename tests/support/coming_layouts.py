@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from megatron_grpo.models.families import gpt_oss
 from megatron_grpo.models.families.llama import INPUT_NORM, MLP_NORM, QK_NORM
 from megatron_grpo.models.shape import ExpertShape, LayerKind, ModelShape
 
@@ -104,14 +105,5 @@ LLAMA4_EXPERTS = """
     experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
         = feed_forward.experts.down_proj [expert, expert_ffn, hidden]
 """
-GPT_OSS = """
-    attention: self_attention.core_attention.softmax_offset [groups * per_group] = self_attn.sinks
-    experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]
-        = mlp.experts.gate_up_proj [expert, hidden, expert_ffn * (gate | up)]
-    experts: mlp.experts.local_experts.{expert}.linear_fc1.bias [gate * expert_ffn | up * expert_ffn]
-        = mlp.experts.gate_up_proj_bias [expert, expert_ffn * (gate | up)]
-    experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
-        = mlp.experts.down_proj [expert, expert_ffn, hidden]
-    experts: mlp.experts.local_experts.{expert}.linear_fc2.bias [hidden] = mlp.experts.down_proj_bias [expert, hidden]
-"""
+GPT_OSS = gpt_oss.SINKS + gpt_oss.EXPERTS
 QWEN3_NEXT = (INPUT_NORM, QWEN3_NEXT_DELTA, GATED_ATTENTION, QK_NORM, MLP_NORM, QWEN3_5_EXPERTS)

@@ -20,7 +20,12 @@ FP8_WHOLE = {
     "weight_block_size": None,
 }
 MXFP4 = {
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
     "quant_method": "mxfp4",
 }
 
@@ -51,7 +56,7 @@ def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_folder(source: Path, folder: Path, settings: dict[str, Any]) -> Path:
-    """A copy of a model's folder, with matrices of layers (MXFP4: experts) quantized and the settings in config.json."""
+    """A copy of a model's folder with quantized matrices of layers (MXFP4: of experts), and these settings."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import deepseek_v3, gemma3, gpt_oss, llama, mixtures
+from megatron_grpo.models.families import deepseek_v3, gemma3, gpt_oss, llama, mistral, mixtures
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head
@@ -33,7 +33,7 @@ def as_value_model(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
-_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY, gpt_oss.FAMILY)
+_ALL = (*llama.FAMILIES, gemma3.FAMILY, *mixtures.FAMILIES, deepseek_v3.FAMILY, gpt_oss.FAMILY, *mistral.FAMILIES)
 FAMILIES = {family.name: family for family in _ALL}
 
 # Keys of the config.json of models that read images, video or sound; those of text alone have none of them.
@@ -133,6 +133,14 @@ def is_untied_by_weights(path: str | Path) -> bool:
         return parse_model_shape(raw).tied_embeddings and not read_model_shape(path).tied_embeddings
     except ValueError:
         return False
+
+
+def find_query_growth(path: str | Path) -> tuple[float, int] | None:
+    """Find `ModelShape.query_growth` of a folder; None: none, or not a supported model."""
+    try:
+        return parse_model_shape(read_config_json(Path(path) / "config.json")).query_growth
+    except ValueError:
+        return None
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:

@@ -130,6 +130,22 @@ def _attend_with_sinks(
     return _attend_to_keys(F.pad(queries, (0, 0, 1, 0)), keys, values, None, scale)[:, :, 1:, :width]
 
 
+class GrowingQueries:
+    """First base class of attention whose queries grow with their position (Ministral 3).
+
+    A query is multiplied by 1 + `rate` ln(1 + floor(position / `length`)).
+    """
+
+    rate: float
+    length: int
+
+    def forward(self, query: Tensor, *arguments: Any, packed_seq_params: Any = None, **keywords: Any) -> Any:
+        # The query is [tokens, ..., head_dim].
+        factors = 1 + self.rate * torch.log1p(torch.floor(packed_seq_params.positions / self.length))
+        query = query * factors.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
+        return super().forward(query, *arguments, packed_seq_params=packed_seq_params, **keywords)  # type: ignore[misc]
+
+
 class LocalOrGlobalSelfAttention(SelfAttention):
     """Self-attention with another rotary embedding in windowed layers (Gemma 3)."""
 

@@ -28,7 +28,12 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_layer
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
+from megatron_grpo.trainer.model.attention import (
+    GrowingQueries,
+    LocalOrGlobalSelfAttention,
+    TorchCoreAttention,
+    compute_scaled_rope,
+)
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import (
@@ -138,9 +143,13 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     else:
         fused = modules.column_parallel_layer_norm_linear()
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp
+        core_attention = modules.core_attention()
+        if shape.query_growth is not None:
+            names = dict(zip(("rate", "length"), shape.query_growth, strict=True))
+            core_attention = type(f"Growing{core_attention.__name__}", (GrowingQueries, core_attention), names)
         parts = SelfAttentionSubmodules(
             linear_qkv=fused or modules.column_parallel_linear(),
-            core_attention=modules.core_attention(),
+            core_attention=core_attention,
             linear_proj=NormedRowParallelLinear if shape.post_norms else modules.row_parallel_linear(),
             q_layernorm=head_norm,
             k_layernorm=head_norm,
