@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.models.families import is_untied_by_weights, scales_queries
+from megatron_grpo.models.families import find_model_shape, is_untied_by_weights
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import detect_platform
@@ -89,15 +89,18 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
         passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
+    shape = find_model_shape(settings.model_path)
+    if shape is not None and shape.family == "llama4":  # vLLM goes by the longest sequence, and not by config.json
+        stated = passed.get("override_generation_config") or {}
+        tuning = {"attn_temperature_tuning": shape.query_scale is not None}
+        passed["override_generation_config"] = tuning | stated
+    elif shape is not None and shape.query_scale is not None:  # vLLM reads it under a name that config.json lacks
+        scaling = {"beta": shape.query_scale.slope, "original_max_position_embeddings": shape.query_scale.length}
+        passed["hf_overrides"] = {"llama_4_scaling": scaling, **(passed.get("hf_overrides") or {})}
     if settings.awaits_refit and is_quantized(settings.model_path):
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "dummy"
-    tuning = scales_queries(settings.model_path)
-    if tuning is not None:
-        # vLLM goes by the longest sequence, and not by config.json.
-        given = passed.get("override_generation_config") or {}
-        passed["override_generation_config"] = {"attn_temperature_tuning": tuning, **given}
     return arguments | passed
 
 

@@ -121,10 +121,11 @@ class HeadShape:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
-    """Factor of queries that grows with the position p: 1 + slope * log(1 + floor((p + 1) / length))."""
+    """Factor of queries that grows with the position p: 1 + slope * log(1 + floor((p + offset) / length))."""
 
     slope: float
     length: int  # in tokens
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,8 @@ class ModelShape:
     """Whether windows are chunks of the sequence, of which each token sees the part before it."""
     unrotated: tuple[bool, ...] = ()  # [layers]: whether a layer has no rotary embedding; empty: all have one
     unweighted_qk_norm: bool = False  # query and key heads are normalised without a weight, in rotated layers
-    query_scale: QueryScale | None = None  # factor of the queries in unrotated layers; None: 1
+    query_scale: QueryScale | None = None
+    """Factor of queries, in unrotated layers alone if there are any; None: 1."""
     global_heads: HeadShape | None = None  # heads of layers without a window; None: those of the other layers
     value_norm: bool = False  # value heads are normalised without a weight
     layer_scale: bool = False  # a layer's output is multiplied by a number, which is not trained
@@ -197,7 +199,7 @@ class ModelShape:
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
         has_torch_attention = self.local_rope_theta is not None or self.latent is not None or self.chunked
-        has_torch_attention |= self.query_scale is not None or self.value_norm
+        has_torch_attention |= self.value_norm
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)

@@ -193,9 +193,7 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
     parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
     yield _check_tensor("generation.parallel", tensor, shape, is_engine=True)
-    text = (
-        f"exceeds the model's {shape.key_value_heads} key/value heads, of which vLLM has no copies for {shape.family}"
-    )
+    text = f"exceeds the {shape.key_value_heads} key/value heads, of which vLLM has no copies for {shape.family}"
     yield shape.sinks and tensor > shape.key_value_heads, "generation.parallel.tensor=", text
     # vLLM need not give every stage equally many layers.
     text = f"exceeds the model's {shape.layers} layers"

@@ -43,8 +43,8 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     # Packed weights have other shapes than config.json implies, so they are reported before shapes are compared.
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
-        text = "quantized weights of this kind are not read; convert the model to bfloat16, as docs/layouts.md shows"
-        yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
+        text = f"{packed} is stored as {tensors[packed].dtype}: weights that are quantized so cannot be read"
+        yield f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows"
         return
     for name, expected in required_shapes.items():
         if name in shapes and shapes[name] != expected:

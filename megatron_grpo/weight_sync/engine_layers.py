@@ -9,7 +9,7 @@ that the layer had before, which CUDA graphs have captured. Whole tensors go thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class ModelReload:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors, (name, [...]), which vLLM keeps until a layer is complete."""
-        self._model.load_weights(tensors)
+        splits = type(self._model).__name__ == "GptOssForCausalLM"
+        self._model.load_weights(split_experts(tensors) if splits else tensors)
 
     def finish(self) -> None:
         """Convert incomplete layers, too, since padding is never sent."""
@@ -61,6 +62,29 @@ class ModelReload:
             if kernel is not None and method.moe_kernel is None:
                 method.moe_kernel = kernel
         self._kernels.clear()
+
+
+# Parameters of vLLM's gpt-oss, by the tensors of all experts that they are loaded from.
+_STACKED = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Split gpt-oss's tensors of all experts, under the names that vLLM has for one.
+
+    vLLM copies the tensors of all into parameters that hold nothing during a reload; those of one go through loaders.
+    """
+    for name, tensor in tensors:
+        block, _, last = name.rpartition(".mlp.experts.")
+        if not block:
+            yield name, tensor
+            continue
+        for expert, part in enumerate(tensor):
+            yield f"{block}.mlp.experts.{expert}.{_STACKED[last]}", part
 
 
 def is_derived(layer: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
@@ -80,37 +81,56 @@ def gemma4_moe(**sizes: Any) -> PretrainedConfig:
     return gemma4(**sizes, **experts)
 
 
-FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], ParallelConfig, dict[str, Any] | None]] = {
-    "gpt_oss": (gpt_oss, ParallelConfig(tensor=2, expert=2, sequence=True), None),
-    "gpt_oss in MXFP4": (gpt_oss, ParallelConfig(data=2, expert=2), MXFP4),
-    "qwen3 in FP8": (partial(Qwen3Config), ParallelConfig(tensor=2), {**FP8_BLOCKS, "weight_block_size": [16, 8]}),
-    "glm4": (Glm4Config, ParallelConfig(tensor=2), None),
-    "glm4_moe": (glm4_moe, ParallelConfig(tensor=2, expert=2, sequence=True), None),
-    "phi3": (phi3, ParallelConfig(tensor=2), None),
-    "olmo3": (olmo3, ParallelConfig(tensor=2), None),
-    "llama4": (llama4, ParallelConfig(tensor=2, expert=2, sequence=True), None),
-    "gemma4": (gemma4, ParallelConfig(tensor=2), None),
-    "gemma4_moe": (gemma4_moe, ParallelConfig(tensor=2, expert=2, sequence=True), None),
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, how policy and engine share it, and how the weights travel."""
+
+    family: Callable[..., PretrainedConfig]
+    layout: ParallelConfig
+    expert: int = 1
+    mode: RefitMode = "broadcast"
+    quantization: dict[str, Any] | None = None
+
+
+CASES = {
+    "gpt_oss": Case(family=gpt_oss, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "gpt_oss reshard": Case(family=gpt_oss, layout=ParallelConfig(data=2, expert=2), mode="reshard", expert=2),
+    "gpt_oss in MXFP4": Case(
+        family=gpt_oss, layout=ParallelConfig(data=2, expert=2), mode="reshard", quantization=MXFP4
+    ),
+    "qwen3 in FP8": Case(
+        family=Qwen3Config,
+        layout=ParallelConfig(tensor=2),
+        quantization={**FP8_BLOCKS, "weight_block_size": [16, 8]},
+    ),
+    "glm4": Case(family=Glm4Config, layout=ParallelConfig(tensor=2)),
+    "glm4_moe": Case(family=glm4_moe, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "phi3": Case(family=phi3, layout=ParallelConfig(tensor=2)),
+    "olmo3": Case(family=olmo3, layout=ParallelConfig(tensor=2)),
+    "llama4": Case(family=llama4, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "gemma4": Case(family=gemma4, layout=ParallelConfig(tensor=2)),
+    "gemma4_moe": Case(family=gemma4_moe, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_generation_equals_transformers_before_and_after_each_refit(name: str, tmp_path: Path) -> None:
-    family, layout, quantization = FAMILIES[name]
-    base = make_model(tmp_path / "base", seed=0, family=family)
-    trained = make_model(tmp_path / "trained", seed=1, family=family)
+    case = CASES[name]
+    quantization = case.quantization
+    base = make_model(tmp_path / "base", seed=0, family=case.family)
+    trained = make_model(tmp_path / "trained", seed=1, family=case.family)
     if quantization is not None:
         base, trained = (
             quantize_folder(folder, tmp_path / f"{folder.name}_quantized", quantization) for folder in (base, trained)
         )
-    policy = start_policy(trained, layout)
+    policy = start_policy(trained, case.layout)
     try:
-        with engines(base, tensor=2, awaits_refit=quantization is not None) as generation:
+        with engines(base, tensor=2, expert=case.expert, awaits_refit=quantization is not None) as generation:
             if quantization is None:
                 assert_serves(generation, Oracle(base), version=0)
             policy.wait_ready()
-            transport = make_transport(policy, generation, REFIT, Path())
+            transport = make_transport(policy, generation, replace(REFIT, mode=case.mode), Path())
             transport.connect()
             for version in (1, 2):  # what the first one left behind is what the second one meets
                 transport.publish(version)

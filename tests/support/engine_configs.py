@@ -236,6 +236,24 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA
     | _SHARED_EXPERT
     | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "mlp_only_layers": [1]},
+    "mistral": _SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "ministral3": _SIZES
+    | {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "seed_oss": _SIZES | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_bias": True},
 }
 ENGINE_CONFIGS["nemotron_h_moe"] = ENGINE_CONFIGS["nemotron_h"] | {
     "hybrid_override_pattern": "ME*",

@@ -14,6 +14,8 @@ HF_CONFIGS = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama3_1_8b",
     "meta-llama/Llama-3.3-70B-Instruct": "llama3_3_70b",
     "unsloth/DeepSeek-V3-0324-BF16": "deepseek_v3",
+    "openai/gpt-oss-20b": "gpt_oss_20b",
+    "openai/gpt-oss-120b": "gpt_oss_120b",
 }
 """Folders in tests/data/hf_configs by hub name."""
 

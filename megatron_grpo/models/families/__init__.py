@@ -20,6 +20,7 @@ from megatron_grpo.models.families import (
     gpt_oss,
     llama,
     llama4,
+    mistral,
     mixtures,
     nemotron_h,
     phi,
@@ -66,6 +67,7 @@ _ALL = (
     llama4.FAMILY,
     gemma4.FAMILY,
     nemotron_h.FAMILY,
+    *mistral.FAMILIES,
 )
 FAMILIES = {family.name: family for family in _ALL}
 
@@ -227,13 +229,12 @@ def find_model_type(raw: Mapping[str, Any]) -> Any:
     return stated if family is None else family.model_type or family.name
 
 
-def scales_queries(path: str | Path) -> bool | None:
-    """Whether a Llama 4 scales queries by their position; None: it is none."""
+def find_model_shape(path: str | Path) -> ModelShape | None:
+    """Read a model's sizes from its folder; None: it is no model of a supported family."""
     try:
-        shape = read_model_shape(path)
+        return read_model_shape(path)
     except ValueError:
         return None
-    return shape.query_scale is not None if shape.family == "llama4" else None
 
 
 def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:

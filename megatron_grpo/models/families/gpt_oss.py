@@ -13,10 +13,8 @@ from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP_NORM,
 from megatron_grpo.models.families.mixtures import read_expert_count, read_top_k
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_number, read_size
 
-_ATTENTION = """
-    attention: self_attention.core_attention.softmax_offset [heads] = self_attn.sinks
-    attention: self_attention.linear_proj.bias [hidden] = self_attn.o_proj.bias
-"""
+SINKS = "attention: self_attention.core_attention.softmax_offset [heads] = self_attn.sinks"
+_OUTPUT_BIAS = "attention: self_attention.linear_proj.bias [hidden] = self_attn.o_proj.bias"
 # The tensors of experts are transposed, and rows of gate and up alternate.
 EXPERTS = """
     experts: mlp.router.weight [experts, hidden] = mlp.router.weight
@@ -117,5 +115,5 @@ FAMILY = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     read=_read,
-    tables=(INPUT_NORM, ATTENTION, QKV_BIAS, _ATTENTION, MLP_NORM, EXPERTS),
+    tables=(INPUT_NORM, ATTENTION, QKV_BIAS, _OUTPUT_BIAS, SINKS, MLP_NORM, EXPERTS),
 )

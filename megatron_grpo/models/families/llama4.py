@@ -50,7 +50,9 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         raise ValueError(f"{text} no_rope_layers={to_text(rotated)}: vLLM ignores it; remove it")
     scale = None
     if read_flag(raw, "attn_temperature_tuning", default=True):
-        scale = QueryScale(slope=read_number(raw, "attn_scale", 0.1), length=read_size(raw, "floor_scale", 8192))
+        scale = QueryScale(
+            slope=read_number(raw, "attn_scale", 0.1), length=read_size(raw, "floor_scale", 8192), offset=1
+        )
     if "attention_chunk_size" in raw and raw["attention_chunk_size"] is None:
         raise ValueError("attention_chunk_size=null is not supported; give the number, or leave it out for 8192")
     return replace(

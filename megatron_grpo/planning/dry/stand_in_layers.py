@@ -247,7 +247,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
             parameter.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"{name}{number}", parameter)
 
-    def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
+    def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """From [tokens of local experts, columns] to [tokens, rows]; perhaps with biases that are not added."""
         weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
         biases: list[Tensor] = [parameter for parameter in self.parameters() if parameter.dim() == 1]

@@ -27,12 +27,6 @@ def _select_rows(tokens: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
-def _compute_query_scales(positions: Tensor, scale: QueryScale) -> Tensor:
-    """Compute the factor of each token's query: [tokens], float32."""
-    stretches = torch.floor((positions.float() + 1.0) / scale.length)
-    return torch.log1p(stretches) * scale.slope + 1.0
-
-
 class TorchCoreAttention(torch.nn.Module):
     """Causal attention with grouped queries by torch's fused kernel.
 
@@ -47,11 +41,10 @@ class TorchCoreAttention(torch.nn.Module):
         *,
         layer_number: int,
         softmax_scale: float | None = None,
-        query_scale: QueryScale | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale, self._query_scale = softmax_scale, query_scale
+        self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # Tokens that each token sees, itself included, or of a chunk of the sequence; None: all before it.
         self.window: int | None = config.window_size[0] + 1 if windowed else None
@@ -80,9 +73,6 @@ class TorchCoreAttention(torch.nn.Module):
     ) -> Tensor:
         # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim].
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
-        if self._query_scale is not None:
-            scales = _compute_query_scales(packed_seq_params.positions, self._query_scale)
-            query = (query * scales[:, None, None, None]).type_as(query)
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
@@ -146,6 +136,19 @@ def _attend_with_sinks(
         return _attend_to_keys(queries, keys, values, F.pad(mask, (1, 0), value=True), scale)[..., :width]
     # Causal attention counts queries and keys from the first, so that a query stands before the others too.
     return _attend_to_keys(F.pad(queries, (0, 0, 1, 0)), keys, values, None, scale)[:, :, 1:, :width]
+
+
+class GrowingQueries:
+    """First base class of attention whose queries grow with their position (Llama 4, Ministral 3)."""
+
+    scale: QueryScale
+
+    def forward(self, query: Tensor, *arguments: Any, packed_seq_params: Any = None, **keywords: Any) -> Any:
+        # The query is [tokens, ..., head_dim].
+        positions = packed_seq_params.positions.float() + self.scale.offset
+        factors = 1.0 + self.scale.slope * torch.log1p(torch.floor(positions / self.scale.length))
+        query = (query * factors.view(-1, *[1] * (query.dim() - 1))).type_as(query)
+        return super().forward(query, *arguments, packed_seq_params=packed_seq_params, **keywords)  # type: ignore[misc]
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):

@@ -29,6 +29,7 @@ from megatron_grpo.models.megatron_names import map_checkpoint_names, translate_
 from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import (
+    GrowingQueries,
     LocalOrGlobalSelfAttention,
     QueryKeyLinear,
     TorchCoreAttention,
@@ -165,8 +166,9 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
         core_attention = modules.core_attention()
         if shape.unweighted_qk_norm and "unrotated" not in kinds:
             query_norm = key_norm = UnweightedNorm  # before the rotation instead of behind it, which changes no length
-        if shape.query_scale is not None and "unrotated" in kinds:
-            core_attention = partial(core_attention, query_scale=shape.query_scale)
+        if shape.query_scale is not None and ("unrotated" in kinds or not shape.unrotated):
+            names = {"scale": shape.query_scale}
+            core_attention = type(f"Growing{core_attention.__name__}", (GrowingQueries, core_attention), names)
         parts = SelfAttentionSubmodules(
             linear_qkv=QueryKeyLinear if "key_as_value" in kinds else fused or modules.column_parallel_linear(),
             core_attention=core_attention,

@@ -312,6 +312,7 @@ def build_packed_sequences(
         longest = int(layout.widths.max())
         return PackedSequences(
             qkv_format="thd",
+            positions=move(layout.positions),
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
             cu_seqlens_q_padded=ends,

@@ -21,6 +21,8 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "unsloth/DeepSeek-V3-0324-BF16": 671_026_419_200,  # without the layer for multi-token prediction
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
 }
 """Parameters of each model as its hub page or technical report counts them."""
 
@@ -35,7 +37,7 @@ def _parameters(shape: ModelShape) -> int:
     entries = iter_entries(build_weight_map(shape), shape, range(shape.layers))
     experts = shape.experts.count if shape.experts is not None else 1
     return sum(
-        prod(tensor.measure(shape.sizes)) * (experts if entry.per_expert else 1)
+        prod(tensor.measure(shape.sizes)) * (experts if entry.per_expert and not entry.is_stacked else 1)
         for entry, _, _ in entries
         for tensor in entry.hf
     )
