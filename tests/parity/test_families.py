@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_grpo.batch.token_batch import TokenBatch
+from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.verification.problem import SMALL, TINY, make_model, prepare_model
-from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
+from tests.parity.adapters import make_lora_rank
+from tests.parity.lora import fill_b
+from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, make_batch
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.support.tiny_models import TinyModel
+from tests.parity.test_training import load_on_rank, save_on_rank
+from tests.parity.test_value import fresh_on_rank
+from tests.parity.training import fetched, merged, rank_share, whole_tensors
+from tests.support.tiny_models import TinyModel, logprobs_of_logits
 
 FAMILIES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2")
 """Names in verification/tiny_models.yaml."""
@@ -102,3 +113,64 @@ def test_layers_are_recomputed(models: dict[str, list[TinyModel]]) -> None:
     chosen, settings = choose(models, *FAMILIES), {"activation_checkpointing": True}
     by_rank = run_on_ranks(Layout(tensor=2, sequence=True), gradients_on_rank, chosen, True, settings)
     expect_gradients_of_transformers(by_rank, chosen, tolerance=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_continues_in_another_layout(
+    family: str, models: dict[str, list[TinyModel]], tmp_path: Path
+) -> None:
+    model, written_by, read_by = models[family][0], Layout(tensor=2, sequence=True), Layout(pipeline=2)
+    expected = merged(run_on_ranks(written_by, save_on_rank, model, tmp_path, {}))
+    for layout in (written_by, read_by):
+        actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path, {}))
+        for name, tensor in expected.items():
+            rounding = 0.0 if layout == written_by else 1e-5
+            torch.testing.assert_close(actual[name], tensor, atol=rounding, rtol=10 * rounding, msg=f"{layout} {name}")
+
+
+def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[int, Tensor], dict[str, Tensor]]]:
+    """Log-probabilities by sequence of each model with adapters, and its weights with them merged."""
+    found = []
+    for model in models:
+        rank = make_lora_rank(layout, model)
+        fill_b(rank)
+        share, microbatches, order = rank_share(make_batch(), layout)
+        batch = TokenBatch(share.lengths, replace(share.fields, loss_mask=None))
+        logprobs = rank.compute_logprobs(fetched(rank, batch, None), microbatches)
+        pieces = {} if logprobs is None else dict(zip(order, logprobs.split(share.lengths), strict=True))
+        found.append((pieces, whole_tensors(rank)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tensor=2, sequence=True), Layout(pipeline=2)], ids=str)
+def test_adapters_are_merged_into_what_is_exported(
+    layout: Layout, models: dict[str, list[TinyModel]], tmp_path: Path
+) -> None:
+    chosen, batch = choose(models, *FAMILIES), make_batch()
+    by_rank = run_on_ranks(layout, adapted_on_rank, chosen)
+    for index, tiny in enumerate(chosen):
+        exported = merged([found[index][1] for found in by_rank])
+        assert any(not torch.equal(exported[name], weight) for name, weight in tiny.tensors().items())
+        folder = tmp_path / tiny.name
+        write_hf_folder(exported.items(), tiny.path, folder)
+        hf = TinyModel(tiny.name, folder).load()
+        for number, ids in enumerate(batch.fields.token_ids.long().split(batch.lengths)):
+            with torch.no_grad():
+                expected = logprobs_of_logits(hf(ids[None]).logits / 0.8, ids[None])[0]
+            reported = [found[index][0][number] for found in by_rank if number in found[index][0]]
+            assert reported
+            for logprobs in reported:
+                torch.testing.assert_close(logprobs, expected, atol=3e-5, rtol=0, msg=tiny.name)
+
+
+@pytest.mark.slow
+def test_a_policy_becomes_a_value_model(models: dict[str, list[TinyModel]]) -> None:
+    for family in FAMILIES:
+        model = models[family][0]
+        by_rank = run_on_ranks(Layout(tensor=2, sequence=True), fresh_on_rank, model.path)
+        assert all((values == 0).all() for found in by_rank for values in (found[0] or {}).values())
+        whole, stored = merged([found[1] for found in by_rank]), model.tensors()
+        assert whole.keys() - {"score.weight", "score.bias"} == stored.keys() - {"lm_head.weight"}
+        assert all(torch.equal(whole[name], stored[name]) for name in whole.keys() & stored.keys())

@@ -16,6 +16,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.verification.problem import prepare_model
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share
@@ -34,9 +35,16 @@ LAYOUTS = [
 BySequence = dict[int, Tensor]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+NEWER = ("glm4_moe", "minimax_m2")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", *NEWER)]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", *OTHERS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny_model(request.param, tmp_path_factory.mktemp("replay"))
+    name, folder = request.param, tmp_path_factory.mktemp("replay")
+    if name in NEWER:
+        return TinyModel(name, prepare_model(f"tiny:{name}", False, folder, seed=0))
+    return make_tiny_model(name, folder)
 
 
 def sequences() -> list[Tensor]:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter)
+SIGMOIDS = (DeepseekV3TopkRouter, Glm4MoeTopkRouter, MiniMaxM2TopKRouter)
+GATES = (Qwen3MoeTopKRouter, *SIGMOIDS)
 
 
 def gates(model: PreTrainedModel) -> list[nn.Module]:
@@ -64,8 +67,8 @@ class _Forcing:
     def __call__(self, gate: Any, _given: Any, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, _, own = found
         experts = torch.where(self._experts < 0, own, self._experts)
-        sigmoid = isinstance(gate, DeepseekV3TopkRouter)
+        sigmoid = isinstance(gate, SIGMOIDS)
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
-        if gate.norm_topk_prob:
+        if getattr(gate, "norm_topk_prob", True):  # MiniMax-M2 has neither this nor a factor
             scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
-        return logits, scores * (gate.routed_scaling_factor if sigmoid else 1.0), experts
+        return logits, scores * getattr(gate, "routed_scaling_factor", 1.0), experts
