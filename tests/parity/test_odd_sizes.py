@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch
+from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.verification.problem import SMALL, TINY, make_model, prepare_model
 from tests.parity.adapters import make_lora_rank
 from tests.parity.lora import fill_b
@@ -128,8 +129,9 @@ def test_gradients_do_not_depend_on_the_layout(layout: Layout, models: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_that_share_a_key(sequence: bool, models: dict[str, list[TinyModel]]) -> None:
-    """Four ranks have two keys, and in the layers without a window of Gemma 4 one."""
-    chosen = [models[family][0] for family in (FAMILIES if sequence else ("gemma4",))]
+    """Four ranks have two keys, whose norm over all heads must count each once."""
+    families = ("phi3", "olmo3") if not sequence else FAMILIES
+    chosen = [models[family][0] for family in families]
     by_rank = run_on_ranks(Layout(tensor=4, sequence=sequence), gradients_on_rank, chosen)
     expect_gradients_of_transformers(by_rank, chosen, tolerance=TOLERANCE)
 
@@ -171,15 +173,17 @@ def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(tensor=2, sequence=True), Layout(pipeline=2)], ids=str)
-def test_adapters_are_merged_into_what_is_exported(layout: Layout, models: dict[str, list[TinyModel]]) -> None:
+def test_adapters_are_merged_into_what_is_exported(
+    layout: Layout, models: dict[str, list[TinyModel]], tmp_path: Path
+) -> None:
     chosen, batch = choose(models, *FAMILIES), make_batch()
     by_rank = run_on_ranks(layout, adapted_on_rank, chosen)
     for index, tiny in enumerate(chosen):
-        exported, hf = merged([found[index][1] for found in by_rank]), tiny.load()
+        exported = merged([found[index][1] for found in by_rank])
         assert any(not torch.equal(exported[name], weight) for name, weight in tiny.tensors().items())
-        missing, unexpected = hf.load_state_dict(exported, strict=False)
-        assert not unexpected
-        assert set(missing) <= {"lm_head.weight"}
+        folder = tmp_path / tiny.name
+        write_hf_folder(exported.items(), tiny.path, folder)
+        hf = TinyModel(tiny.name, folder).load()
         for number, ids in enumerate(batch.fields.token_ids.long().split(batch.lengths)):
             with torch.no_grad():
                 expected = logprobs_of_logits(hf(ids[None]).logits / 0.8, ids[None])[0]

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_grpo.verification.oracle import read_routing
 
-GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter, Llama4Router, Gemma4TextRouter, NemotronHTopkRouter)
+SIGMOIDS = (DeepseekV3TopkRouter, Glm4MoeTopkRouter, MiniMaxM2TopKRouter, NemotronHTopkRouter)
+GATES = (Qwen3MoeTopKRouter, Llama4Router, Gemma4TextRouter, *SIGMOIDS)
 
 
 def gates(model: PreTrainedModel) -> list[nn.Module]:
@@ -76,8 +79,8 @@ class _Forcing:
         if isinstance(gate, Gemma4TextRouter):
             weights = found[0].gather(1, experts)
             return found[0], weights / weights.sum(1, keepdim=True) * gate.per_expert_scale[experts], experts
-        sigmoid = isinstance(gate, (DeepseekV3TopkRouter, NemotronHTopkRouter))
+        sigmoid = isinstance(gate, SIGMOIDS)
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
-        if gate.norm_topk_prob:
+        if getattr(gate, "norm_topk_prob", True):  # MiniMax-M2 has neither this nor a factor
             scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
-        return logits, scores * (gate.routed_scaling_factor if sigmoid else 1.0), experts
+        return logits, scores * getattr(gate, "routed_scaling_factor", 1.0), experts
