@@ -260,10 +260,11 @@ def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
     assert shape.rope_scaling is not None
     scaling = {**shape.rope_scaling, "rope_theta": shape.rope_theta}
     rope_type = scaling.get("rope_type") or scaling.get("type")
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.attention_heads,
-        head_dim=shape.rotated_dim or (shape.global_heads.head_dim if shape.global_heads else shape.head_dim),
+    head_dim = shape.rotated_dim or (shape.global_heads.head_dim if shape.global_heads else shape.head_dim)
+    config = LlamaConfig(  # of one head: Llama's heads have to divide the hidden size
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
         max_position_embeddings=shape.max_positions,
         rope_parameters={**scaling, "rope_type": rope_type},
     )
