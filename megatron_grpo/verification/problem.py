@@ -26,9 +26,11 @@ from megatron_grpo.models.source import download_config, fetch_model_folder, fin
 from megatron_grpo.verification.nearest_family import describe_nearest_family
 from megatron_grpo.verification.oracle import list_stored_tensors, load_eager_model
 
-SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
-"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT and WINDOW of models with experts, latent
-attention or sliding windows; TINY of each family, by its name."""
+SMALL, EXPERTS, LATENT, MAMBA, WINDOW, TINY = yaml.safe_load(
+    Path(__file__).with_name("tiny_models.yaml").read_text()
+).values()
+"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT, MAMBA and WINDOW of models with experts, latent
+attention, Mamba-2 or sliding windows; TINY of each family, by its name."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -64,16 +66,20 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
-    small |= LATENT if "kv_lora_rank" in raw else {}
+    small |= (LATENT if "kv_lora_rank" in raw else {}) | (MAMBA if "ssm_state_size" in raw else {})
     sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
-    layers = raw.get("num_hidden_layers")
+    layers = raw.get("num_hidden_layers") or len(raw.get("layers_block_type") or ())
     per_layer = {
         # Every kind of layer once, then the kinds of the first layers.
         name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == layers
     }
+    if isinstance(pattern := raw.get("hybrid_override_pattern"), str):  # a letter for each layer
+        per_layer["hybrid_override_pattern"] = "".join(
+            [*dict.fromkeys(pattern), *pattern][: SMALL["num_hidden_layers"]]
+        )
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
     return make_model({**raw, **per_layer, **sizes}, folder, seed)
@@ -91,6 +97,7 @@ def _find_folder(model: str, *, weights: bool) -> Path:
 
 
 def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
+    """Make a random model of a config.json in a folder."""
     # Freshly initialised weights would hide mistakes: zero biases, norms of 1, and numbers so small that every layer is
     # nearly the identity. So all are drawn, norms around their initial 1 or 0.
     torch.manual_seed(seed)
