@@ -71,7 +71,9 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
-    """True for layers behind the last, which predict further tokens."""
+    """True for layers that predict further tokens: DeepSeek's behind the last, Nemotron's beside the model."""
+    if shape.family == "nemotron_h":
+        return name.startswith("mtp.")
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
     has_layers = FAMILIES[shape.family].has_further_predictions
     return has_layers and layer is not None and int(layer[1]) >= shape.layers

@@ -27,11 +27,11 @@ from megatron_grpo.models.source import download_config, fetch_model_folder, fin
 from megatron_grpo.verification.nearest_family import describe_nearest_family
 from megatron_grpo.verification.oracle import find_router, list_stored_tensors, load_eager_model, read_routing
 
-SMALL, EXPERTS, LATENT, DELTA, WINDOW, RARE, TINY = yaml.safe_load(
+SMALL, EXPERTS, LATENT, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
     Path(__file__).with_name("tiny_models.yaml").read_text()
 ).values()
-"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT, DELTA and WINDOW of models with experts,
-latent attention, delta nets or sliding windows; RARE of some families; TINY of each family, by its name."""
+"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT, DELTA, MAMBA and WINDOW of models with experts,
+latent attention, delta nets, Mamba-2 or sliding windows; RARE of some families; TINY of each family, by its name."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -67,20 +67,25 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, **RARE, "num_experts": count, "n_routed_experts": count}
-    small |= (LATENT if "kv_lora_rank" in raw else {}) | (DELTA if "linear_num_key_heads" in raw else {})
+    kinds = {"kv_lora_rank": LATENT, "linear_num_key_heads": DELTA, "ssm_state_size": MAMBA}
+    small |= {name: size for key, part in kinds.items() if key in raw for name, size in part.items()}
     small["rotary_dim"] = SMALL["head_dim"] // 2
     if raw.get("num_experts_per_tok") == 1:
         small["num_experts_per_tok"] = 1
     required = ("pad_token_id", "vocab_size")
     sizes = {name: size for name, size in small.items() if raw.get(name) is not None or name in required}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
-    layers = raw.get("num_hidden_layers")
+    layers = raw.get("num_hidden_layers") or len(raw.get("layers_block_type") or ())
     per_layer = {
         # Every kind of layer once, then the kinds of the first layers, and that of the last.
         name: [*[*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"] - 1], value[-1]]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == layers
     }
+    if isinstance(pattern := raw.get("hybrid_override_pattern"), str):  # a letter for each layer
+        per_layer["hybrid_override_pattern"] = "".join(
+            [*dict.fromkeys(pattern), *pattern][: SMALL["num_hidden_layers"]]
+        )
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
     raw["model_type"] = find_model_type(raw)

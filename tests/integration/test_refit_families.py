@@ -14,6 +14,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     Llama4TextConfig,
+    NemotronHConfig,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
@@ -81,6 +82,13 @@ def gemma4_moe(**sizes: Any) -> PretrainedConfig:
     return gemma4(**sizes, **experts)
 
 
+def nemotron_h(**sizes: Any) -> PretrainedConfig:
+    """A Nemotron-H with a layer of each kind but experts, for which vLLM has no kernel on a CPU."""
+    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    layers = ["linear_attention", "mlp", "full_attention"]
+    return NemotronHConfig(**{**sizes, "tie_word_embeddings": False}, **mamba, layers_block_type=layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, how policy and engine share it, and how the weights travel."""
@@ -110,6 +118,8 @@ CASES = {
     "llama4": Case(family=llama4, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
     "gemma4": Case(family=gemma4, layout=ParallelConfig(tensor=2)),
     "gemma4_moe": Case(family=gemma4_moe, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "nemotron_h": Case(family=nemotron_h, layout=ParallelConfig(tensor=2)),
+    "nemotron_h reshard": Case(family=nemotron_h, layout=ParallelConfig(tensor=2), mode="reshard"),
 }
 
 
