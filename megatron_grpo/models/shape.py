@@ -12,8 +12,17 @@ from typing import Any, Literal
 from megatron_grpo.config.errors import to_text
 
 LayerKind = Literal[
-    "mixer", "attention", "delta", "latent", "full_query", "compressed_query",
-    "mlp", "dense", "experts", "single_experts", "packed_experts"
+    "mixer",
+    "attention",
+    "delta",
+    "latent",
+    "full_query",
+    "compressed_query",
+    "mlp",
+    "dense",
+    "experts",
+    "single_experts",
+    "packed_experts",
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 

@@ -24,7 +24,9 @@ from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.oracle import list_stored_tensors, load_eager_model
 
-SMALL, EXPERTS, LATENT, DELTA, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
+SMALL, EXPERTS, LATENT, DELTA, WINDOW, TINY = yaml.safe_load(
+    Path(__file__).with_name("tiny_models.yaml").read_text()
+).values()
 """Entries of config.json: SMALL of every small model; EXPERTS, LATENT, DELTA and WINDOW of models with experts,
 latent attention, delta nets or sliding windows; TINY of each family, by its name."""
 
@@ -173,7 +175,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = read_model_shape(folder).experts
-    options = {} if experts is None else {"output_router_logits": True}
+    options = {"use_cache": False} | ({} if experts is None else {"output_router_logits": True})
     in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
     weights = revert_weight_conversion(model, in_memory)
     fields, logprobs = batch.fields, []

@@ -126,9 +126,7 @@ def _read_delta(raw: Mapping[str, Any]) -> DeltaShape:
     if value_heads % key_heads:
         text = f"linear_num_value_heads={value_heads} is not a multiple of linear_num_key_heads={key_heads}"
         raise ValueError(text)
-    return DeltaShape(
-        key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, kernel=kernel
-    )
+    return DeltaShape(key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, kernel=kernel)
 
 
 def _read_experts(raw: Mapping[str, Any], layers: tuple[bool, ...], *, count: int, packed: bool) -> ExpertShape:

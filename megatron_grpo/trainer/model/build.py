@@ -176,6 +176,8 @@ def _build_chunk(
         keep_outer_layers(model, shape.layers, config.fp8)
     if shape.value_head is not None and model.post_process:
         model.output_layer = ValueHead(settings)
-    elsewhere = [name for name, weight in model.named_parameters() if weight.device.type != settings.platform.device.type]
+    elsewhere = [
+        name for name, weight in model.named_parameters() if weight.device.type != settings.platform.device.type
+    ]
     assert not elsewhere, f"an optimizer would copy parameters that are not on the device: {elsewhere}"
     return model

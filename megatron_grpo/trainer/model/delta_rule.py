@@ -74,9 +74,7 @@ def compute_delta_rule(
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # those that need a step come first
     counts = [-(-lengths[number] // CHUNK) for number in order]
     # Chunks are sorted by their place in the sequence: all first ones, all second ones, and so on.
-    slots = [
-        (order[rank], step) for step in range(max(counts)) for rank, count in enumerate(counts) if step < count
-    ]
+    slots = [(order[rank], step) for step in range(max(counts)) for rank, count in enumerate(counts) if step < count]
     starts = torch.tensor([ends[number] + step * CHUNK for number, step in slots])
     sizes = torch.tensor([min(CHUNK, lengths[number] - step * CHUNK) for number, step in slots])
     offset = torch.arange(CHUNK)

@@ -120,7 +120,9 @@ def test_what_a_vision_model_says_beside_its_text_part_counts(change: dict[str, 
 
 
 def test_qwen3_next_has_the_experts_of_its_pattern() -> None:
-    shape = parse_model_shape({**QWEN3_NEXT_80B, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False})
+    shape = parse_model_shape(
+        {**QWEN3_NEXT_80B, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False}
+    )
     assert shape.experts is not None
     assert [shape.has_experts(layer) for layer in range(5)] == [False, False, False, True, False]
     assert not shape.experts.normalised
@@ -141,7 +143,12 @@ SMALL = {
     **{key: 2 for key in ("linear_num_key_heads", "num_hidden_layers", "num_experts_per_tok", "num_key_value_heads")},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "head_dim": 8},
     **{"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
-    **{"num_experts": 4, "vocab_size": 32, "num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+    **{
+        "num_experts": 4,
+        "vocab_size": 32,
+        "num_attention_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 
 
@@ -154,7 +161,9 @@ def make_folder(folder: Path, raw: dict[str, Any], *, packed: bool | None = None
     tensors = {name: torch.randn(size).bfloat16() for name, size in measure_tensors(shape).items()}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file(tensors | {name.replace("__", "."): value for name, value in others.items()}, folder / "model.safetensors")
+    save_file(
+        tensors | {name.replace("__", "."): value for name, value in others.items()}, folder / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -172,7 +181,10 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
 def make_vision_folder(folder: Path, **text: Any) -> dict[str, torch.Tensor]:
     """A folder with a part that sees images and one that predicts further tokens; returns these parts."""
     raw = {**QWEN3_5_35B, "text_config": {**QWEN3_5_35B["text_config"], **SMALL, **text}, "dtype": "bfloat16"}
-    others = {"model__visual__blocks__0__norm1__weight": torch.randn(3), "mtp__fc__weight": torch.randn(2, 4).bfloat16()}
+    others = {
+        "model__visual__blocks__0__norm1__weight": torch.randn(3),
+        "mtp__fc__weight": torch.randn(2, 4).bfloat16(),
+    }
     make_folder(folder, raw, **others)
     return {name.replace("__", "."): tensor for name, tensor in others.items()}
 

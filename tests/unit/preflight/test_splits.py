@@ -108,7 +108,12 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
             "a mixture of experts with policy.parallel.tensor=2",
         ),
         (DELTA, {"tensor": 4}, "tensor=4", "does not divide the model's 6 key heads of delta nets; use 1 or 2"),
-        (DELTA, {"context": 4}, "context=4", "times tensor=1 does not divide the 6 key heads of the model's delta nets"),
+        (
+            DELTA,
+            {"context": 4},
+            "context=4",
+            "times tensor=1 does not divide the 6 key heads of the model's delta nets",
+        ),
         (DELTA, {"tensor": 2, "context": 2}, "context=2", "which these ranks share; use 1 or 3"),
         (
             replace(DELTA, key_value_heads=1),
