@@ -174,8 +174,7 @@ def count_state_bytes(shape: ModelShape, layers: Sequence[int], tensor: int, wid
 def count_mixer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
     """Count parameters of a layer's matrices of attention, or of its delta net, on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
-    if shape.has_delta(layer):
-        assert (delta := shape.delta) is not None
+    if (delta := shape.delta) is not None and shape.has_delta(layer):
         outputs = delta.value_heads * delta.value_dim
         return hidden * (delta.channels + 2 * outputs + 2 * delta.value_heads) / tensor
     if latent is None:

@@ -25,7 +25,6 @@ from megatron_grpo.weight_sync.boxes import Box, Range, Ranges, count_elements, 
 from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, align, find_ranges, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
-
 # Parameters in float32 whatever the precision: the bias that experts are chosen with, and the decay of delta nets.
 _FLOAT32 = (".expert_bias", ".A_log")
 

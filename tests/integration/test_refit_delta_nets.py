@@ -30,12 +30,10 @@ TOLERANCE = 0.05
 """Of a log-probability, against transformers in float32; transformers in bfloat16 is as far away."""
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
-    **{
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 

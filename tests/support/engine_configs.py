@@ -32,8 +32,16 @@ _DELTA: dict[str, Any] = {
 }
 _SHARED_EXPERT: dict[str, Any] = {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 32}
 _VISION: dict[str, Any] = {
-    **{"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_position_embeddings": 16},
-    **{"out_hidden_size": 64, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3},
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
 }
 
 ENGINE_CONFIGS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ Their names, arguments and results are those of flash-linear-attention's functio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def compute_delta_rule(
         [1, tokens, heads, value_dim] in the dtype of `value`, and no state.
     """
     ends: Sequence[int] = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # those that need a step come first
     counts = [-(-lengths[number] // CHUNK) for number in order]
     # Chunks are sorted by their place in the sequence: all first ones, all second ones, and so on.

@@ -44,7 +44,9 @@ def test_released_sizes_are_read(family: str) -> None:
     assert shape.delta == DeltaShape(key_heads=16, value_heads=heads, key_dim=128, value_dim=128, kernel=4)
     assert Counter(shape.delta_layers) == {True: shape.layers * 3 // 4, False: shape.layers // 4}
     assert (shape.head_dim, shape.rotated_dim, shape.rope_theta) == (256, 64, 1e7)
-    assert shape.output_gate and shape.zero_centered_norms and shape.qk_norm
+    assert shape.output_gate
+    assert shape.zero_centered_norms
+    assert shape.qk_norm
     assert shape.in_vision_model == (family != "qwen3_next")
     prefix = "model.language_model." if shape.in_vision_model else "model."
     names = measure_tensors(shape).keys()
@@ -53,7 +55,9 @@ def test_released_sizes_are_read(family: str) -> None:
     experts = shape.experts
     assert (experts is None) == (family == "qwen3_5")
     if experts is not None:
-        assert experts.shared_gate and experts.normalised and experts.packed == (family == "qwen3_5_moe")
+        assert experts.shared_gate
+        assert experts.normalised
+        assert experts.packed == (family == "qwen3_5_moe")
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -140,15 +144,19 @@ def test_operations_of_a_delta_net_do_not_grow_with_the_sequence() -> None:
 
 
 SMALL = {
-    **{key: 2 for key in ("linear_num_key_heads", "num_hidden_layers", "num_experts_per_tok", "num_key_value_heads")},
-    **{"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "head_dim": 8},
-    **{"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
-    **{
-        "num_experts": 4,
-        "vocab_size": 32,
-        "num_attention_heads": 4,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    **dict.fromkeys(("linear_num_key_heads", "num_hidden_layers", "num_experts_per_tok", "num_key_value_heads"), 2),
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "head_dim": 8,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "num_experts": 4,
+    "vocab_size": 32,
+    "num_attention_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
 }
 
 
@@ -172,7 +180,8 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
     raw = as_text(family, **SMALL)
     make_folder(tmp_path, raw, packed=packed)
     shape = read_model_shape(tmp_path)
-    assert shape.experts is not None and shape.experts.packed == packed
+    assert shape.experts is not None
+    assert shape.experts.packed == packed
     assert list(find_weight_problems(tmp_path, shape)) == []
     names = {tensor.name for entry in build_weight_map(shape) for tensor in entry.hf}
     assert ("model.layers.{layer}.mlp.experts.gate_up_proj" in names) == packed
@@ -199,7 +208,8 @@ def test_an_export_copies_what_is_not_the_language_models(tmp_path: Path) -> Non
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == own.keys() | others.keys()
     for name, tensor in others.items():
-        assert torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype
+        assert torch.equal(written[name], tensor)
+        assert written[name].dtype == tensor.dtype
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["dtype"], config["text_config"]["dtype"]) == ("float32", "float32")
     assert config["vision_config"] == QWEN3_5_35B["vision_config"]
