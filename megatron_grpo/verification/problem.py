@@ -218,7 +218,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     )
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
         router_logits.clear()
-        output = model(ids[None])
+        output = model(ids[None], use_cache=False)
         sampled_logprobs = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         total = total - (sampled_logprobs * advantages[1:] * mask[1:]).sum() / require_field(fields.loss_mask).sum()
         if experts is not None:

@@ -110,7 +110,7 @@ def hf_loss(model: torch.nn.Module) -> Tensor:
     tokens, total = batch.fields, torch.zeros(())
     columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
-        logits = model(ids[None]).logits[0, :-1] / 0.8
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / 0.8
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         total = total - (logprobs * advantages[1:] * mask[1:]).sum()
     return total / tokens.loss_mask.sum()

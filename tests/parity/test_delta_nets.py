@@ -56,18 +56,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 6,
         "linear_conv_kernel_dim": 1,
     },
-    "one_expert": {
+    "mixture": {
         **_EXPERTS,
         "model_type": "qwen3_5_moe_text",
         "layer_types": [_DELTA, _ATTENTION, _ATTENTION, _DELTA],
-        "num_experts_per_tok": 1,
+        "num_experts_per_tok": 3,
     },
-    # The pattern of three layers does not divide four.
+    # The pattern of three layers does not divide four; one expert a token.
     "next": {
         **_EXPERTS,
         "model_type": "qwen3_next",
         "full_attention_interval": 3,
-        "num_experts_per_tok": 3,
+        "num_experts_per_tok": 1,
         "norm_topk_prob": False,
         "mlp_only_layers": [2],
     },

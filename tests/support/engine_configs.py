@@ -50,7 +50,7 @@ _VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_heads": 2,
+    "num_heads": 4,
     "num_position_embeddings": 16,
     "out_hidden_size": 64,
     "patch_size": 4,
