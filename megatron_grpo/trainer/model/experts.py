@@ -28,7 +28,8 @@ class ExpertRouter(TopKRouter):
     """
 
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
-        # Else Megatron-Core makes the weight on the CPU and moves it in the first pass, by when an optimizer has its copy.
+        # Without this Megatron-Core makes the weight on the CPU and moves it in the first pass, after the optimizer has
+        # its copy.
         with config.platform.device:
             super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.aux_loss_coeff = 0.0
