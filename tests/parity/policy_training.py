@@ -127,7 +127,9 @@ def expect_gradients_of_transformers(
         expected = revert_weight_conversion(model, {name: one.grad for name, one in model.named_parameters()})
         actual = merged([found[index][0] for found in by_rank])
         # Biases of expert selection are exported, and have no gradient.
-        without = {name for name in actual if name.endswith("e_score_correction_bias")} | dict(model.named_buffers()).keys()
+        without = {name for name in actual if name.endswith("e_score_correction_bias")} | dict(
+            model.named_buffers()
+        ).keys()
         assert actual.keys() - without == expected.keys()
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
         for name, gradient in expected.items():
