@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from functools import cache
 from typing import Any
@@ -35,7 +36,8 @@ class DeltaNet(GatedDeltaNet):
         config.deterministic_mode = False  # Megatron-Core's own rule for it refuses packed sequences
         super().__init__(config, *arguments, **keywords)
         # In float32, as vLLM has it: the decay is an exponential of an exponential of this number.
-        log: Any = torch.nn.Parameter(self.A_log.data.float())
+        in_precision: Tensor = self.A_log
+        log: Any = torch.nn.Parameter(in_precision.data.float())
         log.tensor_model_parallel, log.partition_dim, log.partition_stride = True, 0, 1
         self.A_log = log
 
@@ -54,6 +56,11 @@ class DeltaNet(GatedDeltaNet):
         # The torch layers' own sequences have another format.
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         return super().forward(hidden_states, None, packed_seq_params=packed)
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        # Not compiled: the norm sums gradients over ranks, and a compiled function may be that of another layout.
+        normed: Tensor = inspect.unwrap(GatedDeltaNet._apply_gated_norm)(self, x, gate)
+        return normed
 
     def _resolve_cu_seqlens(self, padded: Tensor | None, actual: Tensor, *_: Any, **__: Any) -> Tensor:
         return actual  # Megatron-Core would wait for the GPU to compare it with the number of tokens
