@@ -123,11 +123,12 @@ def apply_patches() -> None:
     # No run on a CPU calls Megatron-Core's fused functions, but their definition imports torch's compiler: seconds.
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
+    # Megatron-Core has looked torch.compile up before, if one of its modules is imported.
+    _import_module("megatron.core.jit").disable_jit_fuser()
     try:
         modules = [_import_module(name) for name in CUDA_MODULES]
     finally:
         torch.compile = compile_function
-    _import_module("megatron.core.jit").disable_jit_fuser()
     if (compiler := sys.modules.get("torch._dynamo")) is not None:  # of functions that were imported before
         compiler.config.disable = True
     check_hooks("cpu")

@@ -274,7 +274,7 @@ def _select_text_part(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         raise ValueError(f"text_config is missing, in which {architecture} has its sizes")
     tied = [part.get("tie_word_embeddings", False) for part in (raw, text)]
     if tied[0] != tied[1]:
-        both = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])} differ"
-        raise ValueError(f"{both}; transformers reads the first and vLLM the second")
+        values = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])}"
+        raise ValueError(f"{values} differ; transformers reads the first and vLLM the second")
     quantized: dict[str, Any] = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
     return {**quantized, **text}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from functools import cache
 from typing import Any
@@ -54,6 +55,11 @@ class DeltaNet(GatedDeltaNet):
         # The torch layers' own sequences have another format.
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         return super().forward(hidden_states, None, packed_seq_params=packed)
+
+    def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        # Not compiled: the norm sums gradients over ranks, and a compiled function may be that of another layout.
+        normed: Tensor = inspect.unwrap(GatedDeltaNet._apply_gated_norm)(self, x, gate)
+        return normed
 
     def _resolve_cu_seqlens(self, padded: Tensor | None, actual: Tensor, *_: Any, **__: Any) -> Tensor:
         return actual  # Megatron-Core would wait for the GPU to compare it with the number of tokens
