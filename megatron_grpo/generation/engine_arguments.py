@@ -105,7 +105,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def _override_quantized(overrides: Mapping[str, Any], model_config: Any) -> Any:
-    """Change the settings of a model, which vLLM has read, to those of plain weights."""
+    """Change a model's settings in vLLM to those of plain weights."""
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
     model_config.update(overrides)

@@ -74,9 +74,9 @@ _STACKED = {
 
 
 def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split gpt-oss's tensors of all experts, under the names that vLLM has for one.
+    """Split gpt-oss's tensors of all experts by expert.
 
-    vLLM copies the tensors of all into parameters that hold nothing during a reload; those of one go through loaders.
+    The names are those that vLLM has for one expert's tensors. vLLM copies the tensors of all into parameters that hold nothing during a reload; those of one go through loaders.
     """
     for name, tensor in tensors:
         block, _, last = name.rpartition(".mlp.experts.")

@@ -83,7 +83,8 @@ class Oracle:
     """What transformers says of the model in a folder."""
 
     def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # Tensors that were stored in 4 bits come in bfloat16.
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).float().eval()
 
     @torch.no_grad()
     def distributions(self, prompt: list[int], response: Sequence[int]) -> Tensor:

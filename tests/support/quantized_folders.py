@@ -56,7 +56,10 @@ def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_folder(source: Path, folder: Path, settings: dict[str, Any]) -> Path:
-    """A copy of a model's folder with matrices of layers (MXFP4: of experts) quantized."""
+    """A copy of a model's folder with quantized matrices of layers (MXFP4: of experts), and these settings.
+
+    The other tensors are in bfloat16.
+    """
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
@@ -70,6 +73,6 @@ def quantize_folder(source: Path, folder: Path, settings: dict[str, Any]) -> Pat
             if settings["weight_block_size"] is None:
                 tensors[name.replace("weight", "activation_scale")] = torch.tensor(1.0)
         else:
-            tensors[name] = tensor
+            tensors[name] = tensor.bfloat16()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder

@@ -120,15 +120,15 @@ def _attend_to_keys(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor 
 def _attend_with_sinks(
     sinks: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend to the keys and, before them, to one of value 0 with the logits `sinks`, [heads].
+    """Attend to the keys and to a sink, whose value is 0.
 
-    No kernel of torch takes such logits, so they are products: each head of a group gets a further feature, which is 1
+    `sinks`: [heads], the logits of the sink. No kernel of torch takes such logits, so they are products: each head of a group gets a further feature, which is 1
     in its queries, its logit / scale in the first key, and 0 elsewhere.
     """
     groups, width = keys.shape[1], values.shape[-1]
     features = queries.shape[1] // groups
-    ones = torch.eye(features, dtype=queries.dtype, device=queries.device).repeat(groups, 1)
-    queries = torch.cat([queries, ones[:, None].expand(*queries.shape[:3], features)], dim=-1)
+    indicators = torch.eye(features, dtype=queries.dtype, device=queries.device).repeat(groups, 1)
+    queries = torch.cat([queries, indicators[:, None].expand(*queries.shape[:3], features)], dim=-1)
     first = F.pad((sinks / scale).view(groups, 1, features), (keys.shape[-1], 0)).to(keys.dtype)
     keys = torch.cat([first.expand(len(keys), -1, -1, -1), F.pad(keys, (0, features))], dim=2)
     values = F.pad(values, (0, keys.shape[-1] - width, 1, 0))
