@@ -177,7 +177,7 @@ def test_adapters_are_merged_into_what_is_exported(
     layout: Layout, models: dict[str, list[TinyModel]], tmp_path: Path
 ) -> None:
     chosen, batch = choose(models, *FAMILIES), make_batch()
-    by_rank = run_on_ranks(layout, adapted_on_rank, chosen)
+    by_rank = run_on_ranks(layout, adapted_on_rank, chosen, timeout_s=300.0)
     for index, tiny in enumerate(chosen):
         exported = merged([found[index][1] for found in by_rank])
         assert any(not torch.equal(exported[name], weight) for name, weight in tiny.tensors().items())
