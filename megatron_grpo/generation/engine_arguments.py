@@ -88,8 +88,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     tuning = scales_queries(settings.model_path)
     if tuning is not None:
         # vLLM goes by the longest sequence, and not by config.json.
-        given = passed.get("override_generation_config") or {}
-        passed["override_generation_config"] = {"attn_temperature_tuning": tuning, **given}
+        overrides = passed.get("override_generation_config") or {}
+        passed["override_generation_config"] = {"attn_temperature_tuning": tuning, **overrides}
     return arguments | passed
 
 

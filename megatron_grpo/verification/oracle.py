@@ -255,8 +255,8 @@ class Oracle:
     @property
     def routers(self) -> dict[int, Any]:
         """Router modules by number of the layer; empty without experts."""
-        found = {number: find_router(layer) for number, layer in enumerate(self.layers)}
-        return {number: router for number, router in found.items() if router is not None}
+        routers = {number: find_router(layer) for number, layer in enumerate(self.layers)}
+        return {number: router for number, router in routers.items() if router is not None}
 
     @contextmanager
     def rounded_routers(self, parts: Set[RouterPart]) -> Iterator[None]:
