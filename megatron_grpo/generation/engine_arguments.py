@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.models.families import is_untied_by_weights, scales_queries
+from megatron_grpo.models.families import has_query_scales, is_untied_by_weights
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import detect_platform
 
@@ -85,7 +85,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
         passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
-    tuning = scales_queries(settings.model_path)
+    tuning = has_query_scales(settings.model_path)
     if tuning is not None:
         # vLLM goes by the longest sequence, and not by config.json.
         overrides = passed.get("override_generation_config") or {}

@@ -206,7 +206,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
 
 
 def _keep_router_logits(model: Any) -> list[Tensor]:
-    """Make the model append the logits of its routers, [tokens, experts], to a list."""
+    """Make the model append its routers' logits, [tokens, experts], to a list."""
     router_logits: list[Tensor] = []
     for layer in model.model.layers:
         router = find_router(layer)

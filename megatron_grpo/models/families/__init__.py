@@ -149,8 +149,8 @@ def is_untied_by_weights(path: str | Path) -> bool:
         return False
 
 
-def scales_queries(path: str | Path) -> bool | None:
-    """Whether a Llama 4 scales queries by their position; None: it is none."""
+def has_query_scales(path: str | Path) -> bool | None:
+    """Whether a Llama 4 scales queries by position; None: another model."""
     try:
         shape = read_model_shape(path)
     except ValueError:

@@ -114,7 +114,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
 
 
 def _read_rotary(raw: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Read rope_theta of both kinds of layers, and the share of a global head that is rotated."""
+    """Read both rope_theta, and the share of a global head that is rotated."""
     if raw.get("rope_scaling") is not None:
         raise ValueError("rope_scaling is not supported for gemma4; write rope_parameters, which transformers reads")
     by_kind = _ROPE if raw.get("rope_parameters") is None else read_section(raw, "rope_parameters")
