@@ -15,7 +15,10 @@ CHUNK_NUMBERS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Operands of this rank's logits: z = scale * weight @ hidden, or capped z = scale * cap * tanh(that / cap)."""
+    """Operands of this rank's logits: z = scale * weight @ hidden.
+
+    With a cap, z = scale * cap * tanh(weight @ hidden / cap).
+    """
 
     hidden: Tensor  # [tokens, hidden], any float type
     weight: Tensor  # [rows of this rank, hidden], in the dtype of the hidden states

@@ -121,7 +121,10 @@ class HeadShape:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
-    """Factor of queries that grows with the position p: 1 + slope * log(1 + floor((p + offset) / length))."""
+    """Factor of queries that grows with their position.
+
+    At position p it is 1 + slope * log(1 + floor((p + offset) / length)).
+    """
 
     slope: float
     length: int  # in tokens
@@ -219,7 +222,7 @@ class ModelShape:
         return bool(self.mamba_layers) and self.mamba_layers[layer]
 
     def is_global(self, layer: int) -> bool:
-        """Whether a layer has heads of other sizes than the layers with a window."""
+        """Whether a layer has other heads than those with a window."""
         return self.global_heads is not None and not self.windowed[layer]
 
     def find_heads(self, layer: int) -> HeadShape:

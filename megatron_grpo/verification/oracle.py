@@ -71,14 +71,17 @@ def find_halves(layer: Any) -> dict[str, Any]:
 
 
 def find_router(layer: Any) -> Any:
-    """Find the module that chooses a layer's experts; None: it has no experts."""
+    """Find a layer's router of experts; None: it has none."""
     parts: list[Any] = [layer, *(getattr(layer, name, None) for name in ("feed_forward", "mlp", "mixer"))]
     part = next((part for part in parts if hasattr(part, "experts")), None)
     return getattr(part, "router", None) or getattr(part, "gate", None)
 
 
 def read_routing(router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Read a router's logits, [tokens, experts], and weights and numbers of the chosen experts, [tokens, k]."""
+    """Read logits, weights and numbers of the chosen experts from a router's output.
+
+    They are [tokens, experts], [tokens, k] and [tokens, k].
+    """
     if len(output) == 2:  # Llama 4: weights of all experts, 0 for others than the chosen, and logits
         return output[1], *output[0].topk(router.top_k)
     logits, weights, chosen = output

@@ -231,15 +231,17 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
 
 
 def _keep_router_logits(model: Any) -> list[Tensor]:
-    """Make the model append the logits of its routers, [tokens, experts], to a list."""
-    kept: list[Tensor] = []
+    """Make the model append its routers' logits, [tokens, experts], to a list."""
+    router_logits: list[Tensor] = []
     for layer in model.model.layers:
         router = find_router(layer)
         if hasattr(router, "proj"):  # Gemma 4's router returns probabilities
-            router.proj.register_forward_hook(lambda _module, _inputs, logits: kept.append(logits))
+            router.proj.register_forward_hook(lambda _module, _inputs, logits: router_logits.append(logits))
         elif router is not None:
-            router.register_forward_hook(lambda module, _, output: kept.append(read_routing(module, output)[0]))
-    return kept
+            router.register_forward_hook(
+                lambda module, _, output: router_logits.append(read_routing(module, output)[0])
+            )
+    return router_logits
 
 
 def compute_router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:

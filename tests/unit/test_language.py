@@ -45,7 +45,19 @@ NOUN_DECORATORS = frozenset(
 )
 """What is used like a value or like a phrase after `with`; and methods that a library names."""
 OF_LIBRARIES = frozenset(
-    {"backward", "backward_step", "fileno", "isatty", "postprocess", "routing", "sharded_state_dict", "unshare"}
+    {
+        "backward",
+        "backward_step",
+        "fileno",
+        "gating",
+        "isatty",
+        "postprocess",
+        "preprocess",
+        "routing",
+        "sharded_state_dict",
+        "shared_experts_compute",
+        "unshare",
+    }
 )
 """Methods that torch, Megatron-Core and Python call by these names, where `override` does not say so."""
 WRITTEN_BY_USERS = frozenset(

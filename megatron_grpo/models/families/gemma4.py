@@ -114,7 +114,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
 
 
 def _read_rotary(raw: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Read rope_theta of both kinds of layers, and the share of a global head that is rotated."""
+    """Read both rope_theta, and the share of a global head that is rotated."""
     if raw.get("rope_scaling") is not None:
         raise ValueError("rope_scaling is not supported for gemma4; write rope_parameters, which transformers reads")
     by_kind = _ROPE if raw.get("rope_parameters") is None else read_section(raw, "rope_parameters")
@@ -146,21 +146,21 @@ def _list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ..
 def _read_global_heads(raw: Mapping[str, Any], shape: ModelShape, windowed: tuple[bool, ...]) -> HeadShape:
     # transformers 5.19 writes sizes by layer, in place of the released files' keys of all these layers.
     key_is_value = read_flag(raw, "attention_k_eq_v", default=False)
-    given: Mapping[str, Any] = {"head_dim": read_size(raw, "global_head_dim", 512)}
+    head_sizes: Mapping[str, Any] = {"head_dim": read_size(raw, "global_head_dim", 512)}
     if key_is_value and raw.get("num_global_key_value_heads") is not None:
-        given = {**given, "num_key_value_heads": raw["num_global_key_value_heads"]}
+        head_sizes = {**head_sizes, "num_key_value_heads": raw["num_global_key_value_heads"]}
     by_number = {number.lstrip("0") or "0": sizes for number, sizes in read_section(raw, "per_layer_config").items()}
     if by_number:
         without = [str(layer) for layer, has_window in enumerate(windowed) if not has_window]
-        given = read_section(by_number, without[0])
-        if any(by_number.get(layer) != given for layer in without) or len(by_number) != len(without):
+        head_sizes = read_section(by_number, without[0])
+        if any(by_number.get(layer) != head_sizes for layer in without) or len(by_number) != len(without):
             text = f"per_layer_config={to_text(by_number)} is not supported"
             raise ValueError(f"{text}; it must have the same sizes for each layer of {_GLOBAL}, and no other layers")
-    if unknown := given.keys() - {"head_dim", "num_key_value_heads"}:
+    if unknown := head_sizes.keys() - {"head_dim", "num_key_value_heads"}:
         raise ValueError(f"per_layer_config with {to_text(min(unknown))} is not supported; only sizes of heads are")
     heads = HeadShape(
-        key_value_heads=read_size(given, "num_key_value_heads", shape.key_value_heads),
-        head_dim=read_size(given, "head_dim", shape.head_dim),
+        key_value_heads=read_size(head_sizes, "num_key_value_heads", shape.key_value_heads),
+        head_dim=read_size(head_sizes, "head_dim", shape.head_dim),
         key_is_value=key_is_value,
     )
     if shape.attention_heads % heads.key_value_heads:

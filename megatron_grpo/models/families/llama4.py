@@ -94,7 +94,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape | None:
 
 
 def _read_list(raw: Mapping[str, Any], key: str, allowed: Sequence[Any], layers: int) -> list[Any] | None:
-    """Read a list with an entry for each layer; None: missing or empty."""
+    """Read a list by layer; None: missing or empty."""
     values = raw.get(key)
     if values is None or values == []:
         return None

@@ -175,7 +175,7 @@ class QueryKeyLinear(ColumnParallelLinear):
 
 
 class ValueNormSelfAttention(LocalOrGlobalSelfAttention):
-    """Self-attention with normalised values, and perhaps heads of its own sizes (Gemma 4)."""
+    """Self-attention with normalised values and perhaps own heads (Gemma 4)."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, heads: HeadShape | None, **keywords: Any) -> None:
         if heads is not None:
@@ -219,7 +219,10 @@ class RotaryAtPositions(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
-        """Compute angles, [tokens, 1, 1, rotated features], float32; those of two embeddings side by side."""
+        """Compute angles: [tokens, 1, 1, rotated features], float32.
+
+        Those of two embeddings stand side by side.
+        """
         angles = []
         for rotary in self.rotaries:
             frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)

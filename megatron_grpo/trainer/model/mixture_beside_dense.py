@@ -14,7 +14,7 @@ from megatron_grpo.trainer.model.layers import RMSNorm
 
 
 class ScaledLayer(DecoderLayer):
-    """A layer whose output is multiplied by a number of its own, which is not trained."""
+    """A layer whose output is multiplied by an untrained number."""
 
     layer_scalar: Tensor
 
@@ -51,9 +51,10 @@ class NormedRouter(ExpertRouter):
 
 
 class MixtureBesideDense(MoELayer):
-    """Experts and a dense network with the same input, each with norms of its own.
+    """Experts beside a dense network, each with norms of its own.
 
-    The dense network is what Megatron-Core calls the shared expert. The router sees the input without a norm before it.
+    Both have the same input. The dense network is what Megatron-Core calls the shared expert. The router sees the input
+    without a norm before it.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
@@ -72,6 +73,6 @@ class MixtureBesideDense(MoELayer):
         return super().preprocess(self.expert_norm(hidden_states), probs, routing_map)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Add the normalised outputs of experts and of the dense network, and normalise their sum."""
+        """Add the normalised outputs of both, and normalise their sum."""
         routed = self.expert_post_norm(super().postprocess(output, None))
         return self.post_norm(routed + shared_expert_output)
