@@ -170,12 +170,16 @@ def count_mamba_width(mamba: MambaShape) -> int:
 
 
 def count_state_bytes(mamba: MambaShape, width: int) -> int:
-    """Count bytes that a layer with Mamba keeps of a sequence: states in float32, and inputs of the convolution."""
+    """Count bytes that a layer with Mamba keeps of a sequence."""
+    # States in float32, and inputs of the convolution.
     return 4 * mamba.heads * mamba.head_dim * mamba.state + width * (mamba.kernel - 1) * mamba.channels
 
 
 def count_layer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
-    """Count parameters of a layer's matrices on a rank, without its routed experts and their router."""
+    """Count parameters of a layer's matrices on a rank.
+
+    Routed experts and their router are left out.
+    """
     kinds, total, matrices = shape.list_kinds(layer), 0.0, 3 if shape.has_gates else 2
     if shape.mamba is not None and "mamba" in kinds:
         total += shape.hidden * (count_mamba_width(shape.mamba) + shape.mamba.heads * shape.mamba.head_dim) / tensor

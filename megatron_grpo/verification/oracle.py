@@ -300,7 +300,10 @@ class Oracle:
 
 
 def find_halves(layer: Any) -> dict[str, Any]:
-    """Find a layer's attention, or what stands in its place (self_attn), and its feed-forward network (mlp)."""
+    """Find a layer's halves: self_attn and mlp, or one.
+
+    What stands in the place of attention is self_attn too.
+    """
     mixer = getattr(layer, "mixer", None)  # in layers of one half
     if mixer is None:
         return {"self_attn": layer.self_attn, "mlp": layer.mlp}
