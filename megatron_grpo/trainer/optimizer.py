@@ -270,8 +270,8 @@ def replace_state_methods(optimizer: Any) -> None:
 def _correct_positions(optimizer: Any) -> None:
     """Correct which state belongs to which parameter.
 
-    That is wrong in a model with parameters of two types: Megatron-Core's optimizer has the float32 parameters of a group first, and its map from parameters to positions
-    counts them behind the others.
+    That is wrong in a model with parameters of two types: Megatron-Core's optimizer has the float32 parameters of a
+    group first, and its map from parameters to positions counts them behind the others.
     """
     for index, group in enumerate(optimizer.opt_group_ranges):
         ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)

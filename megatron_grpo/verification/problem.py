@@ -70,7 +70,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers") or len(raw.get("layers_block_type") or ())
-    per_layer = {
+    per_layer: dict[str, Any] = {
         # Every kind of layer once, then the kinds of the first layers.
         name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
         for name, value in raw.items()
