@@ -34,8 +34,8 @@ def convolve_packed(x: Tensor, weight: Tensor, bias: Tensor, sequence: Tensor) -
 def scan_states(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, sequence: Tensor) -> Tensor:
     """Run the recurrence of each head over each sequence.
 
-    Dao and Gu 2024, "Transformers are SSMs", section 6. The state S, [state, head_dim], is zero before a sequence's first
-    token, and becomes at token t
+    Dao and Gu 2024, "Transformers are SSMs", section 6. The state S, [state, head_dim], is zero before the first token
+    of a sequence, and becomes at token t
 
         S_t = exp(dt_t decay) S_(t-1) + dt_t write_t x_t^T
 
