@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
+from megatron_grpo.models.tokenizer_files import read_settings
 from megatron_grpo.platform.device import environment
 from megatron_grpo.platform.hooks import check_hooks
 
@@ -56,6 +57,9 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if settings.routed is not None:  # vLLM's own record needs a GPU; ours lacks tokens from a prefix cache
         arguments |= {"additional_config": {RECORD_ROUTING: True}, "enable_prefix_caching": False}
+    if "ssm_state_size" in read_settings(Path(settings.model_path) / "config.json"):
+        # vLLM caches states of a prefix only where prompts may be prefilled in parts.
+        arguments["enable_prefix_caching"] = False
     return arguments
 
 

@@ -96,7 +96,10 @@ class DeltaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MambaShape:
-    """Mamba-2 (Dao and Gu 2024): each head has a state of `state` vectors, in place of all keys and values."""
+    """Mamba-2 (Dao and Gu 2024), whose heads keep a state.
+
+    The state of a head, [state, head_dim], stands in place of all keys and values.
+    """
 
     heads: int
     groups: int  # neighbouring heads of a group share what they write with (B) and read with (C)

@@ -187,7 +187,10 @@ def count_mamba_width(mamba: MambaShape) -> int:
 
 
 def count_layer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
-    """Count parameters of a layer's matrices on a rank, without its routed experts and their router."""
+    """Count parameters of a layer's matrices on a rank.
+
+    Routed experts and their router are left out.
+    """
     kinds, total, matrices = shape.list_kinds(layer), 0.0, 3 if shape.has_gates else 2
     if "mixer" in kinds:
         total += count_mixer_parameters(shape, layer, tensor)

@@ -71,8 +71,8 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
 
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
-    """True for layers that predict further tokens: DeepSeek's behind the last, Nemotron's beside the model."""
-    if shape.family == "nemotron_h":
+    """True for layers that predict further tokens."""
+    if shape.family == "nemotron_h":  # beside the model; DeepSeek's are behind the last layer
         return name.startswith("mtp.")
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
     has_layers = FAMILIES[shape.family].has_further_predictions

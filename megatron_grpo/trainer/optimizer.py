@@ -268,10 +268,10 @@ def replace_state_methods(optimizer: Any) -> None:
 
 
 def _correct_positions(optimizer: Any) -> None:
-    """Correct which state belongs to which parameter, in a model with parameters of two types.
+    """Correct which state belongs to which parameter.
 
-    Megatron-Core's optimizer has the float32 parameters of a group first, and its map from parameters to positions
-    counts them behind the others.
+    That is wrong in a model with parameters of two types: Megatron-Core's optimizer has the float32 parameters of a
+    group first, and its map from parameters to positions counts them behind the others.
     """
     for index, group in enumerate(optimizer.opt_group_ranges):
         ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)

@@ -57,9 +57,9 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
 
 
 def find_halves(layer: Any) -> dict[str, Any]:
-    """Find the modules whose outputs join the residual stream: of attention (self_attn), of feed-forward (mlp).
+    """Find a layer's halves: self_attn and mlp, or one.
 
-    The first may be what stands in attention's place; a layer of one half has one of them.
+    They are the modules whose outputs join the residual stream. What stands in the place of attention is self_attn too.
     """
     if hasattr(layer, "mixer"):
         is_network = hasattr(layer.mixer, "experts") or hasattr(layer.mixer, "up_proj")

@@ -80,7 +80,10 @@ class MambaMixer(MegatronModule):
         return parameter
 
     def forward(self, hidden_states: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> tuple[Tensor, None]:
-        """Mix the tokens of each sequence: [tokens of this rank, 1, hidden], and no bias."""
+        """Mix the tokens of each sequence; returns no bias.
+
+        Both are [tokens of this rank, 1, hidden].
+        """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         tokens = packed_seq_params.state_tokens
         assert tokens is not None, "the microbatch was made for a model without Mamba"
@@ -96,7 +99,7 @@ class MambaMixer(MegatronModule):
         From [tokens, columns of x, B, C and dt] to [tokens, heads * head_dim], float32.
         """
         heads = self._heads // parts
-        own = slice(part * heads, (part + 1) * heads)
+        share = slice(part * heads, (part + 1) * heads)
         weight: Tensor = self.conv1d_weight[:, 0]
         bias: Tensor = self.conv1d_bias
         if parts > 1:
@@ -107,10 +110,10 @@ class MambaMixer(MegatronModule):
         x, write, read = convolved.tensor_split([widths[0], sum(widths)], dim=1)
         x = x.unflatten(1, (heads, self._dim))
         state = self._channels["B"] // self._groups
-        dt = F.softplus(inputs[:, len(bias) :].float() + self.dt_bias[own].float())
+        dt = F.softplus(inputs[:, len(bias) :].float() + self.dt_bias[share].float())
         write, read = (values.unflatten(1, (-1, state)) for values in (write, read))
-        outputs = scan_states(x, dt, -self.A_log[own].float().exp(), write, read, tokens.sequence)
-        return (outputs + self.D[own].float()[:, None] * x).flatten(1)
+        outputs = scan_states(x, dt, -self.A_log[share].float().exp(), write, read, tokens.sequence)
+        return (outputs + self.D[share].float()[:, None] * x).flatten(1)
 
     def _mix_over_ranks(self, inputs: Tensor, tokens: StateTokens) -> Tensor:
         """Compute `_mix` of all context-parallel ranks' tokens, for a share of the heads."""
@@ -125,7 +128,10 @@ class MambaMixer(MegatronModule):
         return returned.unflatten(0, (parts, -1)).movedim(0, 1).flatten(1)
 
     def _list_columns(self, part: int, parts: int) -> Tensor:
-        """List the columns of x, B, C and dt, of all these, for a part of the heads."""
+        """List the columns for a part of the heads.
+
+        They count from the first of x, B, C and dt.
+        """
         heads, shared = self._heads // parts, self._heads // self._groups
         first, groups = part * heads, max(1, heads // shared)  # several parts may share a group
         state, starts, begin = self._channels["B"] // self._groups, {}, 0
@@ -146,12 +152,12 @@ class MambaMixer(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Build the checkpoint's entries; each section is cut by tensor parallelism on its own."""
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        parameters: dict[str, Any] = {}
+        self._save_to_state_dict(parameters, "", keep_vars=True)
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own,
+            parameters,
             prefix,
-            dict.fromkeys(own, 0),
+            dict.fromkeys(parameters, 0),
             sharded_offsets,
             tp_group=self._tensor,
             dp_cp_group=metadata["dp_cp_group"],

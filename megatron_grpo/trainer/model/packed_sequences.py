@@ -70,7 +70,7 @@ class AttentionCalls:
 
 @dataclass(frozen=True, slots=True)
 class StateTokens:
-    """A microbatch's tokens in the order of their sequences, for layers that keep a state."""
+    """Order of a microbatch's tokens, for layers that keep a state."""
 
     sequence: Tensor  # [tokens of all context-parallel ranks], int64: index of each token's sequence
     order: Tensor | None

@@ -32,9 +32,10 @@ def convolve_packed(x: Tensor, weight: Tensor, bias: Tensor, sequence: Tensor) -
 
 
 def scan_states(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, sequence: Tensor) -> Tensor:
-    """Run the recurrence of each head over each sequence (Dao and Gu 2024, "Transformers are SSMs", section 6).
+    """Run the recurrence of each head over each sequence.
 
-    The state S, [state, head_dim], is zero before a sequence's first token, and becomes at token t
+    Dao and Gu 2024, "Transformers are SSMs", section 6. The state S, [state, head_dim], is zero before the first token
+    of a sequence, and becomes at token t
 
         S_t = exp(dt_t decay) S_(t-1) + dt_t write_t x_t^T
 
@@ -68,11 +69,11 @@ def scan_states(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tenso
     within = (scores[:, :, None] * between) @ values
     to_end = _exponentiate(logs[..., -1:] - logs, (member == last[:, None])[:, None, None])
     added = torch.einsum("cgjn,cghjp->cghnp", written, values * to_end[..., None])
-    kept = _exponentiate(logs[..., -1], (before == last)[:, None, None])[..., None, None]
+    retained = _exponentiate(logs[..., -1], (before == last)[:, None, None])[..., None, None]
     state, states = torch.zeros_like(added[0]), []
     for chunk in range(len(added)):
         states.append(state)
-        state = state * kept[chunk] + added[chunk]
+        state = state * retained[chunk] + added[chunk]
     from_before = _exponentiate(logs, (member == before[:, None])[:, None, None])
     outputs = within + torch.einsum("cgin,cghnp->cghip", read, torch.stack(states)) * from_before[..., None]
     return outputs.movedim(3, 1).flatten(2, 3).flatten(0, 1)[:tokens]
