@@ -45,13 +45,22 @@ class ThdAttention(torch.nn.Module):
         self.context = parallel_state.get_context_parallel_rank(), config.context_parallel_size
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attn_mask_type: Any, packed_seq_params: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        *,
+        attn_mask_type: Any,
+        packed_seq_params: Any,
+        attention_bias: None = None,
     ) -> Tensor:
         """[tokens, heads * value_dim]."""
         assert packed_seq_params.qkv_format == "thd"
         assert attn_mask_type.name == "causal"
-        assert all(tensor.dim() == 3 and tensor.is_contiguous() for tensor in (query, key, value))
-        assert not any(self.channels) or self.channels == (key.shape[-1], value.shape[-1])
+        if any(self.channels):  # latent attention, whose heads Transformer Engine takes in memory of their own alone
+            assert self.channels == (key.shape[-1], value.shape[-1])
+            assert all(tensor.is_contiguous() for tensor in (query, key, value))
         (number, size), lengths = self.context, packed_seq_params.cu_seqlens_kv_padded.diff().tolist()
         calls = build_attention_calls(lay_out(lengths, rank=number, size=size), None, torch.from_numpy)
         packed = PackedSequences(qkv_format="sbhd", calls=calls)

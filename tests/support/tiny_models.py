@@ -139,7 +139,7 @@ _EXPERTS = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_pe
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
-    "factor": 4.0,
+    "factor": 16.0,
     "mscale": 1.0,
     "mscale_all_dim": 0.7,  # unlike mscale, so that rotated vectors have a factor
     "beta_fast": 32,
