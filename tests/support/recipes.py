@@ -15,7 +15,7 @@ GPU_RECIPES = [name for name in list_config_groups()[RECIPES] if not name.starts
 """Recipes that need GPUs; the others train tiny models on a CPU."""
 COMMANDS = [
     *((f"+exp={name}",) for name in GPU_RECIPES),
-    *((f"+exp={name}", FP8) for name in GPU_RECIPES if not name.endswith("_fp8")),
+    *((f"+exp={name}", FP8) for name in GPU_RECIPES if not name.startswith("deepseek")),
 ]
 """The command line of every recipe, then of every recipe with precision=fp8, unless it chooses its own precision."""
 

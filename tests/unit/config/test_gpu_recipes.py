@@ -13,7 +13,7 @@ from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.preflight.load import check_config
 from megatron_grpo.weight_sync.boxes import count_elements
 from tests.support.engine_table import entry_boxes
-from tests.support.recipes import COMMANDS, GPU_RECIPES, recipe_config
+from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
 
 GPU_BYTES = 80e9
 OF_VLLM = 4e9
@@ -61,6 +61,11 @@ def test_engines_may_be_pipelines(
     parallel.tensor, parallel.pipeline, parallel.data = tensor, pipeline, data
     assert engine_ranks(config) == before
     assert problems(config, monkeypatch).startswith("this machine has no CUDA GPU")
+
+
+def test_latent_attention_can_be_trained_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
+    assert said.startswith("this machine has no CUDA GPU")
 
 
 def test_every_model_has_a_recipe() -> None:
