@@ -18,10 +18,19 @@ FINAL_NORM = "final_layernorm"
 
 # Transformer Engine fuses a norm with the product behind it, of attention, a delta net or Mamba, and has the matrices
 # of experts in one module.
-_INPUT_NORMS = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.in_proj.layer_norm_weight")
-_ENGINE_NAMES = {
-    "input_layernorm.weight": _INPUT_NORMS,
-    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
+_INPUT_NORM, _STATE_NORM, _MLP_NORM, _QUERY_NORM, _KEY_VALUE_NORM = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+_FUSED_NORMS = (_INPUT_NORM, _STATE_NORM, _MLP_NORM, _QUERY_NORM, _KEY_VALUE_NORM)
+_ENGINE_NAMES: dict[str, tuple[str, ...]] = {
+    **{
+        f"{name}weight": tuple(f"{fused}weight" for norm, fused in _FUSED_NORMS if norm == name)
+        for name, _ in _FUSED_NORMS
+    },
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": ("mlp.experts.linear_fc1.weight{expert}",),
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": ("mlp.experts.linear_fc2.weight{expert}",),
     "mlp.experts.local_experts.{expert}.linear_fc1.bias": ("mlp.experts.linear_fc1.bias{expert}",),
@@ -45,15 +54,19 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
     return tuple(prefix + alias for alias in (name, *_ENGINE_NAMES.get(name, ())))
 
 
-def map_checkpoint_names(*, has_experts: bool, has_in_proj: bool = False) -> dict[str, str]:
-    """Map the norms of a torch layer to their names in checkpoints.
+def map_checkpoint_names(
+    *, is_fused: bool, is_latent: bool, has_experts: bool, has_in_proj: bool = False
+) -> dict[str, str]:
+    """Map the norms of a layer to their names in checkpoints.
 
-    These are Transformer Engine's, in which the norm before experts is a module too.
+    These are Transformer Engine's for the norms before attention and before a dense network, and the torch layers' for
+    those in latent attention. `is_fused`: norms are fused with products, except those before latent attention and
+    before experts, which serve several products.
     """
-    fused = {"input_layernorm.": _INPUT_NORMS[has_in_proj]}
-    if not has_experts:
-        fused["pre_mlp_layernorm."] = _ENGINE_NAMES["pre_mlp_layernorm.weight"][0]
-    return {name: engine_name.removesuffix("weight") for name, engine_name in fused.items()}
+    if not is_fused:
+        mixer = _STATE_NORM if has_in_proj else _INPUT_NORM
+        return dict([mixer] if has_experts else [mixer, _MLP_NORM])
+    return dict([_INPUT_NORM, _QUERY_NORM[::-1], _KEY_VALUE_NORM[::-1]] if is_latent else [])
 
 
 def translate_layer(number: int) -> tuple[int, tuple[Half, ...]]:

@@ -204,8 +204,7 @@ class ModelShape:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        has_torch_attention = self.local_rope_theta is not None or self.latent is not None or self.chunked
-        has_torch_attention |= self.value_norm
+        has_torch_attention = self.local_rope_theta is not None or self.chunked or self.value_norm
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)

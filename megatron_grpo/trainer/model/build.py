@@ -167,7 +167,7 @@ def _build_chunk(
             router.requires_grad_(False)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = compute_scaled_rope(shape)[0].to(settings.platform.device)
-    if uses_transformer_engine(shape, settings.platform, config.precision):
+    if uses_transformer_engine(shape, settings.platform, config.precision) and shape.latent is None:
         model.rotary_pos_emb = RotaryTable(model.rotary_pos_emb)
     else:
         rotaries = [model.rotary_pos_emb]

@@ -37,7 +37,7 @@ from megatron_grpo.trainer.model.attention import (
     find_rope_factor,
 )
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter, LatentExperts
-from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
+from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts, ReplicatedLinear
 from megatron_grpo.trainer.model.layers import (
     ExpertRowParallelLinear,
     HeadNorm,
@@ -124,6 +124,9 @@ class TorchModules(LocalSpecProvider):
     def __init__(self, core_attention: type = TorchCoreAttention) -> None:
         self._core_attention = core_attention
 
+    def linear(self) -> type:
+        return ReplicatedLinear
+
     @override
     def core_attention(self) -> type:
         return self._core_attention
@@ -135,10 +138,13 @@ class TorchModules(LocalSpecProvider):
 
 def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> ModuleSpec:
     # The two halves are apart, as a hybrid stack takes them: there each is a layer.
-    has_experts = "experts" in kinds
-    names = {}
-    if not modules.fuse_layernorm_and_linear():
-        names = map_checkpoint_names(has_experts=has_experts, has_in_proj=bool({"delta", "mamba"} & kinds))
+    has_experts, is_fused = "experts" in kinds, modules.fuse_layernorm_and_linear()
+    names = map_checkpoint_names(
+        is_fused=is_fused,
+        is_latent="latent" in kinds,
+        has_experts=has_experts,
+        has_in_proj=bool({"delta", "mamba"} & kinds),
+    )
     # A layer without one of the halves has no modules in its place, and passes its input on.
     halves = build_mixer(shape, kinds, modules) if "mixer" in kinds else {}
     halves |= build_mlp(shape, kinds, modules) if "mlp" in kinds else {}
@@ -151,8 +157,7 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     """Build a layer's attention and the norm before it: fields of its spec."""
     fused = None
     if "latent" in kinds:
-        sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": find_rope_factor(shape)}
-        attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
+        attention = _build_latent_attention(shape, modules)
     elif "delta" in kinds:
         fused = modules.column_parallel_layer_norm_linear()
         attention = _build_delta_net(fused or modules.column_parallel_linear(), modules)
@@ -205,6 +210,20 @@ def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True)
         return head_norm, head_norm
     return ScaledQuery if needs_scaled_queries(shape) else IdentityOp, IdentityOp
+
+
+def _build_latent_attention(shape: ModelShape, modules: BackendSpecProvider) -> ModuleSpec:
+    sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": find_rope_factor(shape)}
+    normed = modules.column_parallel_layer_norm_linear()
+    parts = LatentAttentionParts(
+        replicated=modules.linear(),
+        column=modules.column_parallel_linear(),
+        norm=modules.layer_norm(rms_norm=True) if normed is None else IdentityOp,
+        normed_column=normed or modules.column_parallel_linear(),
+        core_attention=modules.core_attention(),
+        linear_proj=modules.row_parallel_linear(),
+    )
+    return ModuleSpec(LatentAttention, params=sizes, submodules=parts)
 
 
 def _build_delta_net(in_proj: Any, modules: BackendSpecProvider) -> ModuleSpec:

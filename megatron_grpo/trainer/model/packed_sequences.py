@@ -82,7 +82,7 @@ class PackedSequences(PackedSeqParams):
     """A microbatch's packed sequences, an argument of Megatron-Core's layers.
 
     For the torch layers qkv_format is "sbhd": Megatron-Core then sees one long sequence, and only our rotary embedding,
-    attention and expert router read the fields below.
+    attention and expert router read the fields below. For Transformer Engine's it is "thd".
     """
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -306,13 +306,14 @@ def build_packed_sequences(
     `window` and `chunked` as in `build_attention_calls`.
     """
     ends = move(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
-    if transformer_engine:  # its attention needs boundaries only
+    positions = move(layout.positions)
+    if transformer_engine:
         # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal
         # tensors for sequences with padding between them, which excludes FlashAttention.
         longest = int(layout.widths.max())
         return PackedSequences(
             qkv_format="thd",
-            positions=move(layout.positions),
+            positions=positions,
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
             cu_seqlens_q_padded=ends,
@@ -323,7 +324,7 @@ def build_packed_sequences(
     return PackedSequences(
         qkv_format="sbhd",
         cu_seqlens_q=ends,  # for delta nets; attention reads `calls`
-        positions=move(layout.positions),
+        positions=positions,
         calls=build_attention_calls(layout, None, move),
         windowed_calls=None if window is None else build_attention_calls(layout, window, move, chunked=chunked),
     )
