@@ -17,9 +17,14 @@ HALVES: tuple[tuple[Half, ...], ...] = (("mixer", "mlp"),)
 FINAL_NORM = "final_layernorm"
 
 # Transformer Engine fuses a norm with the product behind it, and has the matrices of experts in one module.
+_INPUT_NORM, _MLP_NORM, _QUERY_NORM, _KEY_VALUE_NORM = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
 _ENGINE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    **{f"{name}weight": f"{fused}weight" for name, fused in (_INPUT_NORM, _MLP_NORM, _QUERY_NORM, _KEY_VALUE_NORM)},
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
@@ -41,13 +46,16 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
     return tuple(prefix + alias for alias in (name, _ENGINE_NAMES.get(name)) if alias is not None)
 
 
-def map_checkpoint_names(*, has_experts: bool) -> dict[str, str]:
-    """Map the norms of a torch layer to their names in checkpoints.
+def map_checkpoint_names(*, is_fused: bool, is_latent: bool, has_experts: bool) -> dict[str, str]:
+    """Map the norms of a layer to their names in checkpoints.
 
-    These are Transformer Engine's, in which the norm before experts is a module too.
+    These are Transformer Engine's for the norms before attention and before a dense network, and the torch layers' for
+    those in latent attention. `is_fused`: norms are fused with products, except those before latent attention and
+    before experts, which serve several products.
     """
-    fused = list(_ENGINE_NAMES.items())[: 1 if has_experts else 2]
-    return {name.removesuffix("weight"): engine_name.removesuffix("weight") for name, engine_name in fused}
+    if not is_fused:
+        return dict([_INPUT_NORM] if has_experts else [_INPUT_NORM, _MLP_NORM])
+    return dict([_INPUT_NORM, _QUERY_NORM[::-1], _KEY_VALUE_NORM[::-1]] if is_latent else [])
 
 
 def translate_layer(number: int) -> tuple[int, tuple[Half, ...]]:

@@ -89,7 +89,7 @@ class ModelShape:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        return not self.post_norms and self.local_rope_theta is None and self.latent is None
+        return not self.post_norms and self.local_rope_theta is None
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]

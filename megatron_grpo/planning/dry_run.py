@@ -241,10 +241,13 @@ def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
             for module in layer_module.modules():
                 if isinstance(module, Quantizable):
                     module.fp8 = fp8
-            # Attention keeps its output anyway, so Megatron-Core lets the projection after it save this tensor instead
-            # of an FP8 copy, except with delayed scales.
+            # Attention keeps its output anyway, and the router its input, so Megatron-Core lets the projection after
+            # attention and the shared experts save these tensors instead of FP8 copies, except with delayed scales.
+            keeps = fp8.recipe != "delayed"
             if "mixer" in halves:
-                layer_module.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
+                layer_module.self_attention.linear_proj.save_original_input = keeps
+            if "mlp" in halves and getattr(layer_module.mlp, "shared_experts", None) is not None:
+                layer_module.mlp.shared_experts.linear_fc1.save_original_input = keeps
 
 
 class _DryMaker(MicrobatchMaker):

@@ -84,15 +84,14 @@ def read_gpu_capability() -> tuple[int, int] | None:
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
     """Check that a rank's matrices are multiples of the recipe's block."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
-    heads, key_value_heads = shape.attention_heads, shape.key_value_heads
-    sides = {
-        "hidden size": (shape.hidden, 1),
-        "width of all heads": (heads * shape.head_dim, parallel.tensor),
-        "width of queries, keys and values": ((heads + 2 * key_value_heads) * shape.head_dim, parallel.tensor),
-        "feed-forward width": (shape.ffn_hidden, parallel.tensor),
-    }
+    sides = {"hidden size": (shape.hidden, 1)}
+    sides |= {f"width of {side}": (size, parallel.tensor) for side, size in _list_head_widths(shape).items()}
+    if (latent := shape.latent) is not None:
+        sides |= {"q_lora_rank": (latent.query_rank or 0, 1), "kv_lora_rank": (latent.rank, 1)}
+    sides["feed-forward width"] = (shape.ffn_hidden, parallel.tensor)
     if shape.experts is not None:
         sides["experts' width"] = (shape.experts.ffn_hidden, parallel.expert_tensor)
+        sides["shared expert's width"] = (shape.experts.shared_ffn_hidden, parallel.tensor)
     # Kernels of Transformer Engine refuse other sizes at the first forward pass, minutes after the start.
     for side, (size, ranks) in sides.items():
         if size % (ranks * fp8.block):
@@ -101,6 +100,23 @@ def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
             text = f"{fp8.recipe} takes multiples of {fp8.block}, and the model's {side} is {size}{split}{advice}"
             yield True, "policy.fp8.recipe=", text
             return
+    # In the matrix that makes a key's rotated part too, the last block of rows may be a part of one.
+    rows = 0 if latent is None else latent.rank + latent.rope_dim
+    text = f"the rows that make a short vector and a rotated key are {rows}, and no multiple of 16; use off"
+    yield rows % 16 != 0, "policy.fp8.format=", text
+
+
+def _list_head_widths(shape: ModelShape) -> dict[str, int]:
+    """List the sizes of attention's matrices that tensor parallelism splits."""
+    heads, key_value_heads, latent = shape.attention_heads, shape.key_value_heads, shape.latent
+    if latent is None:
+        widths = {"all heads": heads, "queries, keys and values": heads + 2 * key_value_heads}
+        return {side: count * shape.head_dim for side, count in widths.items()}
+    return {
+        "all heads": heads * latent.value_dim,
+        "queries": heads * (latent.plain_dim + latent.rope_dim),
+        "keys and values": heads * (latent.plain_dim + latent.value_dim),
+    }
 
 
 @evaluate_rules

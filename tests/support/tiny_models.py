@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -135,10 +136,22 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
 _EXPERTS = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def _deepseek_v3() -> PreTrainedModel:
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,  # unlike mscale, so that rotated vectors have a factor
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}
+
+
+def _deepseek_v3(query_rank: int | None = None, **rope: Any) -> PreTrainedModel:
     config = DeepseekV3Config(
         **{**_SIZES, **_EXPERTS, "num_key_value_heads": 4},
-        q_lora_rank=None,
+        q_lora_rank=query_rank,
         kv_lora_rank=12,
         qk_nope_head_dim=8,
         qk_rope_head_dim=4,
@@ -151,6 +164,7 @@ def _deepseek_v3() -> PreTrainedModel:
         first_k_dense_replace=1,
         scoring_func="sigmoid",
         topk_method="noaux_tc",
+        **rope,
     )
     return DeepseekV3ForCausalLM(config)
 
@@ -160,6 +174,7 @@ SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, **_EXPERTS)),
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v3_compressed": lambda: _deepseek_v3(query_rank=20, rope_parameters=_YARN),
 }
 """Those that a few tests make for themselves."""
 

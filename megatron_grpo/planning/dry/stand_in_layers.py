@@ -22,6 +22,7 @@ from megatron_grpo.config.schema import Fp8Config
 from megatron_grpo.planning.dry.kernels import Collective, Kernel, Product, TensorSpec, run, run_attention, run_norm
 from megatron_grpo.planning.dry.tracker import kind
 from megatron_grpo.planning.dry.work import count_bytes, name_of, note
+from megatron_grpo.trainer.model.latent_attention import ReplicatedLinear
 from megatron_grpo.trainer.model.layers import RMSNorm
 
 
@@ -173,6 +174,14 @@ class ShapedNormColumnLinear(ShapedColumnLinear):
         self.layer_norm_weight = weight
 
 
+class ShapedLinear(Quantizable, ReplicatedLinear):
+    """Transformer Engine's linear layer that tensor parallelism does not split."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """From [..., columns] to [..., rows], and no bias."""
+        return self.multiply(hidden, [self.weight], (*hidden.shape[:-1], len(self.weight))), None
+
+
 class ShapedRowLinear(Quantizable, RowParallelLinear):
     """Transformer Engine's linear layer whose columns are split over ranks."""
 
@@ -254,6 +263,9 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
 
 class ShapedModules(LocalSpecProvider):
     """Stand-ins for the modules of Transformer Engine that layers are made of."""
+
+    def linear(self) -> type:
+        return ShapedLinear
 
     @override
     def column_parallel_linear(self) -> type:

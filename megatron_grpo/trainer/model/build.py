@@ -152,7 +152,7 @@ def _build_chunk(
     mark_experts(model)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = compute_scaled_rope(shape)[0].to(settings.platform.device)
-    if uses_transformer_engine(shape, settings.platform, config.precision):
+    if uses_transformer_engine(shape, settings.platform, config.precision) and shape.latent is None:
         model.rotary_pos_emb = RotaryTable(model.rotary_pos_emb)
     else:
         rotaries = [model.rotary_pos_emb]

@@ -30,7 +30,8 @@ class ExpertRouter(TopKRouter):
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         # Megatron-Core makes the weight on the CPU and moves it in the first pass, by when an optimizer has its copy.
-        self.to(config.platform.device)
+        if self.weight.device != config.platform.device:  # a dry run's tensors cannot be moved
+            self.to(config.platform.device)
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0  # over all replicas; both losses are averages over them

@@ -29,7 +29,7 @@ from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
-from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
+from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts, ReplicatedLinear
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, apply_mixin
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
@@ -104,6 +104,9 @@ class TorchModules(LocalSpecProvider):
     def __init__(self, core_attention: type = TorchCoreAttention) -> None:
         self._core_attention = core_attention
 
+    def linear(self) -> type:
+        return ReplicatedLinear
+
     @override
     def core_attention(self) -> type:
         return self._core_attention
@@ -115,8 +118,8 @@ class TorchModules(LocalSpecProvider):
 
 def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> ModuleSpec:
     # The two halves are apart, as a hybrid stack takes them: there each is a layer.
-    has_experts = "experts" in kinds
-    names = {} if modules.fuse_layernorm_and_linear() else map_checkpoint_names(has_experts=has_experts)
+    has_experts, is_fused = "experts" in kinds, modules.fuse_layernorm_and_linear()
+    names = map_checkpoint_names(is_fused=is_fused, is_latent="latent" in kinds, has_experts=has_experts)
     halves = build_mixer(shape, kinds, modules) | build_mlp(shape, kinds, modules)
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
     return ModuleSpec(DecoderLayer if has_experts else TransformerLayer, submodules=parts)
@@ -128,7 +131,16 @@ def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backend
     if "latent" in kinds:
         factor = 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]
         sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
-        attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
+        normed = modules.column_parallel_layer_norm_linear()
+        parts = LatentAttentionParts(
+            replicated=modules.linear(),
+            column=modules.column_parallel_linear(),
+            norm=modules.layer_norm(rms_norm=True) if normed is None else IdentityOp,
+            normed_column=normed or modules.column_parallel_linear(),
+            core_attention=modules.core_attention(),
+            linear_proj=modules.row_parallel_linear(),
+        )
+        attention = ModuleSpec(LatentAttention, params=sizes, submodules=parts)
     else:
         fused = modules.column_parallel_layer_norm_linear()
         head_norm = modules.layer_norm(rms_norm=True, for_qk=True) if shape.qk_norm else IdentityOp

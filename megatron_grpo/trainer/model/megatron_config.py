@@ -33,6 +33,8 @@ class DecoderSettings(TransformerConfig):
 
     platform: Platform = field(default_factory=detect_platform)
     single_expert_has_weight_one: bool = False  # before scaling, rather than its score
+    recompute_latent_heads: bool = False
+    """Whether latent attention makes queries, keys and values from short vectors again in the backward pass."""
 
 
 def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
@@ -65,6 +67,7 @@ def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: 
         recompute_num_layers=count_megatron_layers(1) if recomputes else None,
         **_list_platform_settings(config, shape, platform, uses_te=uses_te),
         platform=platform,
+        recompute_latent_heads="mla_up_proj" in config.recompute_modules,
     )
     return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
 
@@ -125,7 +128,9 @@ def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[s
         # On a CPU results repeat anyway, and the flag would only choose a slower embedding.
         fields["deterministic_mode"] = platform.is_like_cuda
     if config.recompute_modules:
-        fields |= {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules)}
+        # Megatron-Core knows mla_up_proj only of its own latent attention.
+        modules = [module for module in config.recompute_modules if module != "mla_up_proj"]
+        fields |= {"recompute_granularity": "selective", "recompute_modules": modules}
     return fields | config.megatron
 
 

@@ -73,7 +73,7 @@ class PackedSequences(PackedSeqParams):
     """A microbatch's packed sequences, an argument of Megatron-Core's layers.
 
     For the torch layers qkv_format is "sbhd": Megatron-Core then sees one long sequence, and only our rotary embedding,
-    attention and expert router read the fields below.
+    attention and expert router read the fields below. For Transformer Engine's it is "thd".
     """
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -261,6 +261,7 @@ def build_packed_sequences(
     layout: PackedLayout, transformer_engine: bool, window: int | None = None, move: Move = torch.from_numpy
 ) -> PackedSequences:
     """Build the argument of Megatron-Core's layers for a microbatch of a dense model."""
+    positions = move(layout.positions)
     if transformer_engine:  # its attention needs boundaries only
         # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal
         # tensors for sequences with padding between them, which excludes FlashAttention.
@@ -274,10 +275,11 @@ def build_packed_sequences(
             cu_seqlens_kv_padded=ends,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            positions=positions,
         )
     return PackedSequences(
         qkv_format="sbhd",
-        positions=move(layout.positions),
+        positions=positions,
         calls=build_attention_calls(layout, None, move),
         windowed_calls=None if window is None else build_attention_calls(layout, window, move),
     )

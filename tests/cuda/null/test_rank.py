@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
@@ -27,7 +29,8 @@ from megatron_grpo.config.schema import (
     ReferenceConfig,
 )
 from megatron_grpo.models.weight_layouts import split_policy
-from megatron_grpo.trainer.checkpoint import build_sharded_state
+from megatron_grpo.trainer.checkpoint import _METADATA, build_sharded_state, build_sharded_weights
+from megatron_grpo.trainer.model.build import DecoderModel, build_model
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.pieces import lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
@@ -70,6 +73,26 @@ CASES = {
     "qwen3_moe": Case("qwen3_moe", LOSSES),
     "mixtral": Case("mixtral"),
     "deepseek_v3": Case("deepseek_v3", {"moe": MoeConfig(bias_update_rate=1e-3)}),
+    "latent, uncompressed": Case("deepseek_v3, full queries"),
+    "latent, float32": Case("deepseek_v3", {"precision": "float32"}),
+    "latent, context": Case("deepseek_v3", layout(context=2, data=2), number=1),
+    "latent, first stage": Case("deepseek_v3", SPLIT),
+    "latent, last stage": Case("deepseek_v3", SPLIT | fp8("blockwise"), number=7),
+    "latent, experts shared": Case("deepseek_v3", layout(data=2, expert=2), number=1),
+    "latent, fp8 delayed": Case("deepseek_v3", fp8("delayed")),
+    "latent, fp8 tensorwise": Case("deepseek_v3", fp8("tensorwise", parameters=True)),
+    "latent, fp8 blockwise": Case("deepseek_v3", fp8("blockwise", first_layers_bf16=1, last_layers_bf16=1)),
+    "latent, fp8 parameters": Case("deepseek_v3", fp8("blockwise", parameters=True), reference=ReferenceConfig()),
+    "latent, simulated fp8": Case("deepseek_v3", fp8("blockwise", simulate=True)),
+    "latent, adapters": Case(
+        "deepseek_v3",
+        {"lora": LoraConfig(rank=8, target_modules=["linear_proj"])},
+        reference=ReferenceConfig(),
+    ),
+    "latent, recomputed": Case("deepseek_v3", fp8("blockwise") | {"activation_checkpointing": True}),
+    "latent, recomputed parts": Case(
+        "deepseek_v3", fp8("blockwise") | {"recompute_modules": ["core_attn", "layernorm", "moe", "mla_up_proj"]}
+    ),
     "float32": Case(policy={"precision": "float32"}),
     "unpacked": Case(policy={"packing": False}),
     "fused head": Case(policy={"logprob_kernel": "fused"}),
@@ -202,17 +225,48 @@ def test_every_rank_counts_its_own_experts_in_the_gradient_norm(
     assert any(".experts." in name for name, _ in updated)
 
 
-def test_packed_attention_is_fused_and_without_padding(models: Callable[[str], Path]) -> None:
-    trial = trial_of(Case(), models)
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [(Case(), (64, 64)), (Case("deepseek_v3"), (192, 128)), (Case("deepseek_v3", layout(context=2)), (192, 128))],
+    ids=["qwen3", "deepseek_v3", "deepseek_v3, context"],
+)
+def test_packed_attention_is_fused_and_without_padding(
+    case: Case, sizes: tuple[int, int], models: Callable[[str], Path]
+) -> None:
+    trial = trial_of(case, models)
     trial.train()
     assert len(SELECTIONS) > 0
     for parameters, is_fused in SELECTIONS:
         assert is_fused
         assert parameters.qkv_layout == "thd_thd_thd"
         assert not parameters.pad_between_seqs
+        assert (parameters.head_dim_qk, parameters.head_dim_v) == sizes
+        assert parameters.context_parallel == (case.policy != {})
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen3", 10), ("qwen3_moe", 61)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v3, full queries"])
+def test_layers_of_both_kinds_read_each_others_checkpoints(family: str, models: Callable[[str], Path]) -> None:
+    """Torch's layers and Transformer Engine's give a tensor the same name, shape and parts."""
+    rank = trial_of(Case(family), models).rank
+    engine, torch_layers = (
+        entries(rank.chunks),
+        entries(build_model(replace(rank.config, precision="float32"), rank.shape)),
+    )
+    assert engine == torch_layers
+    assert len(engine) > 10
+
+
+def entries(chunks: list[DecoderModel]) -> dict[str, Any]:
+    """The tensors of a checkpoint: shape of each, and the part that this rank has."""
+    tensors = [
+        value
+        for value in nested_values(build_sharded_weights(chunks, dict(_METADATA)))
+        if isinstance(value, ShardedTensor)
+    ]
+    return {f"{tensor.key} {tensor.global_offset}": (tensor.global_shape, tensor.local_shape) for tensor in tensors}
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen3", 10), ("qwen3_moe", 61), ("deepseek_v3", 61)])
 def test_a_step_seldom_waits_for_the_device(family: str, most: int, models: Callable[[str], Path]) -> None:
     """Twice a microbatch, for the norm and for the metrics; and where tokens are counted that go to experts."""
     trial = trial_of(Case(family), models)

@@ -57,11 +57,15 @@ LENGTHS = [[37, 91, 128], [156, 100], [256], [61, 67, 64, 64]]
 
 
 def make_model(family: str, folder: Path) -> Path:
-    """Write a small random model of a family, with the sizes above; returns its folder."""
+    """Write a small random model of a family, with the sizes above; returns its folder.
+
+    ", full queries" after the name: latent attention does not compress queries.
+    """
+    family, _, variant = family.partition(", ")
     config = {"model_type": family, **SMALL, **TINY[family]}
     config |= {name: size for name, size in SIZES.items() if name in config}
     if family == "deepseek_v3":
-        config |= LATENT
+        config |= LATENT | ({"q_lora_rank": None} if variant else {})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
     return folder

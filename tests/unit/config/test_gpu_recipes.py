@@ -63,9 +63,9 @@ def test_engines_may_be_pipelines(
     assert problems(config, monkeypatch).startswith("this machine has no CUDA GPU")
 
 
-def test_latent_attention_is_trained_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_can_be_trained_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     said = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
-    assert said.startswith("Transformer Engine's layers do not express deepseek_v3; use off, with precision=fp8_engin")
+    assert said.startswith("this machine has no CUDA GPU")
 
 
 def test_every_model_has_a_recipe() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import LatentShape, ModelShape
 from megatron_grpo.preflight import model_checks as checks
 from megatron_grpo.preflight.machine_checks import find_package_problems
 from megatron_grpo.preflight.model_checks import (
@@ -23,6 +23,12 @@ from tests.support.config_problems import SMALL
 
 SHAPE = replace(parse_model_shape(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
 """Eight heads and four key/value heads in four layers."""
+LATENT = replace(SHAPE, latent=LatentShape(query_rank=256, rank=128, plain_dim=128, rope_dim=64, value_dim=128))
+
+
+def compress(**sizes: int) -> ModelShape:
+    assert LATENT.latent is not None
+    return replace(LATENT, latent=replace(LATENT.latent, **sizes))
 
 
 def config(gpus: int = 8, **fp8: object) -> Config:
@@ -42,6 +48,13 @@ def test_what_fits_is_taken(recipe: str) -> None:
     assert problems(config(format="off", recipe=recipe, first_layers_bf16=99)) == {}
     if recipe != "delayed":
         assert problems(config(gpus=0, recipe=recipe, simulate=True)) == {}
+    assert problems(config(recipe=recipe), LATENT) == {}, "a short vector and a rotated key are 192 rows"
+
+
+def test_layers_that_transformer_engine_does_not_have_are_refused() -> None:
+    text = "Transformer Engine's layers do not express qwen3; use off, with precision=fp8_engines if the engines are "
+    (said,) = problems(config(), replace(SHAPE, post_norms=True)).values()
+    assert said.startswith(text)
 
 
 def test_what_the_device_cannot_do_is_refused_with_what_to_do() -> None:
@@ -82,6 +95,11 @@ def test_more_outer_layers_than_there_are() -> None:
         ("blockwise", 8, SHAPE, "multiples of 128, and the model's feed-forward width is 512 over 8 ranks; use fewer"),
         ("mxfp8", 1, replace(SHAPE, ffn_hidden=80), "multiples of 32, and the model's feed-forward width is 80; use "),
         ("tensorwise", 1, replace(SHAPE, hidden=24), "multiples of 16, and the model's hidden size is 24; use off"),
+        ("blockwise", 1, compress(query_rank=192), "multiples of 128, and the model's q_lora_rank is 192; use fewer"),
+        ("blockwise", 1, compress(rank=64), "multiples of 128, and the model's kv_lora_rank is 64; use fewer"),
+        ("blockwise", 8, compress(value_dim=64), "the model's width of all heads is 512 over 8 ranks; use fewer"),
+        ("mxfp8", 8, compress(rope_dim=4), "the model's width of queries is 1056 over 8 ranks; use fewer"),
+        ("tensorwise", 1, compress(rope_dim=8), "a short vector and a rotated key are 136, and no multiple of 16; use"),
     ],
 )
 def test_sizes_that_are_no_whole_blocks(recipe: str, tensor: int, shape: ModelShape, what: str) -> None:

@@ -1,0 +1,89 @@
+"""Layers of the form that they have on a GPU, with numbers on a CPU: fused norms, and attention of packed sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_grpo.platform.device import detect_platform
+from megatron_grpo.trainer import microbatch, rank
+from megatron_grpo.trainer.model import build, layer_spec, megatron_config
+from megatron_grpo.trainer.model.attention import TorchCoreAttention
+from megatron_grpo.trainer.model.packed_sequences import PackedSequences, build_attention_calls, lay_out
+
+UNFUSED = {"apply_rope_fusion": False, "moe_grouped_gemm": False, "moe_permute_fusion": False}
+"""Settings of Megatron-Core for models of these layers, in place of kernels of Transformer Engine."""
+
+
+class NormColumnLinear(ColumnParallelLinear):
+    """A norm and a linear layer in one, with the names of Transformer Engine's parameters."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **keywords)
+        weight: Any = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_weight, self.eps = weight, config.layernorm_epsilon
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> Any:
+        return super().forward(F.rms_norm(input_, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
+
+
+class ThdAttention(torch.nn.Module):
+    """Attention of [tokens, heads, head_dim], which knows the sequences by their boundaries alone."""
+
+    def __init__(self, config: TransformerConfig, *, k_channels: int = 0, v_channels: int = 0, **keywords: Any) -> None:
+        super().__init__()
+        assert keywords["attention_type"] == "self"
+        self.channels, self.attention = (k_channels, v_channels), TorchCoreAttention(config, **keywords)
+        self.context = parallel_state.get_context_parallel_rank(), config.context_parallel_size
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        *,
+        attn_mask_type: Any,
+        packed_seq_params: Any,
+        attention_bias: None = None,
+    ) -> Tensor:
+        """[tokens, heads * value_dim]."""
+        assert packed_seq_params.qkv_format == "thd"
+        assert attn_mask_type.name == "causal"
+        if any(self.channels):  # latent attention, whose heads Transformer Engine takes in memory of their own alone
+            assert self.channels == (key.shape[-1], value.shape[-1])
+            assert all(tensor.is_contiguous() for tensor in (query, key, value))
+        (number, size), lengths = self.context, packed_seq_params.cu_seqlens_kv_padded.diff().tolist()
+        calls = build_attention_calls(lay_out(lengths, rank=number, size=size), None, torch.from_numpy)
+        packed = PackedSequences(qkv_format="sbhd", calls=calls)
+        tokens = (tensor[:, None] for tensor in (query, key, value))
+        return self.attention(*tokens, packed_seq_params=packed)[:, 0]
+
+
+class FusedModules(layer_spec.TorchModules):
+    """Modules of layers as Transformer Engine divides them."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnLinear
+
+    def core_attention(self) -> type:
+        return ThdAttention
+
+
+def use_fused_layers() -> None:
+    """Let this process build models of the layers above."""
+    for module in (layer_spec, build, megatron_config, microbatch):
+        module.uses_transformer_engine = lambda *_: True
+    platform = replace(detect_platform(), layer_modules=FusedModules())
+    rank.detect_platform = lambda: platform
