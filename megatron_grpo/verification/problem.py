@@ -58,7 +58,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     if not shrink:
         return path
     config_values = json.loads((path / "config.json").read_text())
-    if config_values.get("model_type") not in CONFIG_MAPPING:
+    if find_model_type(config_values) not in CONFIG_MAPPING:
         model_type = to_text(config_values.get("model_type"))
         text = f"transformers {transformers_version} does not know model_type={model_type}, so it makes no small model"
         raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}")

@@ -179,6 +179,7 @@ def _read_experts(raw: Mapping[str, Any], shape: ModelShape) -> ExpertShape | No
     if top_k > count:
         raise ValueError(f"top_k_experts={top_k} is more than the {count} experts")
     return ExpertShape(
+        packed=True,
         count=count,
         ffn_hidden=read_size(raw, "moe_intermediate_size"),
         top_k=top_k,

@@ -71,6 +71,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     assert shape.rope_scaling is not None
     count = read_expert_count(raw, "num_experts", "num_local_experts", 128)
     experts = ExpertShape(
+        packed=True,
         count=count,
         ffn_hidden=shape.ffn_hidden,
         top_k=read_top_k(settings, count),

@@ -82,6 +82,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape | None:
         return None
     width = read_size(raw, "intermediate_size", 8192)
     return ExpertShape(
+        packed=True,
         count=read_expert_count(raw, "num_experts", "num_local_experts", 16),
         ffn_hidden=width,
         top_k=1,

@@ -27,7 +27,7 @@ def test_released_models_are_read() -> None:
     assert (dense.softmax_scale, dense.embedding_scale, dense.zero_centered_norms) == (1.0, 5376**0.5, False)
     assert (dense.rope_theta, dense.local_rope_theta) == (1e6, 1e4)
     assert dense.rope_scaling == {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    assert dense.list_kinds(0) == {"mixer", "attention", "mlp", "dense"}
+    assert dense.list_kinds(0) == {"mixer", "attention", "qk_norm", "mlp", "dense"}
     assert dense.list_kinds(5) == {"mixer", "global", "key_as_value", "mlp", "dense"}
     assert mixture.experts is not None
     assert (mixture.experts.count, mixture.experts.top_k, mixture.experts.shared_ffn_hidden) == (128, 8, 2112)
@@ -119,9 +119,9 @@ def test_the_table_has_every_tensor_once_in_its_shape(raw: dict[str, Any]) -> No
 
 def test_tensor_parallelism_has_to_divide_both_kinds_of_heads() -> None:
     shape = parse_model_shape(GEMMA4_31B)
-    assert [size for size in (1, 2, 4, 8, 16, 32) if _find_undivided(size, shape) is None] == [1, 2, 4, 8, 16, 32]
+    assert [size for size in (1, 2, 4, 8, 16, 32) if _find_undivided(size, shape, is_engine=False) is None] == [1, 2, 4, 8, 16, 32]
     three = replace(shape, global_heads=HeadShape(key_value_heads=1, head_dim=6, key_is_value=True))
-    assert _find_undivided(4, three) == "1 key/value heads, nor is it a multiple of them"
+    assert _find_undivided(4, three, is_engine=False) == "1 key/value heads, nor is it a multiple of them"
 
 
 def test_keys_values_and_matrices_are_counted_by_layer() -> None:

@@ -22,7 +22,7 @@ def test_released_models_are_read() -> None:
     assert scout.unrotated == maverick.unrotated == (False, False, False, True) * 12
     assert (sum(scout.experts.layers), sum(maverick.experts.layers)) == (48, 24)
     assert maverick.list_kinds(0) == {"mixer", "attention", "mlp", "dense"}
-    assert maverick.list_kinds(3) == {"mixer", "attention", "unrotated", "mlp", "experts"}
+    assert maverick.list_kinds(3) == {"mixer", "attention", "unrotated", "mlp", "experts", "packed_experts"}
     assert (maverick.ffn_hidden, maverick.experts.ffn_hidden, maverick.experts.shared_ffn_hidden) == (16384, 8192, 8192)
     assert not scout.fits_transformer_engine
 

@@ -34,7 +34,7 @@ def test_released_models_are_read() -> None:
     assert large.count_layers("latent_experts") == large.count_layers("experts") == 40
     assert not nano.has_gates
     assert nano.list_kinds(0) == {"mixer", "mamba"}
-    assert nano.list_kinds(1) == {"mlp", "experts"}
+    assert nano.list_kinds(1) == {"mlp", "experts", "single_experts"}
 
 
 @pytest.mark.parametrize("raw", [NANO, NANO_9B, SUPER], ids=["nano", "nano_9b", "super"])
@@ -76,7 +76,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
         ({"n_group": 8}, "n_group=8 is not supported"),
         ({"intermediate_size": [1856]}, "intermediate_size=.* must be a whole number"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than the 128 experts"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantized weights cannot be trained"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "are quantized so cannot be read"),
     ],
 )
 def test_options_without_support_are_refused(change: dict[str, Any], message: str) -> None:

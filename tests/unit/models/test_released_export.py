@@ -39,7 +39,9 @@ def test_an_export_holds_every_file(layout: Layout, exported: Path) -> None:
         assert (exported / file).read_bytes() == (source / file).read_bytes()
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (exported, source))
     changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
-    assert changed <= {"dtype", "torch_dtype"}
+    assert changed <= {"dtype", "torch_dtype", "text_config"}
+    texts = [config.get("text_config", {}) for config in (ours, theirs)]
+    assert {key for key in texts[0] if texts[0][key] != texts[1].get(key)} <= {"dtype", "torch_dtype"}
 
 
 def test_a_reloaded_export_gives_the_same_prompts(layout: Layout, exported: Path) -> None:
