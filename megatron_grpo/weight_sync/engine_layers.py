@@ -76,7 +76,8 @@ _STACKED = {
 def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Split gpt-oss's tensors of all experts by expert.
 
-    The names are those that vLLM has for one expert's tensors. vLLM copies the tensors of all into parameters that hold nothing during a reload; those of one go through loaders.
+    The names are vLLM's for one expert, whose tensors go through loaders. vLLM copies the tensors of all experts into
+    parameters that hold nothing during a reload.
     """
     for name, tensor in tensors:
         block, _, last = name.rpartition(".mlp.experts.")

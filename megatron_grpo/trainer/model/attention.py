@@ -114,8 +114,8 @@ def _attend_with_sinks(
 ) -> Tensor:
     """Attend to the keys and to a sink, whose value is 0.
 
-    `sinks`: [heads], the logits of the sink. No kernel of torch takes such logits, so they are products: each head of a group gets a further feature, which is 1
-    in its queries, its logit / scale in the first key, and 0 elsewhere.
+    `sinks`: [heads], its logits. No kernel of torch takes such logits, so they are products: each head of a group gets
+    a further feature, which is 1 in its queries, its logit / scale in the first key, and 0 elsewhere.
     """
     groups, width = keys.shape[1], values.shape[-1]
     features = queries.shape[1] // groups
