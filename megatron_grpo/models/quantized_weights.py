@@ -95,7 +95,7 @@ def unpack_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def count_scales(shape: tuple[int, ...], quantization: Quantization) -> tuple[int, ...]:
-    """Count the scales of an FP8 matrix in each dimension; (): one for all of it."""
+    """Count the scales of an FP8 matrix by dimension; (): one scale."""
     if quantization.block is None:
         return ()
     return tuple(-(-size // width) for size, width in zip(shape, quantization.block, strict=False))

@@ -257,7 +257,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
             self.register_parameter(f"{name}{number}", parameter)
 
     def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, Sequence[Tensor] | None]:
-        """From [tokens of local experts, columns] to [tokens, rows]; perhaps with biases that are not added."""
+        """Multiply, [tokens of local experts, columns] to [tokens, rows]; returns biases to add."""
         weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
         biases: list[Tensor] = [parameter for parameter in self.parameters() if parameter.dim() == 1]
         added = [] if self._returns_bias else biases

@@ -130,7 +130,8 @@ class LatentAttention(MegatronModule):
             out = self._attend(*heads.checkpoint(make_heads, *parts), packed_seq_params)
             heads.discard_output_and_register_recompute(out)
         else:
-            out = self._attend(*make_heads(*parts), packed_seq_params)
+            query, key, value = make_heads(*parts)
+            out = self._attend(query, key, value, packed_seq_params)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return projected
 
