@@ -127,7 +127,8 @@ class LatentAttention(MegatronModule):
         make_heads = partial(self._make_heads, is_packed=packed_seq_params.qkv_format == "thd")
         if self.config.recompute_latent_heads:
             heads = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
-            out = self._attend(*heads.checkpoint(make_heads, *parts), packed_seq_params)
+            query, key, value = heads.checkpoint(make_heads, *parts)
+            out = self._attend(query, key, value, packed_seq_params)
             heads.discard_output_and_register_recompute(out)
         else:
             query, key, value = make_heads(*parts)

@@ -119,7 +119,14 @@ def test_the_table_has_every_tensor_once_in_its_shape(raw: dict[str, Any]) -> No
 
 def test_tensor_parallelism_has_to_divide_both_kinds_of_heads() -> None:
     shape = parse_model_shape(GEMMA4_31B)
-    assert [size for size in (1, 2, 4, 8, 16, 32) if _find_undivided(size, shape, is_engine=False) is None] == [1, 2, 4, 8, 16, 32]
+    assert [size for size in (1, 2, 4, 8, 16, 32) if _find_undivided(size, shape, is_engine=False) is None] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
     three = replace(shape, global_heads=HeadShape(key_value_heads=1, head_dim=6, key_is_value=True))
     assert _find_undivided(4, three, is_engine=False) == "1 key/value heads, nor is it a multiple of them"
 
