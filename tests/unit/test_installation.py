@@ -155,23 +155,26 @@ LABELLED = f"{TORCH}+cpu"
 OF_PYTORCH = "whl/cpu"
 PUBLIC = f"--constraint {REQUIREMENTS / 'cuda.lock'} {TORCH}"
 LOCKED = f"--no-deps --requirement {REQUIREMENTS / 'cpu.lock'}"
+VISION = next(
+    line for line in (REQUIREMENTS / "cuda.lock").read_text().splitlines() if line.startswith("torchvision==")
+)
 
 
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        ("installed", [LOCKED]),
-        ("configured", [LABELLED, LOCKED]),
-        ("pytorch", [LABELLED, OF_PYTORCH, LOCKED]),
-        ("public", [LABELLED, OF_PYTORCH, PUBLIC, LOCKED]),
+        ("installed", [LOCKED, VISION]),
+        ("configured", [LABELLED, LOCKED, VISION]),
+        ("pytorch", [LABELLED, OF_PYTORCH, LOCKED, VISION]),
+        ("public", [LABELLED, OF_PYTORCH, PUBLIC, LOCKED, VISION]),
     ],
 )
 def test_the_cpu_build_of_torch_comes_from_any_index(machine: Machine, state: str, expected: list[str]) -> None:
     answers = {
         "installed": "",
-        "configured": '[[ "$*" != *"import torch"* ]]',
-        "pytorch": f'[[ "$*" != *"import torch"* && ( "$*" != *{LABELLED}* || "$*" == *{OF_PYTORCH}* ) ]]',
-        "public": f'[[ "$*" != *"import torch"* && "$*" != *{LABELLED}* ]]',
+        "configured": '[[ "$*" != *"assert torch"* ]]',
+        "pytorch": f'[[ "$*" != *"assert torch"* && ( "$*" != *{LABELLED}* || "$*" == *{OF_PYTORCH}* ) ]]',
+        "public": f'[[ "$*" != *"assert torch"* && "$*" != *{LABELLED}* ]]',
     }
     machine.add("venv/bin/python", answers[state])
     assert machine.run("install_cpu.sh", str(machine.folder / "venv")).returncode == 0
@@ -182,10 +185,19 @@ def test_the_cpu_build_of_torch_comes_from_any_index(machine: Machine, state: st
         assert part in call
 
 
+def test_torchvision_is_of_the_build_of_torch_or_left_out(machine: Machine) -> None:
+    machine.add("venv/bin/python", f'[[ "$*" == *"import torch;"* ]] && echo +cpu; [[ "$*" != *{VISION}* ]]')
+    done = machine.run("install_cpu.sh", str(machine.folder / "venv"))
+    assert done.returncode == 0
+    assert f"no index that is reached has {VISION}+cpu, without which vLLM serves no Qwen3.5" in done.stderr
+    calls = [call for call in machine.list_calls() if VISION in call]
+    assert [OF_PYTORCH in call for call in calls] == [False, True]
+
+
 def test_the_installed_torch_counts_only_in_the_locked_version(machine: Machine) -> None:
     machine.add("venv/bin/python", "")
     machine.run("install_cpu.sh", str(machine.folder / "venv"))
-    (question,) = [call for call in machine.list_calls() if "import torch" in call]
+    question = next(call for call in machine.list_calls() if "import torch" in call)
     code = question.removeprefix("python -c ")
     torch = "import sys, types; sys.modules['torch'] = types.SimpleNamespace(__version__='{}'); "
     for version, counts in ((f"{TORCH.removeprefix('torch==')}+cpu", True), ("2.0.0", False)):
