@@ -35,7 +35,7 @@ class DeltaNet(GatedDeltaNet):
             _use_torch_functions()
         config = copy.copy(config)
         config.deterministic_mode = False  # Megatron-Core's own rule for it refuses packed sequences
-        # Adapters and rounding make a linear layer a partial (`layers.apply_mixin`), which Megatron-Core takes elsewhere.
+        # Adapters and rounding make a linear layer a partial (`layers.apply_mixin`), which Megatron-Core refuses here.
         parts = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
         for name, part in parts.items():
             if isinstance(part, partial):
