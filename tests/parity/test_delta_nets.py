@@ -116,7 +116,7 @@ def test_gradients_equal_transformers_one_sequence_at_a_time(layout: Layout, mod
     needs_sequence = layout.tensor > 1 and not layout.sequence
     chosen = [model for name, model in models.items() if name not in DENSE] if layout.expert > 1 else [*models.values()]
     chosen = [models[name] for name in DENSE] if needs_sequence else chosen
-    by_rank = run_on_ranks(layout, gradients_on_rank, chosen)
+    by_rank = run_on_ranks(layout, gradients_on_rank, chosen, timeout_s=600.0)
     expect_gradients_of_transformers(by_rank, chosen, tolerance=TOLERANCE)
 
 
@@ -154,12 +154,12 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: str, lora: LoraConfig
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["weights", "adapters"])
 def test_a_checkpoint_loads_in_other_layouts(lora: LoraConfig, models: dict[str, TinyModel], tmp_path: Path) -> None:
     model, saving = models["next"], Layout(tensor=2, sequence=True)
-    saved = merged(run_on_ranks(saving, save_on_rank, model, str(tmp_path), lora))
+    saved = merged(run_on_ranks(saving, save_on_rank, model, str(tmp_path), lora, timeout_s=600.0))
     changed = {name for name, tensor in saved.items() if not torch.equal(tensor, model.tensors()[name])}
     assert any("in_proj_qkvz" in name for name in changed)
     assert any("conv1d" in name for name in changed) != bool(lora.rank)
     for layout in (Layout(), Layout(pipeline=2, context=2)):
-        loaded = merged(run_on_ranks(layout, load_on_rank, model, str(tmp_path), lora))
+        loaded = merged(run_on_ranks(layout, load_on_rank, model, str(tmp_path), lora, timeout_s=600.0))
         assert loaded.keys() == saved.keys()
         for name, tensor in saved.items():
             assert torch.equal(loaded[name], tensor), name

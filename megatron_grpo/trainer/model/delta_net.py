@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from functools import cache
+from dataclasses import fields
+from functools import cache, partial
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common, gdn
 from megatron.core.ssm.utils import _split_tensor_factory
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.trainer.model.delta_rule import compute_delta_rule, convolve_packed, normalize_vectors
@@ -27,14 +28,19 @@ class DeltaNet(GatedDeltaNet):
     the key heads have to be a multiple of tensor * context.
     """
 
-    def __init__(self, config: TransformerConfig, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **keywords: Any) -> None:
         has_kernels = common.HAVE_FLA and gdn.causal_conv1d is not convolve_packed
         self._uses_torch = not has_kernels or (config.deterministic_mode and config.platform.name != "dry")
         if self._uses_torch:
             _use_torch_functions()
         config = copy.copy(config)
         config.deterministic_mode = False  # Megatron-Core's own rule for it refuses packed sequences
-        super().__init__(config, *arguments, **keywords)
+        # Adapters and rounding make a linear layer a partial (`layers.apply_mixin`), which Megatron-Core refuses here.
+        parts = {field.name: getattr(submodules, field.name) for field in fields(submodules)}
+        for name, part in parts.items():
+            if isinstance(part, partial):
+                parts[name] = ModuleSpec(part.func, params=part.keywords)
+        super().__init__(config, GatedDeltaNetSubmodules(**parts), **keywords)
         # In float32, as vLLM has it: the decay is an exponential of an exponential of this number.
         log: Any = torch.nn.Parameter(self.get_parameter("A_log").data.float())
         log.tensor_model_parallel, log.partition_dim, log.partition_stride = True, 0, 1
