@@ -14,8 +14,16 @@ HF_CONFIGS = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama3_1_8b",
     "meta-llama/Llama-3.3-70B-Instruct": "llama3_3_70b",
     "unsloth/DeepSeek-V3-0324-BF16": "deepseek_v3",
+    "Qwen/Qwen3.5-9B": "qwen3_5_9b",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_35b_a3b",
+    "Qwen/Qwen3.5-397B-A17B": "qwen3_5_397b_a17b",
     "openai/gpt-oss-20b": "gpt_oss_20b",
     "openai/gpt-oss-120b": "gpt_oss_120b",
+    "zai-org/GLM-4.5-Air": "glm_4_5_air",
+    "zai-org/GLM-4.6": "glm_4_6",
+    "moonshotai/Kimi-K2-Instruct": "kimi_k2",
+    "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nvidia_nemotron_3_nano",
 }
 """Folders in tests/data/hf_configs by hub name."""
 

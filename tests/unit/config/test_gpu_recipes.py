@@ -73,7 +73,8 @@ def test_latent_attention_can_be_trained_in_fp8(monkeypatch: pytest.MonkeyPatch)
 
 def test_every_model_has_a_recipe() -> None:
     sizes = ["qwen3_0_6b", "qwen3_1_7b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"]
-    for size in (*sizes, "llama3_8b", "llama3_70b", "deepseek_v3"):
+    newer = ["qwen3_5", "gpt_oss", "glm_4", "kimi_k2", "moonlight", "nvidia_nemotron_3"]
+    for size in (*sizes, *newer, "llama3_8b", "llama3_70b", "deepseek_v3"):
         assert any(name.startswith(f"{size}_") for name in GPU_RECIPES), size
 
 

@@ -21,8 +21,17 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "unsloth/DeepSeek-V3-0324-BF16": 671_026_419_200,  # without the layer for multi-token prediction
+    # Of models that see images, the text part alone.
+    "Qwen/Qwen3.5-9B": 8_953_803_264,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen/Qwen3.5-397B-A17B": 396_346_350_336,
     "openai/gpt-oss-20b": 20_914_757_184,
     "openai/gpt-oss-120b": 116_829_156_672,
+    "zai-org/GLM-4.5-Air": 106_852_251_264,
+    "zai-org/GLM-4.6": 352_797_829_024,
+    "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
+    "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_110_208,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
 }
 """Parameters of each model as its hub page or technical report counts them."""
 
@@ -37,7 +46,7 @@ def _parameters(shape: ModelShape) -> int:
     entries = iter_entries(build_weight_map(shape), shape, range(shape.layers))
     experts = shape.experts.count if shape.experts is not None else 1
     return sum(
-        prod(tensor.measure(shape.sizes)) * (experts if entry.per_expert and not entry.is_stacked else 1)
+        prod(tensor.measure(shape.sizes)) * (experts if "{expert}" in tensor.name else 1)
         for entry, _, _ in entries
         for tensor in entry.hf
     )
