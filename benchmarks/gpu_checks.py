@@ -93,6 +93,7 @@ CHECKS = (
         dry="interpreter",
         dry_run=f"{_POLICY} -k 'every_family and float32 and packed'",
     ),
+    _torch("families", "tests/gpu/torch_only/test_families_on_gpu.py", RANKS, deadline_s=540, dry="cpu"),
     _torch("optimizer", f"{_POLICY} -k optimizer_steps", RANKS, dry="cpu"),
     _torch(
         "log-probabilities, layouts",
