@@ -115,6 +115,12 @@ class ExpertRouter(TopKRouter):
         return with_losses
 
 
+def build_shared_experts(*, build: Callable[..., Any], config: Any, **settings: Any) -> Any:
+    """Build them on the device, where Megatron-Core makes all but their gate."""
+    with config.platform.device:
+        return build(config=config, **settings)
+
+
 def sum_load_levels(
     logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, sum_parts: Callable[[Tensor], Tensor]
 ) -> Tensor:

@@ -36,7 +36,7 @@ from megatron_grpo.trainer.model.attention import (
     ValueNormSelfAttention,
     find_rope_factor,
 )
-from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter, LatentExperts
+from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter, LatentExperts, build_shared_experts
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts, ReplicatedLinear
 from megatron_grpo.trainer.model.layers import (
     ExpertRowParallelLinear,
@@ -242,6 +242,8 @@ def build_mlp(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSp
         assert shape.experts is not None
         mlp = get_moe_module_spec_for_backend(modules, shape.experts.count, moe_grouped_gemm=True)
         get_submodules(mlp).router = ExpertRouter
+        shared = get_submodules(mlp).shared_experts
+        get_submodules(mlp).shared_experts = partial(build_shared_experts, build=shared.func, **shared.keywords)
         matrices = get_submodules(get_submodules(mlp).experts)
         if shape.experts.bias and matrices.linear_fc2 is RowParallelLinear:
             matrices.linear_fc2 = ExpertRowParallelLinear

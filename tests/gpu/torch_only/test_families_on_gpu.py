@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from megatron_grpo.verification.problem import TINY, compute_truth, prepare_model
@@ -20,6 +22,8 @@ LOGPROB, GRADIENT = 2e-4, 2e-3
 def test_a_family_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
     if TINY[family].get("model_type", family) not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
+    if family == "minimax_m2" and Version(transformers.__version__) < Version("5.19"):
+        pytest.skip("before 5.19 transformers rotates whole heads of MiniMax-M2, against its rotary_dim")
     folder = prepare_model(f"tiny:{family}", False, tmp_path / family, 0)
     layout = Layout()
     task = Task(str(folder), layout.parallel, True, BATCH, 1, 0, 300.0)
