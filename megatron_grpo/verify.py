@@ -139,7 +139,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
 
 
 def add_sequence_parallelism(parallel: ParallelConfig, shape: ModelShape) -> ParallelConfig:
-    """Add it to a layout with tensor parallelism if the model cannot be trained without."""
+    """Add it to a layout if the model needs it."""
     needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
     return replace(parallel, sequence=parallel.sequence or needs_sequence)
 

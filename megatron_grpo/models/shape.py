@@ -80,7 +80,10 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape:
-    """A gated delta net (Yang et al. 2024): layers whose heads keep a matrix, in place of all keys and values."""
+    """A gated delta net (Yang et al. 2024).
+
+    Each head keeps a matrix in place of all keys and values.
+    """
 
     key_heads: int  # heads of queries and keys
     value_heads: int  # heads of values, and matrices of the state; a multiple of `key_heads`

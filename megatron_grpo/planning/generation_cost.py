@@ -170,7 +170,8 @@ def list_attention_layers(shape: ModelShape, layers: Sequence[int]) -> list[int]
 
 
 def count_state_bytes(shape: ModelShape, layers: Sequence[int], tensor: int, width: int) -> int:
-    """Count bytes of the states of a sequence on a rank: matrices in float32, and inputs of convolutions."""
+    """Count bytes of the states of a sequence on a rank."""
+    # Matrices in float32, and inputs of convolutions.
     total = 0
     if (delta := shape.delta) is not None:
         state = 4 * delta.value_heads * delta.key_dim * delta.value_dim + width * (delta.kernel - 1) * delta.channels
@@ -203,7 +204,7 @@ def count_layer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
 
 
 def count_mixer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
-    """Count parameters of a layer's matrices of attention, or of what stands in its place, on a rank."""
+    """Count a rank's parameters of attention, or what replaces it."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if (delta := shape.delta) is not None and shape.has_delta(layer):
         outputs = delta.value_heads * delta.value_dim

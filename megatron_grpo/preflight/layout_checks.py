@@ -22,7 +22,11 @@ def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> It
         text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets, which"
         usable = [size for size in _list_divisors(heads) if heads % (size * parallel.tensor) == 0]
         is_broken = heads % parallel.tensor == 0 and heads % ranks
-        yield is_broken, f"{section}.context={parallel.context}", f"{text} these ranks share; use {_join(usable)}"
+        yield (
+            is_broken,
+            f"{section}.context={parallel.context}",
+            f"{text} these ranks share; use {_join(usable or [1])}",
+        )
     kind = "a mixture of experts" if shape.experts is not None else "latent attention"
     needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
     text = f"{kind} with {section}.tensor={parallel.tensor} needs it; use true"

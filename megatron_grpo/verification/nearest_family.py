@@ -31,8 +31,8 @@ def describe_nearest_family(folder: Path) -> str:
     unknown, missing = names - tables[nearest], tables[nearest] - names - {HEAD}
     if not unknown and not missing:
         return f" All of its tensors have names of {nearest}, so it may differ in numbers or operations alone."
-    lists = [f"without a row in its tables: {_shorten(unknown)}"] if unknown else []
-    lists += [f"only in its tables: {_shorten(missing)}"] if missing else []
+    lists = [f"without a row in its tables: {_write_first(unknown)}"] if unknown else []
+    lists += [f"only in its tables: {_write_first(missing)}"] if missing else []
     return f" The nearest family is {nearest}; {'; '.join(lists)}. docs/extending.md shows how to add a family."
 
 
@@ -50,6 +50,6 @@ def _list_tensors(family: Family, has_experts: bool) -> set[str]:
     return _number_alike(names) | set(map(family.rename, _OUTSIDE_LAYERS))
 
 
-def _shorten(names: set[str]) -> str:
+def _write_first(names: set[str]) -> str:
     first = sorted(names)[:_SHOWN]
     return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

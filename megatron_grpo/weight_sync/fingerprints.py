@@ -138,8 +138,8 @@ def _split_experts(box: Box) -> Iterator[tuple[str, Box]]:
         yield box.tensor.rsplit(".", 2)[0], box
         return
     for index in range(box.cut.parameter[0].size):
-        places = box.cut.tensor[axis], box.cut.parameter[0]
-        expert, local = (indices.begin + index * indices.step for indices in places)
+        ranges = box.cut.tensor[axis], box.cut.parameter[0]
+        expert, local = (indices.begin + index * indices.step for indices in ranges)
         tensor = (*box.cut.tensor[:axis], Range(expert, expert + 1), *box.cut.tensor[axis + 1 :])
         cut = box.cut._replace(tensor=tensor, parameter=(Range(local, local + 1), *box.cut.parameter[1:]))
         yield f"{box.tensor.rpartition('.')[0]}.{expert}", box._replace(cut=cut)

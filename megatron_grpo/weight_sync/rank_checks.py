@@ -119,7 +119,10 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[str]) -> list[dict[str
 
 
 class _ExpertOutput:
-    """Output of an expert for the probes, whose tensors come one at a time, the second matrix behind the first."""
+    """Output of an expert for the probes.
+
+    Its tensors come one at a time, the second matrix behind the first.
+    """
 
     def __init__(self, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
         self._hidden, self._activation = hidden, activation

@@ -64,7 +64,7 @@ def overrides(tmp_path: Path) -> list[str]:
         (["cluster.gpu=h100", "--fast"], "--fast is not an argument"),
         (["cluster.gpu=v100"], "cluster.gpu=v100"),
         (["cluster.gpu=h100", "policy.model.path=/none"], "policy.model.path=/none  no such folder; give a folder in"),
-        (["cluster.gpu=h100", "debug.train=false"], "debug.train=False  trains nothing"),
+        (["cluster.gpu=h100", "debug.train=false", "algorithm=grpo"], "debug.train=False  trains nothing"),
         (["cluster.gpu=a800", "policy.fp8.format=hybrid"], "needs GPUs of compute capability 8.9, and a800 has 8.0"),
     ],
 )

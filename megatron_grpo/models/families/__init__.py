@@ -93,7 +93,7 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     entries = (_rename_tensors(_INPUT, family), *rows, *(_rename_tensors(row, family) for row in (_NORM, *outputs)))
     if not shape.in_vision_model:
         return entries
-    return tuple(replace(entry, hf=tuple(map(partial(_nest, family), entry.hf))) for entry in entries)
+    return tuple(replace(entry, hf=tuple(map(partial(_add_prefix, family), entry.hf))) for entry in entries)
 
 
 def list_rows(family: Family) -> list[WeightEntry]:
@@ -105,13 +105,13 @@ def _rename_tensors(entry: WeightEntry, family: Family) -> WeightEntry:
     return replace(entry, hf=tuple(replace(tensor, name=family.rename(tensor.name)) for tensor in entry.hf))
 
 
-def _nest(family: Family, tensor: HFTensor) -> HFTensor:
-    """Name a tensor as it is in a model that has this one as its text part."""
+def _add_prefix(family: Family, tensor: HFTensor) -> HFTensor:
+    """Name a tensor of a vision model's text part."""
     return replace(tensor, name=re.sub(r"^model\.", family.vision_prefix, tensor.name))
 
 
 def is_carried(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor of the folder is not the language model's, and copied to exports."""
+    """Whether a tensor is copied to exports without being trained."""
     return name.startswith(FAMILIES[shape.family].carried)
 
 
@@ -191,13 +191,13 @@ def _find_packed_experts(shape: ModelShape, folder: Path) -> ModelShape:
     """Correct whether experts are packed, which config.json does not tell, by the folder's tensors."""
     if shape.experts is None:
         return shape
-    other = replace(shape, experts=replace(shape.experts, packed=not shape.experts.packed))
-    names, other_names = (measure_tensors(form).keys() for form in (shape, other))
+    alternative = replace(shape, experts=replace(shape.experts, packed=not shape.experts.packed))
+    names, alternative_names = (measure_tensors(form).keys() for form in (shape, alternative))
     try:
-        stored = list_stored_tensors(folder).keys() if names != other_names else names
+        stored = list_stored_tensors(folder).keys() if names != alternative_names else names
     except ValueError:  # other checks report files that cannot be read
         return shape
-    return other if len(other_names & stored) > len(names & stored) else shape
+    return alternative if len(alternative_names & stored) > len(names & stored) else shape
 
 
 def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
@@ -230,7 +230,7 @@ def find_model_type(raw: Mapping[str, Any]) -> Any:
 
 
 def find_model_shape(path: str | Path) -> ModelShape | None:
-    """Read a model's sizes from its folder; None: it is no model of a supported family."""
+    """Read a model's sizes from its folder; None: not supported."""
     try:
         return read_model_shape(path)
     except ValueError:

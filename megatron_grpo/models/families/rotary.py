@@ -116,7 +116,7 @@ def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
 
 
 def split_partial_rotation(raw: Mapping[str, Any], default: float) -> tuple[dict[str, Any], float]:
-    """Read the share of a head that is rotated; returns a config.json without it, and the share.
+    """Split a config.json into one without partial rotation, and the share.
 
     Settings of rotary embeddings come before a key beside them, and `default` is transformers' value without either.
     """

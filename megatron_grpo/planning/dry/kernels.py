@@ -241,7 +241,7 @@ class ShapedAdam(torch.optim.AdamW):
 
 
 def _run_vector_norm(vectors: Tensor) -> Tensor:
-    """Scale the vectors of [..., features] to length 1; saves its output and each vector's scale."""
+    """Scale vectors to length 1: [..., features]."""
     saved = [(vectors.shape[:-1], torch.float32)]
     kernel = Kernel("norm", [(vectors.shape, vectors.dtype)], keeps_output=True, saved=saved)
     result: Tensor = run(kernel, vectors)

@@ -290,6 +290,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
 class ShapedModules(LocalSpecProvider):
     """Stand-ins for the modules of Transformer Engine that layers are made of."""
 
+    @override
     def linear(self) -> type:
         return ShapedLinear
 

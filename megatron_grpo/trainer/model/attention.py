@@ -139,7 +139,7 @@ def _attend_with_sinks(
 
 
 class GrowingQueries:
-    """First base class of attention whose queries grow with their position (Llama 4, Ministral 3)."""
+    """First base class of attention with growing queries (Llama 4, Ministral 3)."""
 
     scale: QueryScale
 

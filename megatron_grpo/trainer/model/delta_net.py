@@ -55,7 +55,7 @@ class DeltaNet(GatedDeltaNet):
             self.gated_delta_rule = compute_delta_rule
 
     def forward(self, hidden_states: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
-        """Mix the tokens of each sequence: [tokens of this rank, 1, hidden], and no bias."""
+        """Mix the tokens of each sequence: [tokens, 1, hidden], and no bias."""
         ends = packed_seq_params.cu_seqlens_q
         assert ends is not None, "the microbatch was made for a model without delta nets"
         # The torch layers' own sequences have another format.
@@ -67,8 +67,8 @@ class DeltaNet(GatedDeltaNet):
         normed: Tensor = inspect.unwrap(GatedDeltaNet._apply_gated_norm)(self, x, gate)
         return normed
 
-    def _resolve_cu_seqlens(self, padded: Tensor | None, actual: Tensor, *_: Any, **__: Any) -> Tensor:
-        return actual  # Megatron-Core would wait for the GPU to compare it with the number of tokens
+    def _resolve_cu_seqlens(self, cu_seqlens_padded: Any, cu_seqlens: Tensor, *_: Any, **__: Any) -> Tensor:
+        return cu_seqlens  # Megatron-Core would wait for the GPU to compare it with the number of tokens
 
     def sharded_state_dict(self, prefix: str = "", *arguments: Any, **keywords: Any) -> dict[str, Any]:
         state: dict[str, Any] = super().sharded_state_dict(prefix, *arguments, **keywords)

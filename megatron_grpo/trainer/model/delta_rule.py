@@ -50,7 +50,9 @@ def _find_positions(tokens: int, ends: Tensor) -> Tensor:
 def compute_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """Gated delta rule (Yang et al. 2024, eq. 10) of each head and sequence, in float32.
+    """Compute the gated delta rule of each head and sequence.
+
+    Yang et al. 2024, equation 10, in float32.
 
     The state S, a matrix of zeros before a sequence's first token, becomes at token t
 
@@ -90,8 +92,8 @@ def compute_delta_rule(
         cut(query) * query.shape[-1] ** -0.5, cut(key), cut(value), cut(g)[..., 0], cut(beta), _count_running(counts)
     )
     joined = outputs.transpose(1, 2)[is_token]  # [tokens, heads, value_dim], chunk by chunk
-    place = index[is_token]
-    result = torch.empty_like(joined).index_copy(0, place, joined)
+    slots = index[is_token]
+    result = torch.empty_like(joined).index_copy(0, slots, joined)
     return result[None].to(value.dtype), None
 
 
@@ -117,13 +119,13 @@ def _compute_chunks(
     written, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     within = (query @ key.transpose(-1, -2)) * between
     from_state, to_state = query * begun, key * ended
-    kept = begun[..., -1:, :]
+    remainder = begun[..., -1:, :]
     state = key.new_zeros(running[0], *key.shape[1:2], key.shape[-1], value.shape[-1])
     outputs, begin = [], 0
     for count in running:
         step, state = slice(begin, begin + count), state[:count]
         corrections = written[step] - read[step] @ state
         outputs.append(from_state[step] @ state + within[step] @ corrections)
-        state = state * kept[step] + to_state[step].transpose(-1, -2) @ corrections
+        state = state * remainder[step] + to_state[step].transpose(-1, -2) @ corrections
         begin += count
     return torch.cat(outputs)

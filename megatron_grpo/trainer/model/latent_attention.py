@@ -78,7 +78,12 @@ class LatentAttention(MegatronModule):
         heads, hidden = config.num_attention_heads, config.hidden_size
         query, value = latent.plain_dim + latent.rope_dim, latent.value_dim
         common: dict[str, Any] = {"config": config, "bias": False, "init_method": config.init_method}
-        whole = {**common, "parallel_mode": "duplicated", "skip_bias_add": False, "skip_weight_param_allocation": False}
+        duplicated = {
+            **common,
+            "parallel_mode": "duplicated",
+            "skip_bias_add": False,
+            "skip_weight_param_allocation": False,
+        }
         split: dict[str, Any] = {**common, "is_expert": False, "tp_group": process_groups.tp}
         column = {**split, "skip_bias_add": False, "gather_output": False}
         row = {**split, "init_method": config.output_layer_init_method, "skip_bias_add": True}
@@ -86,10 +91,10 @@ class LatentAttention(MegatronModule):
         if latent.query_rank is None:
             self.linear_q_proj = submodules.column(hidden, heads * query, **column)
         else:
-            self.linear_q_down_proj = submodules.replicated(hidden, latent.query_rank, **whole)
+            self.linear_q_down_proj = submodules.replicated(hidden, latent.query_rank, **duplicated)
             self.q_layernorm = submodules.norm(hidden_size=latent.query_rank, **norm)
             self.linear_q_up_proj = submodules.normed_column(latent.query_rank, heads * query, **column)
-        self.linear_kv_down_proj = submodules.replicated(hidden, latent.rank + latent.rope_dim, **whole)
+        self.linear_kv_down_proj = submodules.replicated(hidden, latent.rank + latent.rope_dim, **duplicated)
         self.kv_layernorm = submodules.norm(hidden_size=latent.rank, **norm)
         self.linear_kv_up_proj = submodules.normed_column(latent.rank, heads * (latent.plain_dim + value), **column)
         self.core_attention = submodules.core_attention(

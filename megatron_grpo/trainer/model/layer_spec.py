@@ -124,6 +124,7 @@ class TorchModules(LocalSpecProvider):
     def __init__(self, core_attention: type = TorchCoreAttention) -> None:
         self._core_attention = core_attention
 
+    @override
     def linear(self) -> type:
         return ReplicatedLinear
 

@@ -21,6 +21,7 @@ NORM = "model.norm.weight"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_weights(tmp_path / "model.safetensors", SMALL)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
     return tmp_path
 
 

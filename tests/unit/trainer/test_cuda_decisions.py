@@ -166,7 +166,10 @@ def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
 ) -> None:
     windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": None}
     on_cpu, on_gpu = (
-        TorchCoreAttention(SimpleNamespace(context_parallel_size=1, platform=platform, **windows), layer_number=1)
+        TorchCoreAttention(
+            SimpleNamespace(context_parallel_size=1, platform=platform, softmax_type="vanilla", **windows),
+            layer_number=1,
+        )
         for platform in (CPU, CUDA)
     )
     asked: set[tuple[int, int, bool]] = set()

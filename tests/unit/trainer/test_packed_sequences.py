@@ -97,7 +97,9 @@ def test_attention_is_that_of_each_sequence(
     placed = ranks(lengths, size)
     sources = torch.from_numpy(np.concatenate([one.source for one in placed])).clamp(min=0)
     windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": [0, 1]}
-    config: Any = SimpleNamespace(context_parallel_size=1, platform=detect_platform(), **windows)
+    config: Any = SimpleNamespace(
+        context_parallel_size=1, platform=detect_platform(), softmax_type="vanilla", **windows
+    )
     attention = TorchCoreAttention(config, layer_number=2)
     assert attention.window == window
     assert TorchCoreAttention(config, layer_number=1).window is None

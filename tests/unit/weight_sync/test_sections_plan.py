@@ -12,9 +12,9 @@ from megatron_grpo.models.weight_map import WeightEntry, index_tensors, map_rows
 from megatron_grpo.weight_sync import transfer_plan
 from megatron_grpo.weight_sync.boxes import Box, Cut, Range, list_full_boxes, to_slices
 from megatron_grpo.weight_sync.pieces import find_ranges, read_ranges
-from tests.support.coming_layouts import GPT_OSS, SHAPE
+from tests.support.coming_layouts import SHAPE
 
-TABLES = {"qwen3_next": FAMILIES["qwen3_next"].tables, "gpt_oss": (GPT_OSS,)}
+TABLES = {"qwen3_next": FAMILIES["qwen3_next"].tables, "gpt_oss": FAMILIES["gpt_oss"].tables}
 ROWS = {name: tuple(row for table in tables for row in map_rows(table)) for name, tables in TABLES.items()}
 LAYOUTS = {
     "one rank": ParallelConfig(),
