@@ -20,12 +20,12 @@ def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> It
     if (delta := shape.delta) is not None:
         ranks, heads = parallel.tensor * parallel.context, delta.key_heads
         text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets, which"
-        usable = [size for size in _list_divisors(heads) if heads % (size * parallel.tensor) == 0]
+        usable = [size for size in _list_divisors(heads) if heads % (size * parallel.tensor) == 0] or [1]
         is_broken = heads % parallel.tensor == 0 and heads % ranks
         yield (
             is_broken,
             f"{section}.context={parallel.context}",
-            f"{text} these ranks share; use {_join(usable or [1])}",
+            f"{text} these ranks share; use {_join(usable)}",
         )
     kind = "a mixture of experts" if shape.experts is not None else "latent attention"
     needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
@@ -48,7 +48,7 @@ def _check_mamba(section: str, parallel: ParallelConfig, shape: ModelShape) -> I
     shared = shape.mamba.heads // shape.mamba.groups
     usable = [n for n in ranks if heads % n == 0 and (heads // n % shared == 0 or shared % (heads // n) == 0)]
     text = f"does not divide the {heads} heads of Mamba of a tensor-parallel rank into whole groups of {shared}, or"
-    text = f"{text} into equal parts of them; use {_join(usable or [1])}"
+    text = f"{text} into equal parts of them; use {_join(usable)}"
     yield parallel.context not in usable, f"{section}.context={parallel.context}", text
 
 
