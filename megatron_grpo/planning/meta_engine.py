@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from pydantic import TypeAdapter
@@ -168,9 +169,38 @@ def build_rank(
     config = arguments.create_engine_config()
     config.parallel_config.rank = rank
     with _make_groups(rank, parallel.tensor, parallel.pipeline):
-        with set_default_torch_dtype(config.model_config.dtype), _WithoutStorage(), set_current_vllm_config(config):
+        with (
+            _build_any_experts(),
+            set_default_torch_dtype(config.model_config.dtype),
+            _WithoutStorage(),
+            set_current_vllm_config(config),
+        ):
             model = initialize_model(vllm_config=config)
         yield model, config
+
+
+@contextlib.contextmanager
+def _build_any_experts() -> Iterator[None]:
+    """Let vLLM build experts that no kernel of this machine computes, as it does on a GPU."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    check = FusedMoEConfig.__post_init__
+
+    def check_sizes(self: Any) -> None:
+        # Experts without gates are refused on a CPU, after everything else is checked and set.
+        with contextlib.suppress(NotImplementedError):
+            check(self)
+
+    def select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, None]:
+        return UnquantizedMoeBackend.TRITON, None
+
+    with (
+        patch.object(FusedMoEConfig, "__post_init__", check_sizes),
+        patch.object(unquantized_fused_moe_method, "select_unquantized_moe_backend", select),
+    ):
+        yield
 
 
 class _WithoutStorage(TorchDispatchMode):

@@ -149,10 +149,11 @@ def _make_like(like: Tensor, form: TensorSpec) -> Tensor:
     return like.new_empty(tuple(form[0]), dtype=form[1])
 
 
-def run_norm(hidden: Tensor, weight: Tensor) -> Tensor:
+def run_norm(hidden: Tensor, weight: Tensor | None) -> Tensor:
     """RMSNorm of [..., hidden]; saves its input and each row's scale, float32."""
+    inputs = [hidden] if weight is None else [hidden, weight]
     saved = [(hidden.shape[:-1], torch.float32)]
-    result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=[0, 1], saved=saved), hidden, weight)
+    result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=range(len(inputs)), saved=saved), *inputs)
     return result
 
 
@@ -276,7 +277,7 @@ def _run_delta_rule(
     return run(kernel, query, key, value, g, beta), None
 
 
-def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor | None = None, *, eps: float) -> Tensor:
     return run_norm(hidden, weight)
 
 
