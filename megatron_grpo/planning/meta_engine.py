@@ -181,7 +181,7 @@ def build_rank(
 
 @contextlib.contextmanager
 def _build_any_experts() -> Iterator[None]:
-    """Let vLLM build experts that no kernel of this machine computes, as it does on a GPU."""
+    """Let vLLM build experts without a kernel for this machine."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend

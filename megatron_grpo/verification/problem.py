@@ -24,8 +24,8 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.families import find_model_type, read_model_shape
 from megatron_grpo.models.shape import ExpertShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
+from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
 from megatron_grpo.verification.nearest_family import describe_nearest_family
-from megatron_grpo.verification.oracle import find_router, list_stored_tensors, load_eager_model, read_routing
 
 SMALL, EXPERTS, LATENT, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
     Path(__file__).with_name("tiny_models.yaml").read_text()

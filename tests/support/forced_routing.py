@@ -17,7 +17,7 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRout
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from megatron_grpo.verification.oracle import read_routing
+from megatron_grpo.verification.hf_model import read_routing
 
 SIGMOIDS = (DeepseekV3TopkRouter, Glm4MoeTopkRouter, MiniMaxM2TopKRouter, NemotronHTopkRouter)
 GATES = (Qwen3MoeTopKRouter, Llama4Router, Gemma4TextRouter, *SIGMOIDS)

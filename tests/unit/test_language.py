@@ -47,7 +47,7 @@ NOUN_DECORATORS = frozenset(
 OF_LIBRARIES = frozenset(
     {
         "backward",
-        "_setup_variant_attrs",
+        "setup_variant_attrs",
         "backward_step",
         "fileno",
         "gating",

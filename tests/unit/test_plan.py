@@ -53,7 +53,13 @@ def overrides(tmp_path: Path) -> list[str]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     lengths = ["data.max_input_seq_length=32", "generation.max_new_tokens=32", "policy.max_total_sequence_length=64"]
-    return ["+exp=qwen3_8b_8gpu", "algorithm=grpo", f"policy.model.path={folder}", "policy.microbatch_tokens=128", *lengths]
+    return [
+        "+exp=qwen3_8b_8gpu",
+        "algorithm=grpo",
+        f"policy.model.path={folder}",
+        "policy.microbatch_tokens=128",
+        *lengths,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -243,9 +243,8 @@ class ShapedAdam(torch.optim.AdamW):
 
 def _run_vector_norm(vectors: Tensor) -> Tensor:
     """Scale vectors to length 1: [..., features]."""
-    saved = [(vectors.shape[:-1], torch.float32)]
-    kernel = Kernel("norm", [(vectors.shape, vectors.dtype)], keeps_output=True, saved=saved)
-    result: Tensor = run(kernel, vectors)
+    spec, scales = (vectors.shape, vectors.dtype), (vectors.shape[:-1], torch.float32)
+    result: Tensor = run(Kernel("norm", [spec], keeps_output=True, saved=[scales]), vectors)
     return result
 
 
@@ -303,10 +302,9 @@ def _run_rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
 def _permute_tokens(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
     """Copy tokens, [tokens, hidden], for their experts; with weights and row map."""
     # Transformer Engine's map has for each token the rows of its copies, their experts, and their number.
-    rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
     results = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
     permuted, weights = run(Kernel("dispatch", results), tokens, probs)  # `_merge_tokens` keeps the map for both
-    return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
+    return permuted, weights, tokens.new_empty((routing.shape[0], 2 * routing.shape[1] + 1), dtype=torch.int32)
 
 
 def _merge_tokens(

@@ -67,8 +67,8 @@ class DeltaNet(GatedDeltaNet):
         normed: Tensor = inspect.unwrap(GatedDeltaNet._apply_gated_norm)(self, x, gate)
         return normed
 
-    def _resolve_cu_seqlens(self, cu_seqlens_padded: Any, cu_seqlens: Tensor, *_: Any, **__: Any) -> Tensor:
-        return cu_seqlens  # Megatron-Core would wait for the GPU to compare it with the number of tokens
+    def _resolve_cu_seqlens(self, cu_seqlens_padded: Any, cu_seqlens_actual: Tensor, *_: Any, **__: Any) -> Tensor:
+        return cu_seqlens_actual  # Megatron-Core would wait for the GPU to compare it with the number of tokens
 
     def sharded_state_dict(self, prefix: str = "", *arguments: Any, **keywords: Any) -> dict[str, Any]:
         state: dict[str, Any] = super().sharded_state_dict(prefix, *arguments, **keywords)

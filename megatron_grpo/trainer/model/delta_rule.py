@@ -92,8 +92,8 @@ def compute_delta_rule(
         cut(query) * query.shape[-1] ** -0.5, cut(key), cut(value), cut(g)[..., 0], cut(beta), _count_running(counts)
     )
     joined = outputs.transpose(1, 2)[is_token]  # [tokens, heads, value_dim], chunk by chunk
-    slots = index[is_token]
-    result = torch.empty_like(joined).index_copy(0, slots, joined)
+    token_index = index[is_token]
+    result = torch.empty_like(joined).index_copy(0, token_index, joined)
     return result[None].to(value.dtype), None
 
 

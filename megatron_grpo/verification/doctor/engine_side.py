@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.verification.doctor.law import Tokens
-from megatron_grpo.verification.oracle import find_halves
+from megatron_grpo.verification.hf_model import find_halves
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is computed in this process, where its layers can be hooked
