@@ -67,6 +67,7 @@ lock: $(VENV)/.dev
 
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/configuration_page.py > docs/configuration.md
+	$(BIN)/python docs/models_page.py > docs/models.md
 
 # An environment of an older Python is made anew.
 define make_environment

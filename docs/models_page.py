@@ -1,0 +1,130 @@
+"""Prints docs/models.md, the table of model families, from results of tests and dry runs; `make docs` writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, parse_model_shape
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PROOFS, DRY_RUNS, ON_GPU = "*_model_proofs.json", "*_dry_recipes*.json", "*_gpu_check_h100_families.json"
+
+RELEASED = {
+    "qwen3": "Qwen3, dense",
+    "qwen2": "Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
+    "llama": "Llama 2 to 3.3, DeepSeek-R1-Distill-Llama",
+    "gemma3": "Gemma 3, text",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    "mixtral": "Mixtral",
+    "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2, Moonlight",
+    "glm4": "GLM-4-0414",
+    "glm4_moe": "GLM-4.5 to 4.7, GLM-4.5-Air",
+    "phi3": "Phi-3, Phi-4",
+    "olmo3": "OLMo 3",
+    "minimax_m2": "MiniMax-M2",
+    "gpt_oss": "gpt-oss-20b, gpt-oss-120b",
+    "qwen3_5": "Qwen3.5 and 3.6, dense, text part",
+    "qwen3_5_moe": "Qwen3.5 and 3.6, mixtures, text part",
+    "qwen3_next": "Qwen3-Next",
+    "llama4": "Llama 4, text",
+    "gemma4": "Gemma 4 31B and 26B-A4B, text",
+    "nemotron_h": "Nemotron-H, Nemotron 3",
+    "mistral": "Mistral without windows",
+    "ministral3": "Ministral 3, text",
+    "seed_oss": "Seed-OSS",
+}
+"""Released models by family."""
+
+_INTRODUCTION = """\
+# Models
+
+Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proofs.py`, `benchmarks/dry_recipes.py`,
+`make gpu-check`); edit `docs/models_page.py`, not this page.
+
+- *CPU*: a tiny random model of the family in float32, by Megatron-Core, in so many combinations of layout and
+  packing; the largest differences of log-probabilities (absolute) and of gradients (relative norm of a tensor) from
+  transformers. Exported weights equal the imported ones bit by bit.
+- *refit traced*: vLLM's own loaders, run on tensors whose elements are their numbers, put them where the trace says;
+  cases.
+- *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases. "-": not run for
+  this table. Delta nets run there in bfloat16 only; experts without gates (Nemotron 3) and MiniMax-M2 have no kernel there.
+- *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed.
+- *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
+
+Not here: DeepSeek-V3.2 and GLM-5 (sparse attention), Gemma 4 E2B and E4B, and models that read images, of which
+Qwen3.5's text part alone is trained.
+Any model is checked by one command, which names the nearest family of a model that has none:
+
+    python -m megatron_grpo.verify model=FOLDER shrink=true
+
+| Family | Models | CPU | refit traced | engine | H100 | recipe (dry run) |
+|---|---|---|---|---|---|---|"""
+
+
+def read_newest(pattern: str) -> dict[str, Any]:
+    """Read the newest result whose name matches; empty: there is none."""
+    files = sorted(RESULTS.glob(pattern))
+    return json.loads(files[-1].read_text()) if files else {}
+
+
+def list_recipes() -> dict[str, list[str]]:
+    """List the recipes for GPUs by family, with the memory of their dry runs."""
+    memory: dict[str, float] = {}
+    for file in sorted(RESULTS.glob(DRY_RUNS)):
+        rows = json.loads(file.read_text())["results"] if "fp8" not in file.name else []
+        newest = {row["recipe"]: 0.0 for row in rows}
+        for row in rows:
+            newest[row["recipe"]] = max(newest[row["recipe"]], row.get("peak_gib", 0.0) * 2**30 / 1e9)
+        memory |= newest
+    recipes: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "conf" / "exp").glob("*.yaml")):
+        path = re.search(r"^    path: (\S+/\S+)$", file.read_text(), flags=re.MULTILINE)
+        family = find_family(path[1]) if path is not None else None
+        if family is not None:
+            amount = f" ({memory[file.stem]:.0f})" if file.stem in memory else ""
+            recipes.setdefault(family, []).append(f"`{file.stem}`{amount}")
+    return recipes
+
+
+def find_family(hub_name: str) -> str | None:
+    """Find the family of a released model by its stored config.json; None: it is not stored."""
+    letters = re.sub("[^a-z0-9]", "", hub_name.rpartition("/")[2].lower())
+    folders = (ROOT / "tests" / "data" / "hf_configs").iterdir()
+    names = [folder for folder in folders if letters.startswith(re.sub("[^a-z0-9]", "", folder.name))]
+    if not names:
+        return None
+    raw = json.loads((max(names, key=lambda folder: len(folder.name)) / "config.json").read_text())
+    try:
+        return parse_model_shape(raw).family
+    except UnknownFamilyError:
+        return None
+
+
+def format_page() -> str:
+    """Format the page docs/models.md."""
+    columns, recipes = read_newest(PROOFS).get("columns", {}), list_recipes()
+    on_gpu = read_newest(ON_GPU).get("checks", {}).get("families", {}).get("tests", {})
+    lines = [_INTRODUCTION]
+    for family in FAMILIES:
+        cpu = columns.get("verify", {}).get(family, {})
+        verified = f"{cpu['passed']}: {cpu['logprob']:.0e}, {cpu['gradient']:.0e}" if "logprob" in cpu else "-"
+        gpu = next((entry["verdict"] for test, entry in on_gpu.items() if test.endswith(f"[{family}]")), "-")
+        others = [format_cases(columns.get(column, {}).get(family)) for column in ("trace", "engine")]
+        cells = [f"`{family}`", RELEASED[family], verified, *others, gpu, ", ".join(recipes.get(family, ["-"]))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def format_cases(entry: dict[str, int] | None) -> str:
+    """Format how many cases passed, and how many of them failed."""
+    if entry is None:
+        return "-"
+    return f"{entry['passed']}" + (f", {entry['failed']} failed" if entry["failed"] else "")
+
+
+if __name__ == "__main__":
+    print(format_page(), end="")

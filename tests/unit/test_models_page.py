@@ -1,0 +1,28 @@
+"""docs/models.md is what docs/models_page.py makes of the results in the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.models.families import FAMILIES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def load_page() -> Any:
+    spec = importlib.util.spec_from_file_location("models_page", DOCS / "models_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (DOCS / "models.md").read_text() == load_page().format_page(), "run make docs"
+
+
+def test_every_family_has_a_row_with_its_released_models() -> None:
+    assert load_page().RELEASED.keys() == FAMILIES.keys()
