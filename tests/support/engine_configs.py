@@ -256,6 +256,7 @@ ENGINE_CONFIGS: dict[str, dict[str, Any]] = {
     "seed_oss": _SIZES | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_bias": True},
 }
 ENGINE_CONFIGS["nemotron_h_moe"] = ENGINE_CONFIGS["nemotron_h"] | {
+    "num_hidden_layers": 4,
     "hybrid_override_pattern": "ME*E",
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,

@@ -7,12 +7,10 @@ import pytest
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard
-from megatron_grpo.models.weight_map import can_travel_in_fp8, iter_entries
-from megatron_grpo.planning.engine_shards import split_engine
+from megatron_grpo.models.weight_map import can_travel_in_fp8, index_tensors
+from megatron_grpo.planning.engine_shards import assume_boxes, split_engine
 from megatron_grpo.preflight.load import check_config
-from megatron_grpo.weight_sync.boxes import count_elements
-from tests.support.engine_table import entry_boxes
+from megatron_grpo.weight_sync.boxes import Box, count_elements
 from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
 
 GPU_BYTES = 79.1 * 2**30
@@ -45,7 +43,7 @@ def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
     config = recipe_config(*command)
     shape, parallel = read_model_shape(config.policy.model.path), config.generation.parallel
     share = config.generation.engine.gpu_memory_utilization * GPU_BYTES - OF_VLLM
-    weights = [weights_of(shard, shape, config.refit.fp8_blocks) for shard in split_engine(parallel, shape)]
+    weights = [weights_of(boxes, shape, config.refit.fp8_blocks) for boxes in assume_boxes(shape, parallel)]
     most_layers = max(len(shard.layers) for shard in split_engine(parallel, shape))
     cache = cache_of_a_token(shape, parallel.tensor) * most_layers * CACHED_TOKENS
     assert max(weights) + cache <= share
@@ -83,17 +81,12 @@ def engine_ranks(config: Config) -> int:
     return config.generation.parallel.ranks_per_engine * config.generation.parallel.data
 
 
-def weights_of(shard: RankShard, shape: ModelShape, fp8_blocks: bool) -> int:
+def weights_of(boxes: list[Box], shape: ModelShape, fp8_blocks: bool) -> int:
     """Bytes of the weights of an engine's rank, in bfloat16 or, what can be, in FP8."""
-    total = 0
-    for entry, layer, _ in iter_entries(build_weight_map(shape), shape, shard.layers):
-        if entry.copy or not shard.keeps(entry, layer):
-            continue
-        experts = shard.experts[1] - shard.experts[0] if entry.per_expert else 1
-        boxes = entry_boxes(entry, shape, shard, layer, shard.experts[0])
-        numbers = sum(count_elements(box.cut.tensor) for box in boxes)
-        total += (1 if fp8_blocks and can_travel_in_fp8(entry) else 2) * experts * numbers
-    return total
+    entries = build_weight_map(shape)
+    tensors = index_tensors(entries, shape)
+    in_fp8 = [fp8_blocks and can_travel_in_fp8(entry) for entry in entries]
+    return sum((1 if in_fp8[tensors[box.tensor].row] else 2) * count_elements(box.cut.tensor) for box in boxes)
 
 
 def cache_of_a_token(shape: ModelShape, tensor: int) -> int:
