@@ -57,8 +57,9 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if settings.routed is not None:  # vLLM's own record needs a GPU; ours lacks tokens from a prefix cache
         arguments |= {"additional_config": {RECORD_ROUTING: True}, "enable_prefix_caching": False}
-    if "ssm_state_size" in read_settings(Path(settings.model_path) / "config.json"):
-        # vLLM caches states of a prefix only where prompts may be prefilled in parts.
+    model = read_settings(Path(settings.model_path) / "config.json")
+    if {"ssm_state_size", "linear_key_head_dim"} & (model.keys() | model.get("text_config", {}).keys()):
+        # vLLM caches states (of Mamba, of delta nets) of a prefix only where prompts may be prefilled in parts.
         arguments["enable_prefix_caching"] = False
     return arguments
 

@@ -30,9 +30,11 @@ OF_THE_MIXTURE = [
     "data.max_input_seq_length=16",
     "policy.model.path=${prepare.folder}/model",
 ]
+OF_THE_HYBRID = ["data=addition_hybrid", *OF_THE_MIXTURE[1:]]
 GOES_WITH = {  # options that make sense only beside others
     ("data", "addition"): ["env=addition"],
     ("data", "addition_moe"): ["env=addition"],
+    ("data", "addition_hybrid"): ["env=addition", "generation=addition_hybrid"],
     ("data", "calculator"): ["env=calculator"],
     ("data", "two_tasks"): ["env=two_tasks"],
     ("data", "tldr"): ["env.tldr={type:reward_functions,reward_funcs:[mine.reward]}"],
@@ -43,6 +45,8 @@ GOES_WITH = {  # options that make sense only beside others
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
     ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],
+    ("generation", "addition_hybrid"): ["policy=addition_hybrid", *OF_THE_HYBRID],
+    ("policy", "addition_hybrid"): ["generation=addition_hybrid", *OF_THE_HYBRID],
     ("policy", "addition_moe"): ["generation=addition", *OF_THE_MIXTURE],
     ("policy", "experts_on_gpus"): ["policy.model.path=some/hub-model"],
     ("generation", "thinking"): ["policy.model.path=some/hub-model", "policy.microbatch_tokens=16384"],

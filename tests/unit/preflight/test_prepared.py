@@ -8,7 +8,8 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, make_prompt_rows
 
-ROWS = {"addition": (4588, 512), "addition_moe": (4588, 512), "calculator": (3495, 256), "two_tasks": (2550, 512)}
+SUMS = dict.fromkeys(("addition", "addition_moe", "addition_hybrid"), (4588, 512))
+ROWS = {**SUMS, "calculator": (3495, 256), "two_tasks": (2550, 512)}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -41,5 +42,6 @@ def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: s
 
 
 def test_the_recipes_fit_it() -> None:
-    for recipe in ("quickstart", "quickstart_moe", "quickstart_ppo", "quickstart_tools", "quickstart_two_tasks"):
+    for name in ("", "_moe", "_hybrid", "_ppo", "_tools", "_two_tasks"):
+        recipe = f"quickstart{name}"
         assert examine_machine(compose_config([f"+exp={recipe}"]))[0] == []
