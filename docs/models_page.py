@@ -51,7 +51,8 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 - *refit traced*: vLLM's own loaders, run on tensors whose elements are their numbers, put them where the trace says;
   cases.
 - *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases. "-": not run for
-  this table. Delta nets run there in bfloat16 only; experts without gates (Nemotron 3) and MiniMax-M2 have no kernel there.
+  this table. Delta nets run there in bfloat16 only. MiniMax-M2 and experts without gates (Nemotron 3) have no kernel
+  there.
 - *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed.
 - *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
 
