@@ -197,10 +197,12 @@ def _fingerprint_layer(layer: Any, boxes: Mapping[str, Box], dtype: torch.dtype)
     fingerprints, regions = {}, {}
     for name, box in boxes.items():
         parameter = box.parameter.rpartition(".")[2]
-        if parameter == "weight" and isinstance(layer, LinearBase | ParallelLMHead):
+        # vLLM keeps the kernels of a convolution, [channels, 1, kernel], in a linear layer that it never applies.
+        is_matrix = len(box.cut.parameter) == 2
+        if is_matrix and parameter == "weight" and isinstance(layer, LinearBase | ParallelLMHead):
             regions[name] = box.cut.parameter
         else:
-            values = getattr(layer, parameter).data[to_slices(box.cut.parameter)]
+            values = _read_parameter(layer, parameter)[to_slices(box.cut.parameter)]
             fingerprints[name] = [*compute_fingerprint(values), EXACT_TOLERANCE]
     if not regions:
         return fingerprints
@@ -219,6 +221,18 @@ def _fingerprint_layer(layer: Any, boxes: Mapping[str, Box], dtype: torch.dtype)
                 indices = slice(common.begin - begin, common.end - begin, common.step)
                 sketches[name].add(outputs[slice(*rows), indices])
     return fingerprints | {name: [*sketch.compute(), limit] for name, sketch in sketches.items()}
+
+
+def _read_parameter(layer: Any, parameter: str) -> Tensor:
+    """Read a parameter in the order in which vLLM loads it."""
+    loaded = getattr(layer, "_cpu_unpacked_conv_weight", None)
+    if parameter != "weight" or loaded is None:
+        return getattr(layer, parameter).data  # type: ignore[no-any-return]
+    # On CPUs with products in bfloat16 the kernels of a convolution are packed, and vLLM keeps the loaded ones beside.
+    from vllm import _custom_ops
+
+    is_used = torch.equal(_custom_ops.causal_conv1d_weight_pack(loaded), layer.weight)
+    return (loaded if is_used else torch.full_like(loaded, torch.nan))[:, None]
 
 
 def _fingerprint_experts(

@@ -177,6 +177,23 @@ def test_a_layer_that_vllm_has_packed_has_the_fingerprint_of_its_weights(dtype: 
     ) == {"gate"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_a_convolution_have_the_fingerprint_of_what_is_used(dtype: torch.dtype, vllm_config: None) -> None:
+    """A delta net's convolution, whose kernels vLLM packs on CPUs that multiply in bfloat16."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    weights = torch.randn(64, 1, 4).to(dtype)
+    layer: Any = ColumnParallelLinear(4, 64, bias=False, params_dtype=dtype, prefix="conv1d")
+    layer.weight.data = weights.clone()
+    layer.quant_method.process_weights_after_loading(layer)
+    part = Range(16, 64), Range(0, 1), Range(0, 4)
+    boxes = {"conv1d": Box("conv1d.weight", "conv1d.weight", Cut(part, part, (0, 1, 2)))}
+    expected = {"conv1d": compute_fingerprint(weights[16:])}
+    assert not find_differing(expected, _fingerprint_layer(layer, boxes, dtype))
+    layer.weight.data[40] = -layer.weight.data[40]
+    assert list(find_differing(expected, _fingerprint_layer(layer, boxes, dtype))) == ["conv1d"]
+
+
 def test_a_scale_that_was_not_refreshed_is_seen_behind_quantised_weights(vllm_config: None) -> None:
     """8-bit weights with a scale for each row, which vLLM's kernel for CPUs packs; FP8 needs AMX there."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
