@@ -6,7 +6,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, Split
-from megatron_grpo.models.weight_map import HFTensor, index_tensors
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors
 from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements
 from megatron_grpo.weight_sync.pieces import find_ranges
 
@@ -48,18 +48,33 @@ def assume_boxes(shape: ModelShape, parallel: GenerationParallelConfig) -> list[
     entries, engine = build_weight_map(shape), []
     tensors = index_tensors(entries, shape)
     for shard in split_engine(parallel, shape):
-        cuts: dict[HFTensor, list[Cut]] = {}
+        cuts: dict[tuple[HFTensor, int], list[Cut]] = {}
         boxes = []
         for name, key in tensors.items():
             entry = entries[key.row]
-            is_kept = shard.experts[0] <= key.expert < shard.experts[1] if entry.per_expert else True
-            if not is_kept or not shard.keeps(entry, key.layer):
-                continue
-            if key.tensor not in cuts:
-                split = shard.find_split(entry)
-                slices = entry.list_slices(shape, key.layer, split.index, split.count, key.expert)
-                parts = [find_ranges(part) for part in slices if part.name == name]
-                cuts[key.tensor] = [Cut(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)]
-            boxes += [Box(name, name, cut) for cut in cuts[key.tensor]]
+            # A tensor of all experts has a box for each that the rank keeps.
+            experts = range(*shard.experts) if entry.is_stacked else range(key.expert, key.expert + 1)
+            for expert in experts if shard.keeps(entry, key.layer) else ():
+                if entry.per_expert and not shard.experts[0] <= expert < shard.experts[1]:
+                    continue
+                form = key.tensor, expert if entry.is_stacked else 0
+                if form not in cuts:
+                    cuts[form] = _cut_tensor(name, entry, key.layer, expert, _find_split(shard, entry, shape), shape)
+                boxes += [Box(name, name, cut) for cut in cuts[form]]
         engine.append(boxes)
     return engine
+
+
+def _find_split(shard: RankShard, entry: WeightEntry, shape: ModelShape) -> Split:
+    split = shard.find_split(entry)
+    groups = shape.sizes.get(entry.split or "", split.count)
+    if shape.output_gate and entry.split == "groups" and split.count > groups:
+        # Ranks that share a group count as if each had all of it, which is more than they hold.
+        return Split(split.index * groups // split.count, groups)
+    return split
+
+
+def _cut_tensor(name: str, entry: WeightEntry, layer: int, expert: int, split: Split, shape: ModelShape) -> list[Cut]:
+    slices = entry.list_slices(shape, layer, split.index, split.count, expert)
+    parts = [find_ranges(part) for part in slices if part.name == name]
+    return [Cut(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)]

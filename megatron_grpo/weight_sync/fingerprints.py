@@ -227,7 +227,7 @@ def _read_parameter(layer: Any, parameter: str) -> Tensor:
     """Read a parameter in the order in which vLLM loads it."""
     loaded = getattr(layer, "_cpu_unpacked_conv_weight", None)
     if parameter != "weight" or loaded is None:
-        return getattr(layer, parameter).data  # type: ignore[no-any-return]
+        return getattr(layer, parameter).data
     # On CPUs with products in bfloat16 the kernels of a convolution are packed, and vLLM keeps the loaded ones beside.
     from vllm import _custom_ops
 

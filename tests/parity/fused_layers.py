@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -81,9 +83,22 @@ class FusedModules(layer_spec.TorchModules):
         return ThdAttention
 
 
-def use_fused_layers() -> None:
-    """Let this process build models of the layers above."""
-    for module in (layer_spec, build, megatron_config, microbatch):
-        module.uses_transformer_engine = lambda *_: True
+@contextmanager
+def use_fused_layers() -> Iterator[None]:
+    """Let this process build models of the layers above, until the end."""
     platform = replace(detect_platform(), layer_modules=FusedModules())
-    rank.detect_platform = lambda: platform
+    changes: list[tuple[Any, str, Any]] = [
+        *(
+            (module, "uses_transformer_engine", lambda *_: True)
+            for module in (layer_spec, build, megatron_config, microbatch)
+        ),
+        (rank, "detect_platform", lambda: platform),
+    ]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in originals:
+            setattr(module, name, value)

@@ -26,10 +26,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 
 def fused_gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[str, Tensor], float]]:
-    use_fused_layers()
-    engine = make_engine(layout, models[0], **SETTINGS)
-    assert any(isinstance(module, NormColumnLinear) for module in engine.chunks[0].modules())
-    found = gradients_on_rank(layout, models, settings=SETTINGS)
+    with use_fused_layers():
+        engine = make_engine(layout, models[0], **SETTINGS)
+        assert any(isinstance(module, NormColumnLinear) for module in engine.chunks[0].modules())
+        found = gradients_on_rank(layout, models, settings=SETTINGS)
     for gradients, _ in found:  # the bias by which experts are chosen has none
         for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
             del gradients[name]
@@ -51,13 +51,13 @@ def test_gradients_are_those_of_transformers(layout: Layout, models: list[TinyMo
 
 
 def save_fused_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    use_fused_layers()
-    return save_on_rank(layout, model, folder, settings)
+    with use_fused_layers():
+        return save_on_rank(layout, model, folder, settings)
 
 
 def load_fused_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    use_fused_layers()
-    return load_on_rank(layout, model, folder, settings)
+    with use_fused_layers():
+        return load_on_rank(layout, model, folder, settings)
 
 
 @pytest.mark.parametrize("is_back", [False, pytest.param(True, marks=pytest.mark.slow)])

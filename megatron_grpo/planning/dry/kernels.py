@@ -276,7 +276,7 @@ def _run_delta_rule(
     return run(kernel, query, key, value, g, beta), None
 
 
-def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor | None = None, *, eps: float) -> Tensor:
+def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
     return run_norm(hidden, weight)
 
 
