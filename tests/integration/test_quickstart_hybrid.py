@@ -46,4 +46,4 @@ def test_the_doctor_names_the_rounding(run: TrainingRun) -> None:
     command = [sys.executable, "-m", "megatron_grpo.doctor", str(run.run_dir), f"step={STEPS}", "--json"]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert json.loads(result.stdout)["verdict"] == "precision"
+    assert [finding["cause"] for finding in json.loads(result.stdout)["findings"]] == ["precision"]
