@@ -21,7 +21,8 @@ def header(benchmark: str) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "commit": commit(Path(__file__).parent),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {one.name: one.version for one in distributions() if one.name in PACKAGES},
+        # The first of a name is the one that is imported.
+        "versions": {one.name: one.version for one in reversed([*distributions()]) if one.name in PACKAGES},
     }
 
 
