@@ -204,6 +204,8 @@ LAYOUTS = {
     "tp2 pp2 ep": GenerationParallelConfig(tensor=2, pipeline=2, expert=2),
     "tp4": GenerationParallelConfig(tensor=4),
 }
+QUICK = ("tp2 pp2 ep", "tp4")
+"""Layouts that are not slow; every family has a test in each of the others too, or a table."""
 # Some of vLLM's models keep these parameters on every stage. Stages that do not compute with them are not in the table.
 ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
@@ -241,9 +243,9 @@ def test_traced_boxes_are_the_tables(family: str, layout: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        (family, layout)
+        pytest.param(family, layout, marks=[] if layout in QUICK else pytest.mark.slow)
         for family in ENGINE_CONFIGS
-        for layout in (["tp2 pp2 ep", "tp4"] if family in FAMILIES else LAYOUTS)
+        for layout in (QUICK if family in FAMILIES else LAYOUTS)
     ],
 )
 def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_path: Path) -> None:
