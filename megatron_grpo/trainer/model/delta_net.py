@@ -7,6 +7,7 @@ import inspect
 import logging
 from dataclasses import fields
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class DeltaNet(GatedDeltaNet):
     """
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **keywords: Any) -> None:
-        has_kernels = common.HAVE_FLA and gdn.causal_conv1d is not convolve_packed
+        has_kernels = common.HAVE_FLA and find_spec("fla") is not None and gdn.causal_conv1d is not convolve_packed
         self._uses_torch = not has_kernels or (config.deterministic_mode and config.platform.name != "dry")
         if self._uses_torch:
             _use_torch_functions()
