@@ -72,11 +72,10 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
 
 def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
     """True for layers that predict further tokens."""
-    if shape.family == "nemotron_h":  # beside the model; DeepSeek's are behind the last layer
-        return name.startswith("mtp.")
-    layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
-    has_layers = FAMILIES[shape.family].has_further_predictions
-    return has_layers and layer is not None and int(layer[1]) >= shape.layers
+    if not FAMILIES[shape.family].has_further_predictions:
+        return False
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name)  # DeepSeek's are behind the last layer, Nemotron's beside all
+    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= shape.layers)
 
 
 def list_unused_tensors(config: Config) -> Iterator[Problem]:

@@ -114,7 +114,6 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
         if shape.in_vision_model:
             settings["text_config"] = {**raw["text_config"], "tie_word_embeddings": False}
     # Layers that predict further tokens (MTP) are neither trained nor exported.
-    raw = read_config_json(source / "config.json")
     if FAMILIES[shape.family].has_further_predictions:
         settings |= {
             key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)

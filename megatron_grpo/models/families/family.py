@@ -37,7 +37,7 @@ class Family:
     other_model_types: tuple[str, ...] = ()
     """Values of `model_type` that vLLM takes for it too, and transformers only with code of the model."""
     has_further_predictions: bool = False
-    """Whether folders may have layers behind the last, which predict further tokens (MTP)."""
+    """Whether folders may have further layers, behind the last or as "mtp.", which predict further tokens (MTP)."""
     vision_architecture: str | None = None
     """Class of the models that also see images and have this one as their text part; None: there are none."""
     vision_prefix: str = "model.language_model."

@@ -163,4 +163,5 @@ FAMILY = Family(
         "model.layers": "backbone.layers",
         "self_attn.": "mixer.",
     },
+    has_further_predictions=True,
 )

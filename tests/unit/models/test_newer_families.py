@@ -23,6 +23,7 @@ from megatron_grpo.trainer.hf_export import find_changed_settings
 from megatron_grpo.trainer.model.attention import compute_scaled_rope
 from megatron_grpo.verification.oracle import Oracle
 from megatron_grpo.verification.problem import SMALL, TINY, prepare_model
+from tests.support.nemotron_config import SUPER
 from tests.support.released_configs import (
     BILLIONS,
     GLM_4_5,
@@ -138,8 +139,8 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> 
     short |= {"head_dim": 16} if family == "glm4_moe" else {}
     short |= {"num_key_value_heads": 32} if family in ("phi3", "olmo3") else {}
     architectures = {"architectures": [FAMILIES[family].architecture]}
-    whole = AutoConfig.for_model(**short).to_dict()
-    assert parse_model_shape({**architectures, **short}) == parse_model_shape({**whole, **architectures})
+    filled = AutoConfig.for_model(**short).to_dict()
+    assert parse_model_shape({**architectures, **short}) == parse_model_shape({**filled, **architectures})
 
 
 @pytest.mark.parametrize("name", BILLIONS)
@@ -175,13 +176,13 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
     length, limits = 9, [shape.window if has else 9 for has in shape.windowed or (False,) * shape.layers]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64))
-    seen = sum(min(query + 1, limit or 9) for query in range(length) for limit in limits)
-    unseen = shape.layers * length**2 - seen
-    assert count_forward_flops(shape, [length]) == counter.get_total_flops() - 4 * 4 * 16 * unseen
+    visible = sum(min(query + 1, limit or 9) for query in range(length) for limit in limits)
+    hidden = shape.layers * length**2 - visible
+    assert count_forward_flops(shape, [length]) == counter.get_total_flops() - 4 * 4 * 16 * hidden
 
 
 @pytest.mark.parametrize(
-    "raw", [GLM_4_5, KIMI_K2, MOONLIGHT, PHI_4_MINI, MINIMAX_M2], ids=lambda raw: raw["model_type"]
+    "raw", [GLM_4_5, KIMI_K2, MOONLIGHT, PHI_4_MINI, MINIMAX_M2, SUPER], ids=lambda raw: raw["model_type"]
 )
 def test_an_export_needs_no_code_of_the_model(raw: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
