@@ -114,8 +114,8 @@ def format_page() -> str:
         cpu = columns.get("verify", {}).get(family, {})
         verified = f"{cpu['passed']}: {cpu['logprob']:.0e}, {cpu['gradient']:.0e}" if "logprob" in cpu else "-"
         gpu = next((entry["verdict"] for test, entry in on_gpu.items() if test.endswith(f"[{family}]")), "-")
-        others = [format_cases(columns.get(column, {}).get(family)) for column in ("trace", "engine")]
-        cells = [f"`{family}`", RELEASED[family], verified, *others, gpu, ", ".join(recipes.get(family, ["-"]))]
+        cases = [format_cases(columns.get(column, {}).get(family)) for column in ("trace", "engine")]
+        cells = [f"`{family}`", RELEASED[family], verified, *cases, gpu, ", ".join(recipes.get(family, ["-"]))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -1,4 +1,7 @@
-"""Reads boxes of weights that are stored in FP8 or MXFP4 as the numbers that they stand for."""
+"""Reads boxes of FP8 and MXFP4 weights as floating-point numbers.
+
+quantized_weights.py has the part without torch, which checks before a start import.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,6 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
             yield is_unsupported, "policy.model.path=", f"{text} computes on a CPU only for heads of 128"
             text = "delta nets are computed by vLLM on a CPU only in bfloat16; use generation.engine.dtype=bfloat16"
             yield config.engine_dtype != "bfloat16", f"generation.engine.dtype={config.engine_dtype}", text
-            # The lock does not name it: with a build of torchvision that is not torch's, transformers imports no model.
             is_missing = shape.family in TORCHVISION_FAMILIES and find_spec("torchvision") is None
             text = f"is a {shape.family} model, whose module in vLLM imports torchvision, and that is not installed"
             text += "; run requirements/install_cpu.sh .venv, or install torchvision's build for this torch"

@@ -1,4 +1,4 @@
-"""For a model without a family: the family whose tensors are the most like its own, and those that do not fit."""
+"""Names the supported family whose tensors are the most like those of an unsupported model."""
 
 from __future__ import annotations
 

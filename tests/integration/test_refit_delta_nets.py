@@ -58,12 +58,12 @@ def make_vision_model(path: Path, seed: int) -> Path:
     vision |= {"num_position_embeddings": 16, "patch_size": 4}
     tokens = {"image_token_id": 34, "video_token_id": 35, "vision_start_token_id": 36, "vision_end_token_id": 37}
     tied = {"tie_word_embeddings": text.config.tie_word_embeddings}
-    whole = Qwen3_5ForConditionalGeneration(
+    model = Qwen3_5ForConditionalGeneration(
         Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, **tokens, **tied)
     )
-    whole.model.language_model.load_state_dict(text.model.state_dict())
-    whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    whole.save_pretrained(path)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(path)
     return path
 
 

@@ -73,8 +73,8 @@ def gemma4(**sizes: Any) -> PretrainedConfig:
     """A Gemma 4 with one layer of either kind, whose window is shorter than the tests' sequences."""
     heads = {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
     types = ["sliding_attention", "full_attention"]
-    others = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "sliding_window": 6}
-    return Gemma4TextConfig(**sizes, **heads, **others, layer_types=types)
+    rest = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "sliding_window": 6}
+    return Gemma4TextConfig(**sizes, **heads, **rest, layer_types=types)
 
 
 def gemma4_moe(**sizes: Any) -> PretrainedConfig:
@@ -142,7 +142,7 @@ def test_generation_equals_transformers_before_and_after_each_refit(name: str, t
             policy.wait_ready()
             transport = make_transport(policy, generation, replace(REFIT, mode=case.mode), Path())
             transport.connect()
-            for version in (1, 2):  # what the first one left behind is what the second one meets
+            for version in (1, 2):  # the second refit starts from what the first left in the engine
                 transport.publish(version)
                 assert_serves(generation, Oracle(trained), version)
     finally:

@@ -41,7 +41,7 @@ def test_generation_equals_transformers_before_and_after_each_refit(name: str, t
             policy.wait_ready()
             transport = make_transport(policy, generation, REFIT, Path())
             transport.connect()
-            for version in (1, 2):  # what the first one left behind is what the second one meets
+            for version in (1, 2):  # the second refit starts from what the first left in the engine
                 sent = transport.publish(version)
                 assert sent.tensors >= 2 * (9 + 4 * 3) + 2, "a layer's 9, 3 an expert, the embedding, the last norm"
                 assert_serves(generation, Oracle(trained), version)

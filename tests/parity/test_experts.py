@@ -97,8 +97,8 @@ def frozen_on_rank(layout: Layout, model: TinyModel) -> tuple[dict[str, Tensor],
 
 def test_frozen_routers_alone_keep_their_weights(model: TinyModel) -> None:
     for start, weights in run_on_ranks(SHARED, frozen_on_rank, model):
-        kept = {name for name, tensor in start.items() if torch.equal(weights[name], tensor)}
-        assert kept == {name for name in start if ".mlp.gate." in name}
+        unchanged = {name for name, tensor in start.items() if torch.equal(weights[name], tensor)}
+        assert unchanged == {name for name in start if ".mlp.gate." in name}
 
 
 def test_padding_is_not_counted(model: TinyModel, alone: Any) -> None:

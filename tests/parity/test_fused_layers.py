@@ -29,11 +29,11 @@ def fused_gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tup
     with use_fused_layers():
         engine = make_engine(layout, models[0], **SETTINGS)
         assert any(isinstance(module, NormColumnLinear) for module in engine.chunks[0].modules())
-        found = gradients_on_rank(layout, models, settings=SETTINGS)
-    for gradients, _ in found:  # the bias by which experts are chosen has none
+        by_model = gradients_on_rank(layout, models, settings=SETTINGS)
+    for gradients, _ in by_model:  # the bias by which experts are chosen has none
         for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
             del gradients[name]
-    return found
+    return by_model
 
 
 @pytest.mark.parametrize(

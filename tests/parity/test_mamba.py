@@ -110,7 +110,7 @@ def test_a_loaded_checkpoint_continues_in_other_layouts(
 
 
 def save_adapters_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> tuple[Any, AdapterCheck]:
-    """Two steps, a checkpoint and a third: what is published, and whether it is what the layers compute."""
+    """Take two steps, save, and take a third; returns the published weights and the check of the adapters."""
     rank = make_lora_rank(layout, model, lora)
     for _ in range(2):
         rank.train(*train_arguments(layout))
@@ -142,7 +142,7 @@ def test_adapters_are_published_and_continue_in_other_layouts(
     folder.mkdir()
     by_rank = run_on_ranks(written_by, save_adapters_on_rank, models[name], folder, lora)
     assert all(check == AdapterCheck([], has_moved=True) for _, check in by_rank)
-    expected, before = merged([found for found, _ in by_rank]), models[name].tensors()
+    expected, before = merged([weights for weights, _ in by_rank]), models[name].tensors()
     changed = {key for key, tensor in expected.items() if not torch.equal(tensor, before[key])}
     assert {key.rpartition("mixer.")[2] for key in changed} >= {"in_proj.weight", "out_proj.weight", "q_proj.weight"}
     actual = merged(run_on_ranks(Layout(), load_adapters_on_rank, models[name], folder, lora))

@@ -106,13 +106,13 @@ TOLERANCE = 1e-4
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TinyModel]]:
     """Models by family."""
     folder = tmp_path_factory.mktemp("families")
-    found = {}
+    models = {}
     for family in FAMILIES:
         tiny = prepare_model(f"tiny:{family}", False, folder / family, seed=0)
         config = {"model_type": family, **SMALL, **TINY[family], **ODD[family]}
         odd = make_model(config, folder / f"{family}_odd", seed=1)
-        found[family] = [TinyModel(path.name, path) for path in (tiny, odd)]
-    return found
+        models[family] = [TinyModel(path.name, path) for path in (tiny, odd)]
+    return models
 
 
 def choose(models: dict[str, list[TinyModel]], *families: str) -> list[TinyModel]:
@@ -159,7 +159,7 @@ def test_a_checkpoint_continues_in_another_layout(
 
 def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[int, Tensor], dict[str, Tensor]]]:
     """Log-probabilities by sequence of each model with adapters, and its weights with them merged."""
-    found = []
+    results = []
     for model in models:
         rank = make_lora_rank(layout, model)
         fill_b(rank)
@@ -167,8 +167,8 @@ def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[
         batch = TokenBatch(share.lengths, replace(share.fields, loss_mask=None))
         logprobs = rank.compute_logprobs(fetched(rank, batch, None), microbatches)
         pieces = {} if logprobs is None else dict(zip(order, logprobs.split(share.lengths), strict=True))
-        found.append((pieces, whole_tensors(rank)))
-    return found
+        results.append((pieces, whole_tensors(rank)))
+    return results
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_adapters_are_merged_into_what_is_exported(
     chosen, batch = choose(models, *FAMILIES), make_batch()
     by_rank = run_on_ranks(layout, adapted_on_rank, chosen, timeout_s=300.0)
     for index, tiny in enumerate(chosen):
-        exported = merged([found[index][1] for found in by_rank])
+        exported = merged([results[index][1] for results in by_rank])
         assert any(not torch.equal(exported[name], weight) for name, weight in tiny.tensors().items())
         folder = tmp_path / tiny.name
         write_hf_folder(exported.items(), tiny.path, folder)
@@ -187,7 +187,7 @@ def test_adapters_are_merged_into_what_is_exported(
         for number, ids in enumerate(batch.fields.token_ids.long().split(batch.lengths)):
             with torch.no_grad():
                 expected = logprobs_of_logits(hf(ids[None]).logits / 0.8, ids[None])[0]
-            reported = [found[index][0][number] for found in by_rank if number in found[index][0]]
+            reported = [results[index][0][number] for results in by_rank if number in results[index][0]]
             assert reported
             for logprobs in reported:
                 torch.testing.assert_close(logprobs, expected, atol=3e-5, rtol=0, msg=tiny.name)
@@ -198,7 +198,7 @@ def test_a_policy_becomes_a_value_model(models: dict[str, list[TinyModel]]) -> N
     for family in FAMILIES:
         model = models[family][0]
         by_rank = run_on_ranks(Layout(tensor=2, sequence=True), fresh_on_rank, model.path)
-        assert all((values == 0).all() for found in by_rank for values in (found[0] or {}).values())
-        whole, stored = merged([found[1] for found in by_rank]), model.tensors()
-        assert whole.keys() - {"score.weight", "score.bias"} == stored.keys() - {"lm_head.weight"}
-        assert all(torch.equal(whole[name], stored[name]) for name in whole.keys() & stored.keys())
+        assert all((values == 0).all() for results in by_rank for values in (results[0] or {}).values())
+        weights, stored = merged([weights for _, weights in by_rank]), model.tensors()
+        assert weights.keys() - {"score.weight", "score.bias"} == stored.keys() - {"lm_head.weight"}
+        assert all(torch.equal(weights[name], stored[name]) for name in weights.keys() & stored.keys())

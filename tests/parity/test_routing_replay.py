@@ -245,5 +245,5 @@ def test_stages_with_experts_fetch_the_record(model: TinyModel) -> None:
         stages = run_on_ranks(Layout(pipeline=2), entries_on_rank, model, replays)
         for stage, (passes, steps) in enumerate(stages):
             layers = model.shape.experts.layers
-            wanted = replays and any(layers[stage * len(layers) // 2 : (stage + 1) * len(layers) // 2])
-            assert ("routed_experts" in passes, "routed_experts" in steps) == (wanted, wanted)
+            is_fetched = replays and any(layers[stage * len(layers) // 2 : (stage + 1) * len(layers) // 2])
+            assert ("routed_experts" in passes, "routed_experts" in steps) == (is_fetched, is_fetched)

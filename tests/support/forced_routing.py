@@ -36,9 +36,7 @@ def own_routing(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     """
     chosen: list[Tensor] = []
     hooks = [
-        gate.register_forward_hook(
-            lambda gate, _given, found: chosen.append(read_routing(gate, found)[2]), prepend=True
-        )
+        gate.register_forward_hook(lambda gate, _, output: chosen.append(read_routing(gate, output)[2]), prepend=True)
         for gate in gates(model)
     ]
     model(token_ids.long()[None])
@@ -71,14 +69,14 @@ class _Forcing:
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts
 
-    def __call__(self, gate: Any, _given: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        logits, _, own = read_routing(gate, found)
-        experts = torch.where(self._experts < 0, own, self._experts)
+    def __call__(self, gate: Any, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        logits, _, preferred = read_routing(gate, output)
+        experts = torch.where(self._experts < 0, preferred, self._experts)
         if isinstance(gate, Llama4Router):
             return torch.zeros_like(logits).scatter(1, experts, logits.gather(1, experts).sigmoid()), logits
         if isinstance(gate, Gemma4TextRouter):
-            weights = found[0].gather(1, experts)
-            return found[0], weights / weights.sum(1, keepdim=True) * gate.per_expert_scale[experts], experts
+            weights = output[0].gather(1, experts)
+            return output[0], weights / weights.sum(1, keepdim=True) * gate.per_expert_scale[experts], experts
         sigmoid = isinstance(gate, SIGMOIDS)
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
         if getattr(gate, "norm_topk_prob", True):  # MiniMax-M2 has neither this nor a factor

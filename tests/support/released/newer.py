@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.support.released.layout import Layout
 from tests.support.released.vocabulary import LLAMA3_SPLIT, O200K_SPLIT, added, byte_level
+from tests.support.released_configs import OLMO_3_7B
 
 _SIZES: dict[str, Any] = {
     "attention_bias": False,
@@ -167,14 +168,7 @@ OLMO3 = Layout(
         "max_position_embeddings": 65536,
         "model_type": "olmo3",
         "pad_token_id": "<|pad|>",
-        "rope_scaling": {
-            "attention_factor": 1.2079441541679836,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "yarn",
-        },
+        "rope_scaling": OLMO_3_7B["rope_scaling"],
         "rope_theta": 500000,
         "sliding_window": 4096,
         "transformers_version": "4.57.1",

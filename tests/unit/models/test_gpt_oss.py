@@ -32,8 +32,8 @@ def test_released_models(name: str, layers: int, experts: int) -> None:
 def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 128}
     short = {"architectures": ["GptOssForCausalLM"], **sizes, "num_attention_heads": 8}
-    whole = GptOssConfig(**short).to_dict()
-    assert parse_model_shape(short) == parse_model_shape({**whole, "architectures": short["architectures"]})
+    filled = GptOssConfig(**short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape({**filled, "architectures": short["architectures"]})
 
 
 @pytest.mark.parametrize(

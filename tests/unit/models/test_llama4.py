@@ -87,7 +87,7 @@ def test_a_sequence_costs_what_it_computes(window: int) -> None:
 
 def test_chunks_make_their_own_pairs_of_tokens() -> None:
     shape = replace(parse_model_shape(LLAMA4_MAVERICK), window=4)
-    all_seen = replace(shape, window=10**6)
-    seen = sum(position % 4 + 1 for position in range(11))
-    pairs = (count_forward_flops(all_seen, [11]) - count_forward_flops(shape, [11])) / (2 * 40 * 2 * 128 * 36)
-    assert pairs == 66 - seen
+    all_visible = replace(shape, window=10**6)
+    visible = sum(position % 4 + 1 for position in range(11))
+    pairs = (count_forward_flops(all_visible, [11]) - count_forward_flops(shape, [11])) / (2 * 40 * 2 * 128 * 36)
+    assert pairs == 66 - visible

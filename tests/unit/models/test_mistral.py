@@ -24,8 +24,8 @@ ROTARY = Ministral3Config().rope_parameters
 @pytest.mark.parametrize("family", SHORT)
 def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> None:
     short = SHORT[family]
-    whole = CONFIGS[family](**short).to_dict()
-    assert parse_model_shape(short) == parse_model_shape({**whole, "architectures": short["architectures"]})
+    filled = CONFIGS[family](**short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape({**filled, "architectures": short["architectures"]})
 
 
 def test_queries_of_ministral_3_grow() -> None:

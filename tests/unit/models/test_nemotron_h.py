@@ -53,8 +53,8 @@ def test_lists_and_the_pattern_mean_the_same(key: str, names: dict[str, str]) ->
 
 def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
     short = {"architectures": NANO["architectures"], "hybrid_override_pattern": "ME*-", "model_type": "nemotron_h"}
-    whole = NemotronHConfig(**short).to_dict()
-    assert parse_model_shape(short) == parse_model_shape({**whole, "architectures": NANO["architectures"]})
+    filled = NemotronHConfig(**short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape({**filled, "architectures": NANO["architectures"]})
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> 
     short |= {"architectures": as_text(family)["architectures"]}
     if family == "qwen3_5":
         short["num_hidden_layers"] = 30  # no multiple of the pattern
-    whole = CLASSES[family](**short).to_dict()
+    filled = CLASSES[family](**short).to_dict()
     shape = parse_model_shape(short)
-    full = {name: value for name, value in whole.items() if name != "norm_topk_prob" or family == "qwen3_next"}
+    full = {name: value for name, value in filled.items() if name != "norm_topk_prob" or family == "qwen3_next"}
     assert shape == parse_model_shape(full)
     if family == "qwen3_5":
         assert shape.delta_layers[-2:] == (True, True)
@@ -160,7 +160,7 @@ SMALL = {
 }
 
 
-def make_folder(folder: Path, raw: dict[str, Any], *, packed: bool | None = None, **others: torch.Tensor) -> None:
+def make_folder(folder: Path, raw: dict[str, Any], *, packed: bool | None = None, **extra: torch.Tensor) -> None:
     """A folder of a model in bfloat16, with other tensors beside its own."""
     shape = parse_model_shape(raw)
     if packed is not None:
@@ -169,9 +169,7 @@ def make_folder(folder: Path, raw: dict[str, Any], *, packed: bool | None = None
     tensors = {name: torch.randn(size).bfloat16() for name, size in measure_tensors(shape).items()}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file(
-        tensors | {name.replace("__", "."): value for name, value in others.items()}, folder / "model.safetensors"
-    )
+    save_file(tensors | {name.replace("__", "."): value for name, value in extra.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -190,24 +188,24 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
 def make_vision_folder(folder: Path, **text: Any) -> dict[str, torch.Tensor]:
     """A folder with a part that sees images and one that predicts further tokens; returns these parts."""
     raw = {**QWEN3_5_35B, "text_config": {**QWEN3_5_35B["text_config"], **SMALL, **text}, "dtype": "bfloat16"}
-    others = {
+    extra = {
         "model__visual__blocks__0__norm1__weight": torch.randn(3),
         "mtp__fc__weight": torch.randn(2, 4).bfloat16(),
     }
-    make_folder(folder, raw, **others)
-    return {name.replace("__", "."): tensor for name, tensor in others.items()}
+    make_folder(folder, raw, **extra)
+    return {name.replace("__", "."): tensor for name, tensor in extra.items()}
 
 
 def test_an_export_copies_what_is_not_the_language_models(tmp_path: Path) -> None:
-    others = make_vision_folder(tmp_path / "source")
+    extra = make_vision_folder(tmp_path / "source")
     shape = read_model_shape(tmp_path / "source")
     assert list(find_weight_problems(tmp_path / "source", shape)) == []
     carried = dict(read_carried_tensors(tmp_path / "source", shape))
-    own = {name: torch.ones(size) for name, size in measure_tensors(shape).items()}
-    write_hf_folder([*own.items(), *carried.items()], tmp_path / "source", tmp_path / "out")
+    trained = {name: torch.ones(size) for name, size in measure_tensors(shape).items()}
+    write_hf_folder([*trained.items(), *carried.items()], tmp_path / "source", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == own.keys() | others.keys()
-    for name, tensor in others.items():
+    assert written.keys() == trained.keys() | extra.keys()
+    for name, tensor in extra.items():
         assert torch.equal(written[name], tensor)
         assert written[name].dtype == tensor.dtype
     config = json.loads((tmp_path / "out" / "config.json").read_text())

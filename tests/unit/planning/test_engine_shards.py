@@ -22,8 +22,8 @@ LAYOUTS = [
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss", "qwen3_moe"])
 def test_an_engines_ranks_hold_every_number(family: str, layout: GenerationParallelConfig) -> None:
     shape = parse_model_shape(ENGINE_CONFIGS[family])
-    held = {name: np.zeros(size, bool) for name, size in measure_tensors(shape).items()}
+    covered = {name: np.zeros(size, bool) for name, size in measure_tensors(shape).items()}
     for boxes in assume_boxes(shape, layout):
         for box in boxes:
-            held[box.tensor][to_slices(box.cut.tensor)] = True
-    assert [name for name, numbers in held.items() if not numbers.all()] == []
+            covered[box.tensor][to_slices(box.cut.tensor)] = True
+    assert [name for name, numbers in covered.items() if not numbers.all()] == []

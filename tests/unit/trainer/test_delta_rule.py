@@ -38,8 +38,8 @@ def step_by_step(inputs: list[Tensor], ends: Tensor) -> Tensor:
         state = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=value.dtype)
         for token in range(begin, end):
             state = state * g[token].exp()[:, None, None]
-            held = torch.einsum("hkv,hk->hv", state, key[token])
-            state = state + torch.einsum("hk,hv->hkv", key[token], beta[token][:, None] * (value[token] - held))
+            read = torch.einsum("hkv,hk->hv", state, key[token])
+            state = state + torch.einsum("hk,hv->hkv", key[token], beta[token][:, None] * (value[token] - read))
             outputs.append(torch.einsum("hkv,hk->hv", state, query[token]) / KEY_DIM**0.5)
     return torch.stack(outputs)[None]
 
@@ -69,8 +69,8 @@ def test_a_sequence_knows_nothing_of_its_neighbours(dtype: torch.dtype) -> None:
     results = []
     for seed in (1, 2):
         inputs, ends = draw(lengths, seed)
-        own, _ = draw([35], seed=9)
-        for tensor, part in zip(inputs, own, strict=True):
+        sequence, _ = draw([35], seed=9)
+        for tensor, part in zip(inputs, sequence, strict=True):
             tensor[:, middle] = part
         leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         output, _ = compute_delta_rule(*leaves, cu_seqlens=ends)

@@ -43,9 +43,9 @@ def scan_token_by_token(
     for sequence in number(lengths).split(lengths):
         state, begin = torch.zeros(HEADS, STATE, DIM, dtype=torch.float64), len(outputs)
         for token in range(begin, begin + len(sequence)):
-            kept = (dt[token] * decay).double().exp()[:, None, None]
+            remaining = (dt[token] * decay).double().exp()[:, None, None]
             added = dt[token].double()[:, None, None] * write[token][:, :, None] * x[token].double()[:, None, :]
-            state = kept * state + added
+            state = remaining * state + added
             outputs.append(torch.einsum("hnp,hn->hp", state, read[token]))
     return torch.stack(outputs)
 
@@ -58,8 +58,8 @@ def test_chunks_equal_one_token_after_the_other(lengths: list[int]) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
     weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((actual * weights).sum(), list(inputs.values()))
-    wanted = torch.autograd.grad((expected * weights).sum(), list(inputs.values()))
-    for name, gradient, exact in zip(inputs, gradients, wanted, strict=True):
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), list(inputs.values()))
+    for name, gradient, exact in zip(inputs, gradients, expected_gradients, strict=True):
         assert (gradient - exact).norm() <= 2e-5 * exact.norm(), name
 
 

@@ -110,26 +110,26 @@ def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
         "experts.down_proj_bias": torch.randn(count, hidden),
     }
     boxes = []
-    kept, slots = Range(1, 3), Range(0, 2)  # of a rank with the last two experts
+    experts, slots = Range(1, 3), Range(0, 2)  # of a rank with the last two experts
     for name, parameter in zip(tensors, ("w13_weight", "w13_bias", "w2_weight", "w2_bias"), strict=True):
         rest = tuple(Range(0, size) for size in tensors[name].shape[1:])
         order = (0, 2, 1)[: len(rest) + 1] if len(rest) == 2 else (0, 1)
-        boxes.append(Box(f"experts.{parameter}", name, Cut((kept, *rest), (slots, *rest[::-1]), order)))
+        boxes.append(Box(f"experts.{parameter}", name, Cut((experts, *rest), (slots, *rest[::-1]), order)))
     named = list(name_boxes(boxes))
     assert [name for name, _ in named] == ["experts.1", "experts.2"] * 4
     outputs = {name: _ExpertOutput(hidden, _multiply_by_turns) for name, _ in named}
     for name, box in named:
         outputs[name].expect(box)
-    found = {}
+    outputs_by_name = {}
     for name, box in named:
         output = outputs[name].add(box, box.cut.compute(tensors[box.tensor][to_slices(box.cut.tensor)]))
         assert (output is not None) == (box.parameter == "experts.w2_bias")
-        found[name] = output
+        outputs_by_name[name] = output
     inputs = draw_probes(hidden, torch.device("cpu"))
     for expert in (1, 2):
         up, first_bias, down, second_bias = (tensor[expert] for tensor in tensors.values())
         expected = _multiply_by_turns(inputs @ up + first_bias) @ down + second_bias
-        output = found[f"experts.{expert}"]
+        output = outputs_by_name[f"experts.{expert}"]
         assert output is not None
         torch.testing.assert_close(output, compute_fingerprint(expected), rtol=1e-4, atol=1e-3)
 
