@@ -47,7 +47,8 @@ def fused_gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tup
     ids=str,
 )
 def test_gradients_are_those_of_transformers(layout: Layout, models: list[TinyModel]) -> None:
-    expect_gradients_of_transformers(run_on_ranks(layout, fused_gradients_on_rank, models), models, 1e-4)
+    chosen = [model for model in models if layout.expert == 1 or model.shape.experts is not None]
+    expect_gradients_of_transformers(run_on_ranks(layout, fused_gradients_on_rank, chosen), chosen, 1e-4)
 
 
 def save_fused_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
