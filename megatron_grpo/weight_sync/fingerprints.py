@@ -229,9 +229,9 @@ def _read_parameter(layer: Any, parameter: str) -> Tensor:
     if parameter != "weight" or loaded is None:
         return getattr(layer, parameter).data
     # On CPUs with products in bfloat16 the kernels of a convolution are packed, and vLLM keeps the loaded ones beside.
-    from vllm import _custom_ops
+    from vllm._custom_ops import causal_conv1d_weight_pack
 
-    is_used = torch.equal(_custom_ops.causal_conv1d_weight_pack(loaded), layer.weight)
+    is_used = torch.equal(causal_conv1d_weight_pack(loaded), layer.weight)
     return (loaded if is_used else torch.full_like(loaded, torch.nan))[:, None]
 
 

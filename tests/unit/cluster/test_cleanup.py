@@ -73,7 +73,8 @@ import sys, time
 from multiprocessing import resource_tracker, shared_memory
 resource_tracker.ensure_running = resource_tracker.register = lambda *_: None
 memory = shared_memory.SharedMemory(create=True, size=16)
-print(memory.name, flush=True)
+sys.stdout.write(memory.name + "\\n")  # One write, so that lines of two processes stay apart.
+sys.stdout.flush()
 time.sleep(300)
 """
 FORGETFUL_DRIVER = f"""
