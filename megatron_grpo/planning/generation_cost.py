@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -260,11 +261,9 @@ class Decoder:
     def time_step(self, sequences: float, context: float) -> float:
         """Seconds of a decoding step at mean length `context`: a roofline."""
         efficiency, shape = self.hardware.efficiency, self.shape
-        attending = len(list_attention_layers(shape, range(shape.layers)))
-        kv = count_kv_bytes_per_token(shape, attending, self.tensor, self.width)
-        states = 2 * count_state_bytes(shape, range(shape.layers), self.tensor, self.width)  # read and written
-        read = self._count_read_bytes(sequences) + sequences * (context * kv + states)
-        flops = 2.0 * sequences * self._count_active_parameters()
+        cache = context * self._kv_bytes_per_token + 2 * self._state_bytes  # states are read and written
+        read = self._count_read_bytes(sequences) + sequences * cache
+        flops = 2.0 * sequences * self._active_parameters
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         kernels = max(read / (self.hardware.memory_bytes_per_s * efficiency.decode_memory), flops / speed)
         messages = 2 * shape.layers * self._time_reduce(sequences)
@@ -274,15 +273,30 @@ class Decoder:
         """Seconds of prompts in full passes; tokens see half of `context`."""
         efficiency, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
-        attending = list_attention_layers(shape, range(shape.layers))
-        attention = 2.0 * tokens * context * heads * sum(shape.find_heads(layer).head_dim for layer in attending)
+        attention = 2.0 * tokens * context * heads * self._head_dims
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
-        products = 2.0 * tokens * self._count_active_parameters() / speed
+        products = 2.0 * tokens * self._active_parameters / speed
         messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
         return float(products + attention / (self.hardware.flops["bfloat16"] * efficiency.attention) + messages)
 
-    def _count_active_parameters(self) -> float:
-        """Count parameters that a token is multiplied with, over all stages."""
+    @cached_property
+    def _kv_bytes_per_token(self) -> int:
+        attending = len(list_attention_layers(self.shape, range(self.shape.layers)))
+        return count_kv_bytes_per_token(self.shape, attending, self.tensor, self.width)
+
+    @cached_property
+    def _state_bytes(self) -> int:
+        return count_state_bytes(self.shape, range(self.shape.layers), self.tensor, self.width)
+
+    @cached_property
+    def _head_dims(self) -> int:
+        """Features of a head, summed over the layers with attention."""
+        shape = self.shape
+        return sum(shape.find_heads(layer).head_dim for layer in list_attention_layers(shape, range(shape.layers)))
+
+    @cached_property
+    def _active_parameters(self) -> float:
+        """Parameters that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
             total += count_layer_parameters(shape, layer, self.tensor)
@@ -294,12 +308,11 @@ class Decoder:
     def _count_read_bytes(self, sequences: float) -> float:
         """Count bytes of weights that a decoding step reads, over all stages."""
         shape, experts = self.shape, self.shape.experts
-        parameters = self._count_active_parameters()
+        parameters = self._active_parameters
         if experts is not None:
             # Only experts that some token chose are read: E (1 - (1 - k / E)^b) of E on average for b tokens.
             touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
-            layers = sum(map(shape.has_experts, range(shape.layers)))
-            parameters += layers * (touched - experts.top_k) * count_expert_parameters(shape) / self.tensor
+            parameters += sum(experts.layers) * (touched - experts.top_k) * count_expert_parameters(shape) / self.tensor
         return self.weight_width * parameters
 
     def _time_reduce(self, tokens: float) -> float:

@@ -191,13 +191,16 @@ def _find_packed_experts(shape: ModelShape, folder: Path) -> ModelShape:
     """Correct whether experts are packed, which config.json does not tell, by the folder's tensors."""
     if shape.experts is None:
         return shape
-    alternative = replace(shape, experts=replace(shape.experts, packed=not shape.experts.packed))
-    names, alternative_names = (measure_tensors(form).keys() for form in (shape, alternative))
+    # The names of one expert tell as much as those of all.
+    packed = shape.experts.packed
+    forms = (replace(shape, experts=replace(shape.experts, count=1, packed=value)) for value in (packed, not packed))
+    names, alternative_names = (index_tensors(build_weight_map(form), form).keys() for form in forms)
     try:
         stored = list_stored_tensors(folder).keys() if names != alternative_names else names
     except ValueError:  # other checks report files that cannot be read
         return shape
-    return alternative if len(alternative_names & stored) > len(names & stored) else shape
+    is_alternative = len(alternative_names & stored) > len(names & stored)
+    return replace(shape, experts=replace(shape.experts, packed=packed != is_alternative))
 
 
 def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:

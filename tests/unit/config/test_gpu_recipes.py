@@ -43,7 +43,7 @@ def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
     config = recipe_config(*command)
     shape, parallel = read_model_shape(config.policy.model.path), config.generation.parallel
     share = config.generation.engine.gpu_memory_utilization * GPU_BYTES - OF_VLLM
-    weights = [weights_of(boxes, shape, config.refit.fp8_blocks) for boxes in assume_boxes(shape, parallel)]
+    weights = weigh_ranks(assume_boxes(shape, parallel), shape, config.refit.fp8_blocks)
     most_layers = max(len(shard.layers) for shard in split_engine(parallel, shape))
     cache = cache_of_a_token(shape, parallel.tensor) * most_layers * CACHED_TOKENS
     assert max(weights) + cache <= share
@@ -81,12 +81,12 @@ def engine_ranks(config: Config) -> int:
     return config.generation.parallel.ranks_per_engine * config.generation.parallel.data
 
 
-def weights_of(boxes: list[Box], shape: ModelShape, fp8_blocks: bool) -> int:
-    """Bytes of the weights of an engine's rank, in bfloat16 or, what can be, in FP8."""
+def weigh_ranks(ranks: list[list[Box]], shape: ModelShape, fp8_blocks: bool) -> list[int]:
+    """Bytes of the weights of each rank of an engine, in bfloat16 or, what can be, in FP8."""
     entries = build_weight_map(shape)
-    tensors = index_tensors(entries, shape)
     in_fp8 = [fp8_blocks and can_travel_in_fp8(entry) for entry in entries]
-    return sum((1 if in_fp8[tensors[box.tensor].row] else 2) * count_elements(box.cut.tensor) for box in boxes)
+    widths = {name: 1 if in_fp8[key.row] else 2 for name, key in index_tensors(entries, shape).items()}
+    return [sum(widths[box.tensor] * count_elements(box.cut.tensor) for box in boxes) for boxes in ranks]
 
 
 def cache_of_a_token(shape: ModelShape, tensor: int) -> int:

@@ -127,6 +127,8 @@ def leveldb_records(log: bytes, begin: int) -> Iterator[bytes]:
             place += left
             continue
         length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        if place + 7 + length > len(log):  # still being written
+            return
         record += log[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # the whole record, or its last piece
@@ -188,16 +190,15 @@ def test_wandb_keeps_repeated_steps_and_is_told_that_a_run_failed(
     config.logger.wandb.enabled, config.logger.wandb.mode = True, "offline"
     failing_run(tmp_path, config, (1, 2, 3, 2, 3))
     (store,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    content_when_written(store, b"timing/total")
-    steps, codes = [], []
-    for data in leveldb_records(store.read_bytes()[7:], begin=7):
-        record = Record()
-        record.ParseFromString(data)
+    steps, codes, deadline = [], [], time.monotonic() + 60
+    while not codes and time.monotonic() < deadline:  # another process writes them, the exit code last
+        records = [Record.FromString(data) for data in leveldb_records(store.read_bytes()[7:], begin=7)]
+        codes = [record.exit.exit_code for record in records if record.HasField("exit")]
+        time.sleep(0.1)
+    for record in records:
         named = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
         if "train/reward" in named:
             steps.append((json.loads(named["step"]), json.loads(named["train/reward"])))
-        if record.HasField("exit"):
-            codes.append(record.exit.exit_code)
     assert steps == [(step, step / 3) for step in (1, 2, 3, 2, 3)]
     assert codes == [1]
 

@@ -19,7 +19,7 @@ from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, index_tensors, pad_vocab
+from megatron_grpo.models.weight_map import TensorKey, WeightEntry, WeightSlice, index_tensors, pad_vocab
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.preflight.engine_checks import find_cut_blocks
 from megatron_grpo.weight_sync.boxes import count_elements, to_slices
@@ -40,11 +40,14 @@ def cut(part: WeightSlice) -> Tensor:
     return full_tensor(part.name, part.shape)[part.region]
 
 
-def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
-    """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
+def list_tensors(shape: ModelShape) -> list[tuple[WeightEntry, TensorKey]]:
     entries = build_weight_map(shape)
-    key = list(index_tensors(entries, shape).values())[piece["tensor"]]
-    entry = entries[key.row]
+    return [(entries[key.row], key) for key in index_tensors(entries, shape).values()]
+
+
+def sent_piece(piece: Any, place: RankShard, shape: ModelShape, tensor: tuple[WeightEntry, TensorKey]) -> Tensor:
+    """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
+    entry, key = tensor
     part = place.expert_tensor if entry.per_expert else place.tensor
     slices = entry.list_slices(shape, key.layer, part.index, part.count, key.expert)
     rows = pad_vocab(shape, part.count) // part.count
@@ -101,6 +104,7 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
     shape, training, generation, bucket = case
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
     scheduled, boxes = plan(shape, training, generation, bucket), table_boxes(generation, shape)
+    tensors = list_tensors(shape)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
         expected = vllm_parameters(shape, place)
@@ -108,7 +112,8 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
         model = model_of(expected)
         writer = ModelWriter(model, torch.float32, boxes[target % len(engine)], [mine])
         for position, piece in enumerate(mine):
-            writer.write(0, position, sent_piece(piece, sources[piece["source"]], shape))
+            sent = sent_piece(piece, sources[piece["source"]], shape, tensors[piece["tensor"]])
+            writer.write(0, position, sent)
         held = dict(model.named_parameters())
         assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
         # As many as there are, all of them right: none came twice.
@@ -332,7 +337,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     assert list(find_cut_blocks(shape, training, generation)) == []
     dtypes, boxes = choose_wire_dtypes(shape, "float32", fp8_blocks=True), table_boxes(generation, shape)
     scheduled = plan_messages(shape, sources, boxes, 1, dtypes, 2**16)
-    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    kinds, tensors = [getattr(torch, dtype) for dtype in dtypes], list_tensors(shape)
     for target, place in enumerate(engine):
         expected = vllm_parameters(shape, place)
         read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
@@ -341,7 +346,8 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
             laid, size = lay_out_pieces(message, kinds)
             buffer = torch.zeros(size, dtype=torch.uint8)
             for piece, parcel in zip(message, laid, strict=True):
-                pack_piece(parcel, buffer, sent_piece(piece, sources[piece["source"]], shape))
+                sent = sent_piece(piece, sources[piece["source"]], shape, tensors[piece["tensor"]])
+                pack_piece(parcel, buffer, sent)
             for piece, parcel in zip(message, laid, strict=True):
                 values = parcel.view_values(buffer).float()
                 scales = parcel.view_scales(buffer)
