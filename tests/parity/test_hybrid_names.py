@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.hybrid import hybrid_block
@@ -92,6 +93,7 @@ def compare_on_rank(layout: Layout, folder: Path) -> tuple[list[Tensor], dict[st
     return logprobs, exported, points, hybrid_points
 
 
+@pytest.mark.slow
 def test_a_hybrid_stack_holds_the_weights_of_the_same_families(tmp_path: Path) -> None:
     layout = Layout(tensor=2, pipeline=2, sequence=True)
     for name in ("qwen3_tied", "qwen2_tied", "qwen3_moe", "deepseek_v3"):
