@@ -27,7 +27,10 @@ print("\\n".join(sorted(names)))
 """
 
 
-@pytest.mark.parametrize("mode", ["reshard", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("broadcast", "files"))])
+SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("broadcast", "files")]
+
+
+@pytest.mark.parametrize("mode", ["reshard", *SLOW])
 def test_a_worker_loads_few_modules(mode: str) -> None:
     command = [sys.executable, "-c", LOAD, mode]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
