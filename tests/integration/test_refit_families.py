@@ -14,11 +14,14 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     Llama4TextConfig,
+    Ministral3Config,
+    MistralConfig,
     NemotronHConfig,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    SeedOssConfig,
 )
 
 from megatron_grpo.config.generation_schema import RefitMode
@@ -89,6 +92,17 @@ def nemotron_h(**sizes: Any) -> PretrainedConfig:
     return NemotronHConfig(**{**sizes, "tie_word_embeddings": False}, **mamba, layers_block_type=layers)
 
 
+def mistral(**sizes: Any) -> PretrainedConfig:
+    return MistralConfig(**sizes, sliding_window=None)
+
+
+def ministral3(**sizes: Any) -> PretrainedConfig:
+    """A Ministral 3; its queries are scaled behind `MAX_LENGTH` tokens, which vLLM does not do."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": MAX_LENGTH}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    return Ministral3Config(**sizes, rope_parameters=rope)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model, how policy and engine share it, and how the weights travel."""
@@ -118,6 +132,9 @@ CASES = {
     "llama4": Case(family=llama4, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
     "gemma4": Case(family=gemma4, layout=ParallelConfig(tensor=2)),
     "gemma4_moe": Case(family=gemma4_moe, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "mistral": Case(family=mistral, layout=ParallelConfig(tensor=2)),
+    "ministral3": Case(family=ministral3, layout=ParallelConfig(tensor=2)),
+    "seed_oss": Case(family=SeedOssConfig, layout=ParallelConfig(tensor=2)),
     "nemotron_h": Case(family=nemotron_h, layout=ParallelConfig(tensor=2)),
     "nemotron_h reshard": Case(family=nemotron_h, layout=ParallelConfig(tensor=2), mode="reshard"),
 }
