@@ -151,7 +151,8 @@ def _read_qwen3_5_moe(raw: dict[str, Any]) -> ModelShape:
 
 
 def _read_qwen3_next(raw: dict[str, Any]) -> ModelShape:
-    shape = _read({"intermediate_size": 5632, **raw}, "qwen3_next", key_value_heads=2)
+    options = {**_OPTIONS, "tie_word_embeddings": (False,)}  # vLLM never ties the head
+    shape = _read({"intermediate_size": 5632, **raw}, "qwen3_next", options, key_value_heads=2)
     experts = _read_experts(raw, list_sparse_layers(raw, shape.layers), count=512, packed=False)
     return replace(shape, experts=replace(experts, normalised=read_flag(raw, "norm_topk_prob", default=True)))
 

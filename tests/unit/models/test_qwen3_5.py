@@ -99,6 +99,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> 
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
         ("qwen3_5_moe", {"num_experts_per_tok": 300}, "num_experts_per_tok=300 is more than the 256 experts"),
         ("qwen3_5_moe", {"model_type": "qwen3_5_moe"}, "write model_type=qwen3_5_moe_text"),
+        ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for qwen3_next"),
         ("qwen3_next", {"mlp_only_layers": "all"}, "mlp_only_layers=all must be a list"),
         ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be"),
         ("qwen3_next", {"quantization_config": {"quant_method": "awq"}}, "are quantized so cannot be read"),
