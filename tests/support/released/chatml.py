@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.released.layout import Layout
 from tests.support.released.templates import PHI4 as PHI4_TEMPLATE
-from tests.support.released.templates import stored
+from tests.support.released.templates import qwen3_thinking, stored
 from tests.support.released.vocabulary import LLAMA3_SPLIT, QWEN2_SPLIT, QWEN3_5_SPLIT, added, byte_level
 
 _CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -191,6 +191,62 @@ QWEN3_5 = Layout(
     call_text=_XML_CALLS,
     call_close="</tool_call>",
 )
+
+_QWEN3_NEXT_CONFIG: Mapping[str, Any] = {
+    **_SIZES,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": "<|endoftext|>",
+    "decoder_sparse_step": 1,
+    "eos_token_id": "<|im_end|>",
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 16,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "use_sliding_window": False,
+}
+QWEN3_NEXT = Layout(
+    name="qwen3_next",
+    core=QWEN3.core,
+    settings=_qwen_settings("<|im_end|>"),
+    template=stored("qwen3_instruct_2507"),
+    config=_QWEN3_NEXT_CONFIG,
+    generation=_sampling(temperature=0.7, top_k=20, top_p=0.8),
+    end="<|im_end|>",
+    call_text=_JSON_CALLS,
+    call_close="</tool_call>",
+)
+QWEN3_NEXT_THINKING = Layout(
+    name="qwen3_next_thinking",
+    core=QWEN3.core,
+    settings=_qwen_settings("<|im_end|>"),
+    template=qwen3_thinking(),
+    template_file=True,
+    config=_QWEN3_NEXT_CONFIG,
+    generation=_sampling(temperature=0.6, top_k=20, top_p=0.95),
+    end="<|im_end|>",
+    call_text=_JSON_CALLS,
+    call_close="</tool_call>",
+)
+"""Two models of one form: the second always thinks, and its prompts open the thought."""
 
 _FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _PHI4_ORDER = (

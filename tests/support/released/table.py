@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.released import chatml, llama, llama4_gemma4, nemotron, newer, others
+from tests.support.released import chatml, llama, llama4_gemma4, nemotron, newer, others, seed_ministral
 from tests.support.released.layout import Layout
 
 LAYOUTS = (
@@ -14,6 +14,8 @@ LAYOUTS = (
     *newer.NEWER,
     *(llama4_gemma4.LLAMA4, llama4_gemma4.GEMMA4),
     nemotron.NEMOTRON3_NANO,
+    *(chatml.QWEN3_NEXT, chatml.QWEN3_NEXT_THINKING),
+    *(seed_ministral.SEED_OSS, seed_ministral.MINISTRAL3, seed_ministral.MINISTRAL3_REASONING),
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 

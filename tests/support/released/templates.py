@@ -1,4 +1,4 @@
-"""Chat templates of released models: those that TRL stores, and rebuilt ones of Mistral, Phi-4, Llama 2 and 4."""
+"""Chat templates of released models: those that TRL and Mistral store, and rebuilt ones of others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,35 @@ def stored(name: str) -> str:
     assert package is not None, "TRL belongs to the requirements of tests"
     assert package.origin is not None
     return (Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@cache
+def mistral_v13(*, thinks: bool) -> str:
+    """The template of Mistral's tokenizers of version 13 as its own package makes it, with or without thoughts."""
+    from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    return build_chat_template(
+        TemplateConfig(
+            version=TokenizerVersion.v13,
+            spm=False,
+            image_support=True,
+            audio_support=False,
+            thinking_support=thinks,
+            plain_thinking_support=False,
+            use_special_token_variables=True,
+            model_settings_fields=None,
+            reasoning_effort_values=None,
+            reasoning_effort_default=None,
+        )
+    )
+
+
+def qwen3_thinking() -> str:
+    """Qwen's template of models that always think (Qwen3-Next, Qwen3-2507): every prompt opens a thought."""
+    template, generation = stored("qwen3"), "{%- if add_generation_prompt %}"
+    kept, _, _ = template.rpartition(generation)
+    return f"{kept}{generation}{{{{- '<|im_start|>assistant\\n<think>\\n' }}}}{{%- endif %}}"
 
 
 PHI4 = """\

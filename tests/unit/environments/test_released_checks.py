@@ -87,11 +87,11 @@ def test_answers_of_a_user_suit_every_template(examine: Examine, layout: Layout)
 @every_layout
 def test_settings_that_the_template_does_not_read_are_named(examine: Examine, layout: Layout, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([ADD]))
-    variables = {**layout.kwargs, "thinking_budget": 5}
+    variables = {**layout.kwargs, "budget_of_thoughts": 5}
     settings = {"tools": str(tmp_path / "tools.json"), "system_prompt": "Be brief.", "chat_template_kwargs": variables}
     _, remarks = examine(layout, **settings)
     assert ("data.tools changes no prompt" in remarks) == (not layout.shows_tools)
-    assert "data.chat_template_kwargs.thinking_budget=5 changes no prompt" in remarks
+    assert "data.chat_template_kwargs.budget_of_thoughts=5 changes no prompt" in remarks
     assert not any(name in remarks for name in layout.kwargs if name != "date_string")
     assert "system_prompt" not in remarks
 
@@ -135,7 +135,7 @@ def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
     _, found = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
     remarks = [remark for remark in found if "the chat template ends every prompt with" in remark.text]
     is_begun = layout.render([QUESTION]).rstrip().endswith("<think>")
-    begun = ("nemotron_3_nano", "qwen3_5", "r1_distill_llama", "r1_distill_qwen", "minimax_m2")
+    begun = ("nemotron_3_nano", "qwen3_5", "qwen3_next_thinking", "r1_distill_llama", "r1_distill_qwen", "minimax_m2")
     assert is_begun == (layout.name in begun)
     assert bool(remarks) == (is_begun and kind != "math")
     if remarks:
