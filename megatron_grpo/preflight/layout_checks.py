@@ -70,10 +70,13 @@ def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str |
         groups = heads.key_value_heads
         if groups % tensor == 0:
             continue
-        # With more ranks than key/value heads every rank has an equal part of one head's queries, key and value.
-        rows = (shape.attention_heads // groups + (1 if heads.key_is_value else 2)) * heads.head_dim
-        if tensor % groups or rows % (tensor // groups):
+        if tensor % groups:
             return f"{groups} key/value heads, nor is it a multiple of them"
+        # With more ranks than key/value heads a rank has an equal part of a head's queries, key and value; an engine's
+        # has the whole key and value.
+        rows = (shape.attention_heads // groups + (1 if heads.key_is_value else 2)) * heads.head_dim
+        if not is_engine and rows % (tensor // groups):
+            return f"{rows} rows of a key/value head, which {tensor // groups} ranks would share"
     return None
 
 

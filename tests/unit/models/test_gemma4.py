@@ -128,7 +128,8 @@ def test_tensor_parallelism_has_to_divide_both_kinds_of_heads() -> None:
         32,
     ]
     three = replace(shape, global_heads=HeadShape(key_value_heads=1, head_dim=6, key_is_value=True))
-    assert _find_undivided(4, three, is_engine=False) == "1 key/value heads, nor is it a multiple of them"
+    assert _find_undivided(4, three, is_engine=False) == "198 rows of a key/value head, which 4 ranks would share"
+    assert _find_undivided(4, three, is_engine=True) is None, "an engine's ranks have the whole key"
 
 
 def test_keys_values_and_matrices_are_counted_by_layer() -> None:
