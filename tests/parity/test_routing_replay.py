@@ -35,7 +35,7 @@ LAYOUTS = [
 BySequence = dict[int, Tensor]
 
 
-NEWER = ("glm4_moe", "minimax_m2", "llama4", "gemma4_moe")
+NEWER = ("glm4_moe", "minimax_m2", "llama4", "gemma4_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", *NEWER)]
 
 

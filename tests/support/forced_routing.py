@@ -12,15 +12,19 @@ from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from megatron_grpo.verification.hf_model import read_routing
 
 SIGMOIDS = (DeepseekV3TopkRouter, Glm4MoeTopkRouter, MiniMaxM2TopKRouter, NemotronHTopkRouter)
-GATES = (Qwen3MoeTopKRouter, Llama4Router, Gemma4TextRouter, *SIGMOIDS)
+SOFTMAXES = (Qwen3MoeTopKRouter, GptOssTopKRouter, Qwen3_5MoeTopKRouter, Qwen3NextTopKRouter)
+GATES = (Llama4Router, Gemma4TextRouter, *SOFTMAXES, *SIGMOIDS)
 
 
 def gates(model: PreTrainedModel) -> list[nn.Module]:
@@ -79,6 +83,6 @@ class _Forcing:
             return output[0], weights / weights.sum(1, keepdim=True) * gate.per_expert_scale[experts], experts
         sigmoid = isinstance(gate, SIGMOIDS)
         scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
-        if getattr(gate, "norm_topk_prob", True):  # MiniMax-M2 has neither this nor a factor
+        if getattr(gate, "norm_topk_prob", True):  # some always do, and have no factor either
             scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
         return logits, scores * getattr(gate, "routed_scaling_factor", 1.0), experts
