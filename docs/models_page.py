@@ -57,7 +57,7 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 - *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
 
 Not here: DeepSeek-V3.2 and GLM-5 (sparse attention), Gemma 4 E2B and E4B, and models that read images, of which
-Qwen3.5's text part alone is trained.
+the text part alone is trained: in folders of Qwen3.5, Gemma 3 and 4, Llama 4, Mistral Small 3.1 and Ministral 3.
 Any model is checked by one command, which names the nearest family of a model that has none:
 
     python -m megatron_grpo.verify model=FOLDER shrink=true

@@ -17,6 +17,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.models.families import find_model_shape, is_untied_by_weights
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import detect_platform
 
 
@@ -51,6 +52,9 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": settings.model_path,
         "tokenizer_mode": "hf",  # where vllm_plugin.py puts the run's tokenizer
+        # Mistral's folders hold the model twice, and vLLM would prefer params.json and consolidated.safetensors.
+        "config_format": "hf",
+        "load_format": "hf",
         "dtype": config.engine.dtype or settings.precision,
         "tensor_parallel_size": config.parallel.tensor,
         "pipeline_parallel_size": config.parallel.pipeline,
@@ -86,17 +90,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         if getattr(config.engine, name) is not None:
             arguments[name] = getattr(config.engine, name)
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
-    if is_untied_by_weights(settings.model_path):
-        # vLLM would compare head and embedding after it has rounded both, and may tie them again.
-        passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
-    shape = find_model_shape(settings.model_path)
-    if shape is not None and shape.family == "llama4":  # vLLM goes by the longest sequence, and not by config.json
-        stated = passed.get("override_generation_config") or {}
-        tuning = {"attn_temperature_tuning": shape.query_scale is not None}
-        passed["override_generation_config"] = tuning | stated
-    elif shape is not None and shape.query_scale is not None:  # vLLM reads it under a name that config.json lacks
-        scaling = {"beta": shape.query_scale.slope, "original_max_position_embeddings": shape.query_scale.length}
-        passed["hf_overrides"] = {"llama_4_scaling": scaling, **(passed.get("hf_overrides") or {})}
+    add_model_settings(passed, settings.model_path)
     if settings.awaits_refit and is_quantized(settings.model_path):
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
@@ -104,11 +98,41 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments | passed
 
 
+def add_model_settings(arguments: dict[str, Any], path: str) -> None:
+    """Add the arguments without which vLLM would compute another model than transformers."""
+    shape = find_model_shape(path)
+    if is_untied_by_weights(path):
+        # vLLM would compare head and embedding after it has rounded both, and may tie them again.
+        _override(arguments, shape, {"tie_word_embeddings": False})
+    if shape is not None and shape.family == "llama4":  # vLLM goes by the longest sequence, and not by config.json
+        stated = arguments.get("override_generation_config") or {}
+        tuning = {"attn_temperature_tuning": shape.query_scale is not None}
+        arguments["override_generation_config"] = tuning | stated
+    elif shape is not None and shape.query_scale is not None:  # vLLM reads it under a name that config.json lacks
+        scaling = {"beta": shape.query_scale.slope, "original_max_position_embeddings": shape.query_scale.length}
+        _override(arguments, shape, {"llama_4_scaling": scaling})
+
+
+def _override(arguments: dict[str, Any], shape: ModelShape | None, settings: Mapping[str, Any]) -> None:
+    """Add settings that replace config.json's; the user's come first."""
+    stated = arguments.get("hf_overrides") or {}
+    if shape is not None and shape.text_prefix:
+        text = {"text_config": {**settings, **stated.get("text_config", {})}}
+        arguments["hf_overrides"] = {**stated, **text}
+    else:
+        arguments["hf_overrides"] = {**settings, **stated}
+
+
 def _override_quantized(overrides: Mapping[str, Any], model_config: Any) -> Any:
     """Change a model's settings in vLLM to those of plain weights."""
     if hasattr(model_config, "quantization_config"):
         del model_config.quantization_config
-    model_config.update(overrides)
+    for name, value in overrides.items():
+        part = getattr(model_config, name, None)
+        if name == "text_config" and part is not None:
+            part.update(value)
+        else:
+            model_config.update({name: value})
     return model_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from megatron_grpo.models.weight_map import WeightSlice
 # Configuration, tokenizer and template files that travel with the weights.
 _SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 # Files that describe other weights, or the training of these.
-_EXCLUDED_FILES = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json")
+_EXCLUDED_FILES = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json", "params.json")
 
 
 class HFFolderReader:
@@ -84,12 +84,16 @@ class HFFolderReader:
             raise ValueError(f"{file}: {part.name} has values that are not finite")
         return values
 
-    def iterate(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the folder, quantized weights as numbers."""
+    def iterate(self, selects: Callable[[str], bool] = bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the folder, quantized weights as numbers.
+
+        `selects`: takes a name; tensors for which it is false are left out.
+        """
         stored = list_stored_tensors(self._folder)
         quantization = self._quantization
         for name, tensor in (stored if quantization is None else describe_values(stored, quantization)).items():
-            yield name, self.read(WeightSlice(name, tensor.shape, tuple((0, size) for size in tensor.shape)))
+            if selects(name):
+                yield name, self.read(WeightSlice(name, tensor.shape, tuple((0, size) for size in tensor.shape)))
 
     def _find(self, name: str) -> tuple[Path, Any]:
         """Find a stored tensor: its file, and a slice that reads it."""

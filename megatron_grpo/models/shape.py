@@ -200,7 +200,8 @@ class ModelShape:
     mamba_layers: tuple[bool, ...] = ()  # [layers]: whether a layer has Mamba-2 in place of attention; empty: none has
     single_halves: tuple[Half, ...] = ()
     """[layers]: the one half that a layer consists of; empty: layers have both."""
-    in_vision_model: bool = False  # the folder holds a model that also sees images, of which this is the text part
+    text_prefix: str = ""
+    """Beginning of names in a model that also sees images, of which this is the text part; empty: it is the whole."""
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 

@@ -37,6 +37,7 @@ PREPARED_FOLDER = "model"  # of the model inside prepare.folder
 _PROBE_S = 10.0
 # Parts of each weights file that a digest reads, evenly spaced, so that hundreds of gigabytes take a second.
 _CHUNKS, _CHUNK_BYTES = 4, 1 << 18
+_HUB_COPIES = ["consolidated*"]  # of the same weights, in Mistral's own format
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -70,7 +71,7 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(path, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
     except list_hub_errors() as error:
         raise RunError(f"{key}={path} could not be downloaded: {_describe_error(error)}") from error
 

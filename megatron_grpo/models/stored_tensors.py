@@ -84,8 +84,8 @@ def _read_header(file: Path, missing: str) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
 
 
-def has_own_head(folder: Path, embedding_name: str = EMBEDDING) -> bool:
-    """Whether a folder's output head differs from its embedding, of this name.
+def has_own_head(folder: Path, head_name: str = HEAD, embedding_name: str = EMBEDDING) -> bool:
+    """Whether a folder's output head differs from its embedding, by their names.
 
     transformers 5 and vLLM then use the stored head, whatever tie_word_embeddings says. A folder whose weights cannot
     be read has none: other checks report it.
@@ -94,21 +94,21 @@ def has_own_head(folder: Path, embedding_name: str = EMBEDDING) -> bool:
         tensors = list_stored_tensors(folder)
     except ValueError:
         return False
-    head, embedding = tensors.get(HEAD), tensors.get(embedding_name)
+    head, embedding = tensors.get(head_name), tensors.get(embedding_name)
     if head is None or embedding is None:
         return False
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return True
     # The comparison is cached, until a file's time or size shows that it was written anew.
     versions = [(file.stat().st_mtime_ns, file.stat().st_size) for file in (head.file, embedding.file)]
-    return not _are_equal(head.file, embedding.file, embedding_name, tuple(versions))
+    return not _are_equal((head.file, embedding.file), (head_name, embedding_name), tuple(versions))
 
 
 @lru_cache(maxsize=64)
-def _are_equal(head: Path, embedding: Path, embedding_name: str, versions: tuple[tuple[int, int], ...]) -> bool:
+def _are_equal(files: tuple[Path, Path], names: tuple[str, str], versions: tuple[tuple[int, int], ...]) -> bool:
     """Compare head and embedding; `versions` is a key of the cache."""
-    with head.open("rb") as first, embedding.open("rb") as second:
-        for stream, name in ((first, HEAD), (second, embedding_name)):
+    with files[0].open("rb") as first, files[1].open("rb") as second:
+        for stream, name in zip((first, second), names, strict=True):
             size = int.from_bytes(stream.read(8), "little")
             begin, end = json.loads(stream.read(size))[name]["data_offsets"]
             stream.seek(8 + size + begin)

@@ -33,14 +33,21 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
 
 def read_vocabulary_size(model: Path) -> int | None:
     """Read a model's number of tokens from config.json, if there."""
-    number = read_settings(model / "config.json").get("vocab_size")
+    number = _read_text_settings(model).get("vocab_size")
     return number if type(number) is int else None
+
+
+def _read_text_settings(model: Path) -> dict[str, Any]:
+    """Read a language model's entries in config.json or its text_config."""
+    settings = read_settings(model / "config.json")
+    text = settings.get("text_config")
+    return {**settings, **text} if isinstance(text, dict) else settings
 
 
 def read_end_tokens(model: Path) -> tuple[int, ...]:
     """Read the tokens that end a response from the model's files."""
     file = model / "generation_config.json"
-    end = read_settings(file if file.is_file() else model / "config.json").get("eos_token_id")
+    end = (read_settings(file) if file.is_file() else _read_text_settings(model)).get("eos_token_id")
     numbers = end if isinstance(end, list) else [end]
     return tuple(number for number in numbers if type(number) is int)
 

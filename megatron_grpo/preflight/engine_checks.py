@@ -28,7 +28,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_DELTA_SIZES = (128, 128)
 """Sizes of a delta net's keys and values that vLLM's CPU build has kernels for."""
 TORCHVISION_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-"""Families whose module in vLLM imports torchvision, which vLLM's CPU build does not install."""
+"""Families whose module in vLLM imports torchvision, as all models that see images do; its CPU build lacks it."""
 
 
 def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
@@ -71,10 +71,11 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
             yield is_unsupported, "policy.model.path=", f"{text} computes on a CPU only for heads of 128"
             text = "delta nets are computed by vLLM on a CPU only in bfloat16; use generation.engine.dtype=bfloat16"
             yield config.engine_dtype != "bfloat16", f"generation.engine.dtype={config.engine_dtype}", text
-            is_missing = shape.family in TORCHVISION_FAMILIES and find_spec("torchvision") is None
-            text = f"is a {shape.family} model, whose module in vLLM imports torchvision, and that is not installed"
+        if has_engines and (shape.family in TORCHVISION_FAMILIES or shape.text_prefix):
+            kind = "model that sees images" if shape.text_prefix else f"{shape.family} model"
+            text = f"is a {kind}, whose module in vLLM imports torchvision, and that is not installed"
             text += "; run requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
-            yield is_missing, "policy.model.path=", text
+            yield find_spec("torchvision") is None, "policy.model.path=", text
 
 
 @evaluate_rules

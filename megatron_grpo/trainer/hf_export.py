@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,12 +18,17 @@ from torch.distributed import HashStore
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.models.adapter_check import check_adapters
-from megatron_grpo.models.families import FAMILIES, find_model_type, is_carried, is_untied_by_weights
+from megatron_grpo.models.families import (
+    FAMILIES,
+    INSIDE,
+    find_model_type,
+    is_carried,
+    is_untied_by_weights,
+    list_carried,
+)
 from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
-from megatron_grpo.models.stored_tensors import list_stored_tensors
-from megatron_grpo.models.weight_map import WeightSlice
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model.build import DecoderModel
@@ -99,10 +106,7 @@ def _load_model(
 
 def read_carried_tensors(source: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors that a folder has beside the language model."""
-    reader = HFFolderReader(source)
-    for name, tensor in list_stored_tensors(source).items():
-        if is_carried(name, shape):
-            yield name, reader.read(WeightSlice(name, tensor.shape, tuple((0, size) for size in tensor.shape)))
+    yield from HFFolderReader(source).iterate(partial(is_carried, shape=shape))
 
 
 def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     raw = read_config_json(source / "config.json")
     if is_untied_by_weights(source):
         settings["tie_word_embeddings"] = False
-        if shape.in_vision_model:
+        if shape.text_prefix:
             settings["text_config"] = {**raw["text_config"], "tie_word_embeddings": False}
     # Layers that predict further tokens (MTP) are neither trained nor exported.
     if FAMILIES[shape.family].has_further_predictions:
@@ -134,7 +138,7 @@ def write_peft_folder(
     # Copies, because matrices of one Megatron parameter share its A, and safetensors refuses to write shared memory.
     tensors = {
         f"base_model.model.{name}": tensor.to("cpu", copy=True).contiguous()  # in peft's wrapper
-        for name, tensor in iter_adapter_tensors(chunks, shape, Tensor.detach)
+        for name, tensor in iter_adapter_tensors(chunks, _name_in_memory(shape), Tensor.detach)
         if tensor is not None
     }
     config = {
@@ -152,6 +156,11 @@ def write_peft_folder(
     with new_folder(output) as folder:
         save_tensors(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _name_in_memory(shape: ModelShape) -> ModelShape:
+    """Name a vision model's text part as transformers' modules, for peft."""
+    return replace(shape, text_prefix=INSIDE) if shape.text_prefix else shape
 
 
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
@@ -183,7 +192,7 @@ def quantize_tensors(
 
 def build_quantization_config(quantization: QuantizationFormat, shape: ModelShape | None = None) -> dict[str, Any]:
     """Build `quantization_config` of config.json: weights scaled by row, inputs dynamically by token."""
-    carried = () if shape is None else FAMILIES[shape.family].carried  # stay as they are
+    carried = () if shape is None else list_carried(shape)  # stay as they are
     is_int8 = quantization == "int8"
     number = {"num_bits": 8, "type": "int" if is_int8 else "float", "symmetric": True}
     scheme = {
@@ -196,5 +205,5 @@ def build_quantization_config(quantization: QuantizationFormat, shape: ModelShap
         "format": "int-quantized" if is_int8 else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head", *(f"re:.*{name.removeprefix('model.').removesuffix('.')}.*" for name in carried)],
+        "ignore": ["lm_head", *dict.fromkeys(f"re:.*{name.removeprefix('model.')[:-1]}.*" for name in carried)],
     }

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from megatron_grpo.models.families import find_model_type
+from megatron_grpo.models.families import find_model_type, is_carried, read_model_shape, remove_text_prefix
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.shape import read_config_json
 
 
 def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
-    """Load a model in transformers' plain torch code, without fused kernels.
+    """Load a language model in transformers' plain torch code, without fused kernels.
 
-    `settings`: values in place of those of the folder's config.json.
+    `settings`: values in place of those of the folder's config.json, or of the text part there.
     """
     # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
@@ -30,15 +30,20 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
     if settings:
         config = options.get("config") or AutoConfig.from_pretrained(folder, trust_remote_code=False)
         for name, value in settings.items():
-            setattr(config, name, value)
+            setattr(config.get_text_config(), name, value)
         options["config"] = config
-    if is_quantized(folder):
-        # What transformers itself makes of such a folder depends on the machine's GPU, and it refuses matrices whose
-        # last block is not full.
+    if is_quantized(folder) or "text_config" in raw:
+        # What transformers makes of quantized weights depends on the machine's GPU, and it refuses matrices whose last
+        # block is not full. Of a model that also sees images only the text part is wanted, under its own names.
+        shape = read_model_shape(folder)
         config = options.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        del config.quantization_config
-        kind, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], dict(HFFolderReader(folder).iterate())
-        return kind.from_pretrained(None, state_dict=tensors, **options).eval()
+        config = options["config"] = config.get_text_config()
+        config.tie_word_embeddings = shape.tied_embeddings
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        stored = HFFolderReader(folder).iterate(lambda name: not is_carried(name, shape))
+        tensors = {remove_text_prefix(name, shape.text_prefix): tensor for name, tensor in stored}
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(None, state_dict=tensors, **options).eval()
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 

@@ -21,8 +21,8 @@ from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import find_model_type, read_model_shape
-from megatron_grpo.models.shape import ExpertShape
+from megatron_grpo.models.families import add_text_prefix, find_model_type, read_model_shape
+from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
 from megatron_grpo.verification.nearest_family import describe_nearest_family
@@ -205,10 +205,11 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     model = load_eager_model(folder, torch.float32)
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
-    experts = read_model_shape(folder).experts
+    shape = read_model_shape(folder)
+    experts = shape.experts
     router_logits = _keep_router_logits(model)
     in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
-    weights = revert_weight_conversion(model, in_memory)
+    weights = _name_as_stored(model, in_memory, shape)
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
     columns = (
@@ -227,7 +228,14 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
         logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Truth(torch.cat(logprobs), revert_weight_conversion(model, gradients), weights)
+    return Truth(torch.cat(logprobs), _name_as_stored(model, gradients, shape), weights)
+
+
+def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Give tensors of transformers' model the names and form of the folder's."""
+    if shape.experts is None or not shape.experts.packed:  # transformers, too, has packed experts
+        tensors = revert_weight_conversion(model, tensors)
+    return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in tensors.items()}
 
 
 def _keep_router_logits(model: Any) -> list[Tensor]:

@@ -15,9 +15,14 @@ from megatron_grpo.verification.problem import TINY, Truth, compute_truth, make_
 from megatron_grpo.verification.ranks import RankResults, Row, Task, compare_layout, measure
 from megatron_grpo.verify import add_sequence_parallelism, read_layouts
 from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.vision_models import CONTAINERS, make_vision_model
 
-# Of a decay, of which each token's exponential is multiplied on; and of factors of experts, whose gradients are small.
-GRADIENTS = {**dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h"), 5e-5), "gemma4_moe": 1e-4}
+# Of a decay, of which each token's exponential is multiplied on; of heads whose products have no scale, so that the
+# softmax is sharp (Gemma 4); and of factors of experts, whose gradients are small.
+GRADIENTS = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h", "gemma4"), 5e-5),
+    "gemma4_moe": 1e-4,
+}
 """Largest relative error of a gradient where it is not 1e-5."""
 QUICK = ["tp2sp", "pp2", "cp2", "ep2"]
 SLOW = ["tp2", "tp2pp2", "pp2vp2", "dp2", "cp2dp2", "tp2cp2", "tp2ep2", "pp2ep2", "ep2etp2"]
@@ -67,6 +72,21 @@ def test_families_compute_what_transformers_computes(
             row = compare_layout(name, packed, results, problem(family)[1], BATCH, None)
             record_property(family, f"{row.logprob:.1e} {row.gradient:.1e} {row.exact}")
             expect_equal(family, row)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tensor=2, sequence=True), pytest.param(Layout(pipeline=2), marks=pytest.mark.slow)], ids=str
+)
+def test_text_parts_of_vision_models_compute_what_transformers_computes(layout: Layout, tmp_path: Path) -> None:
+    truths = {}
+    for name in CONTAINERS:
+        make_vision_model(name, tmp_path / name)
+        truths[name] = compute_truth(tmp_path / name, BATCH)
+    tasks = [Task(str(tmp_path / name), layout.parallel, True, BATCH, 1, 0, 600.0) for name in truths]
+    ranks = run_on_ranks(layout, measure_on_rank, tasks, timeout_s=600.0)
+    for number, (name, truth) in enumerate(truths.items()):
+        results = [RankResults(**rank[number]) for rank in ranks]
+        expect_equal(name, compare_layout(str(layout), True, results, truth, BATCH, None))
 
 
 def expect_equal(family: str, row: Row) -> None:

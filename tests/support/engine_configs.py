@@ -264,6 +264,39 @@ ENGINE_CONFIGS["nemotron_h_moe"] = ENGINE_CONFIGS["nemotron_h"] | {
     "moe_shared_expert_intermediate_size": 48,
     "moe_latent_size": 40,
 }
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_VISION_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ministral3": ("Mistral3", "mistral3", {"model_type": "pixtral", "head_dim": 16}),
+    "mistral": ("Mistral3", "mistral3", {"model_type": "pixtral", "head_dim": 16}),
+    "gemma3": ("Gemma3", "gemma3", {"model_type": "siglip_vision_model"}),
+    "gemma4": ("Gemma4", "gemma4", {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}),
+    "gemma4_moe": ("Gemma4", "gemma4", {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}),
+    "llama4": (
+        "Llama4",
+        "llama4",
+        {
+            "model_type": "llama4_vision_model",
+            **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+        },
+    ),
+}
+ENGINE_CONFIGS |= {
+    f"{family}_vision": {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": model_type,
+        "text_config": {key: value for key, value in ENGINE_CONFIGS[family].items() if key != "architectures"},
+        "vision_config": {**_TOWER, **tower},
+        "tie_word_embeddings": ENGINE_CONFIGS[family]["tie_word_embeddings"],
+    }
+    for family, (name, model_type, tower) in _VISION_MODELS.items()
+}
 """Families whose parameters in vLLM `engine_table` does not write out; loaders that run for real are their oracle."""
 
 

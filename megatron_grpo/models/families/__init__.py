@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -28,7 +28,7 @@ from megatron_grpo.models.families import (
 )
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
-from megatron_grpo.models.shape import ModelShape, read_config_json, read_section
+from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head, list_stored_tensors
 from megatron_grpo.models.weight_axes import measure_axis
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, iter_entries, map_rows
@@ -43,6 +43,8 @@ _INPUT = _map_outer("embedding.word_embeddings.weight", EMBEDDING, "vocab", "hid
 _NORM = _map_outer("final_norm.weight", "model.norm.weight", "hidden")
 # Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks.
 _BIAS = _map_outer("output_layer.bias", "score.bias", "score", zero_if_absent=True)
+# Prefixes of the text part's names in a vision model: before "model." and "lm_head.", or in place of "model." alone.
+OUTSIDE, INSIDE = "language_model.", "model.language_model."
 
 
 class UnknownFamilyError(ValueError):
@@ -91,9 +93,9 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
     rows = (row for row in list_rows(family) if row.kind in kinds)
     entries = (_rename_tensors(_INPUT, family), *rows, *(_rename_tensors(row, family) for row in (_NORM, *outputs)))
-    if not shape.in_vision_model:
+    if not shape.text_prefix:
         return entries
-    return tuple(replace(entry, hf=tuple(map(partial(_add_prefix, family), entry.hf))) for entry in entries)
+    return tuple(replace(entry, hf=tuple(map(partial(_add_prefix, shape), entry.hf))) for entry in entries)
 
 
 def list_rows(family: Family) -> list[WeightEntry]:
@@ -105,14 +107,30 @@ def _rename_tensors(entry: WeightEntry, family: Family) -> WeightEntry:
     return replace(entry, hf=tuple(replace(tensor, name=family.rename(tensor.name)) for tensor in entry.hf))
 
 
-def _add_prefix(family: Family, tensor: HFTensor) -> HFTensor:
-    """Name a tensor of a vision model's text part."""
-    return replace(tensor, name=re.sub(r"^model\.", family.vision_prefix, tensor.name))
+def _add_prefix(shape: ModelShape, tensor: HFTensor) -> HFTensor:
+    return replace(tensor, name=add_text_prefix(tensor.name, shape.text_prefix))
+
+
+def add_text_prefix(name: str, prefix: str) -> str:
+    """Name a text model's tensor as a vision model does."""
+    return re.sub(r"^model\.", prefix, name) if prefix == INSIDE else prefix + name
+
+
+def remove_text_prefix(name: str, prefix: str) -> str:
+    """Name a tensor of a vision model's text part as the text model does."""
+    return re.sub(f"^{re.escape(prefix)}", "model." if prefix == INSIDE else "", name)
+
+
+def list_carried(shape: ModelShape) -> tuple[str, ...]:
+    """List beginnings of names of tensors that exports copy."""
+    family = FAMILIES[shape.family]
+    parts = family.vision.parts if shape.text_prefix and family.vision is not None else ()
+    return (*family.carried, *parts, *(f"model.{part}" for part in parts))
 
 
 def is_carried(name: str, shape: ModelShape) -> bool:
     """Whether a tensor is copied to exports without being trained."""
-    return name.startswith(FAMILIES[shape.family].carried)
+    return name.startswith(list_carried(shape))
 
 
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -179,28 +197,51 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
         _refuse_head_size(raw, shape)
     except ValueError as error:
         raise type(error)(f"{file}: {error}") from None
-    shape = _find_packed_experts(shape, folder)
-    # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
-    embedding = build_weight_map(shape)[0].hf[0].name
-    if shape.tied_embeddings and shape.value_head is None and has_own_head(folder, embedding):
-        return replace(shape, tied_embeddings=False)
+    shape = _find_stored_form(shape, folder)
+    if shape.tied_embeddings and shape.value_head is None:
+        # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
+        embedding = build_weight_map(shape)[0].hf[0].name
+        if has_own_head(folder, add_text_prefix(HEAD, shape.text_prefix), embedding):
+            return replace(shape, tied_embeddings=False)
+        if any(folder.glob("*.safetensors")):
+            _require_equal_ties(raw, shape, file)
     return shape
 
 
-def _find_packed_experts(shape: ModelShape, folder: Path) -> ModelShape:
-    """Correct whether experts are packed, which config.json does not tell, by the folder's tensors."""
-    if shape.experts is None:
+def _find_stored_form(shape: ModelShape, folder: Path) -> ModelShape:
+    """Correct prefixes of names and packing of experts by the tensors."""
+    experts = [shape.experts]
+    if shape.experts is not None:
+        experts.append(replace(shape.experts, packed=not shape.experts.packed))
+    prefixes = [shape.text_prefix, *((OUTSIDE, INSIDE) if shape.text_prefix else ())]
+    forms = [replace(shape, experts=form, text_prefix=prefix) for form in experts for prefix in prefixes]
+    names = [_list_names(form) for form in forms]
+    if all(form == names[0] for form in names):
         return shape
-    # The names of one expert tell as much as those of all.
-    packed = shape.experts.packed
-    forms = (replace(shape, experts=replace(shape.experts, count=1, packed=value)) for value in (packed, not packed))
-    names, alternative_names = (index_tensors(build_weight_map(form), form).keys() for form in forms)
     try:
-        stored = list_stored_tensors(folder).keys() if names != alternative_names else names
+        stored = list_stored_tensors(folder).keys()
     except ValueError:  # other checks report files that cannot be read
         return shape
-    is_alternative = len(alternative_names & stored) > len(names & stored)
-    return replace(shape, experts=replace(shape.experts, packed=packed != is_alternative))
+    return forms[max(range(len(forms)), key=lambda number: len(names[number] & stored))]
+
+
+def _list_names(shape: ModelShape) -> Set[str]:
+    """List names of tensors; those of one expert tell as much as all."""
+    form = shape if shape.experts is None else replace(shape, experts=replace(shape.experts, count=1))
+    return index_tensors(build_weight_map(form), form).keys()
+
+
+def _require_equal_ties(raw: dict[str, Any], shape: ModelShape, file: Path) -> None:
+    """Refuse a vision model whose head only one reader ties."""
+    vision = FAMILIES[shape.family].vision
+    if not shape.text_prefix or vision is None:
+        return
+    tied = read_flag(raw, "tie_word_embeddings", default=vision.has_tied_head)
+    ties = [tied, FAMILIES[shape.family].read(_select_text_part(raw)).tied_embeddings]
+    if ties[0] != ties[1]:
+        values = f"tie_word_embeddings={to_text(ties[0])} and text_config.tie_word_embeddings={to_text(ties[1])}"
+        text = "differ; transformers reads the first and vLLM the second, and the folder has no head of its own"
+        raise ValueError(f"{file}: {values} {text}")
 
 
 def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
@@ -248,19 +289,23 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     architecture = architectures[0]
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
     family = next((family for family in FAMILIES.values() if family.has_architecture(architecture, scores)), None)
+    family = family or _find_vision_family(raw, architecture)
     if family is None:
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
         names = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnknownFamilyError(f"architecture {architecture} is not supported{planned}; supported: {names}")
-    if in_vision_model := architecture == family.vision_architecture:
-        _require_model_type(raw, (family.name,), architecture)
-        raw = _select_text_part(raw, architecture)
+    vision = family.vision
+    if vision is not None and architecture == vision.architecture:
+        _require_model_type(raw, (vision.model_type,), architecture)
+        shape = family.read(_select_text_part(raw))
+        tied = shape.tied_embeddings or read_flag(raw, "tie_word_embeddings", default=False)
+        return replace(shape, tied_embeddings=tied, text_prefix=vision.text_prefix)
     _require_model_type(raw, (family.model_type or family.name, *family.other_model_types), architecture)
     if scores:
         labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
             raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
-    shape = replace(family.read(raw), in_vision_model=in_vision_model)
+    shape = family.read(raw)
     return replace(shape, value_head="stored") if scores else shape
 
 
@@ -270,14 +315,24 @@ def _require_model_type(raw: dict[str, Any], model_types: tuple[str, ...], archi
         raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_types[0]}")
 
 
-def _select_text_part(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Select the keys of the language model in a model that also sees images."""
-    text = dict(read_section(raw, "text_config"))
+def _find_vision_family(raw: dict[str, Any], architecture: str) -> Family | None:
+    """Find the family of a vision model's text part; None: unknown."""
+    families = [family for family in FAMILIES.values() if family.vision and family.vision.architecture == architecture]
+    if not families:
+        return None
+    text = read_section(raw, "text_config")
     if not text:
         raise ValueError(f"text_config is missing, in which {architecture} has its sizes")
-    tied = [part.get("tie_word_embeddings", False) for part in (raw, text)]
-    if tied[0] != tied[1]:
-        values = f"tie_word_embeddings={to_text(tied[0])} and text_config.tie_word_embeddings={to_text(tied[1])}"
-        raise ValueError(f"{values} differ; transformers reads the first and vLLM the second")
+    by_type = {family.model_type or family.name: family for family in families}
+    if (stated := text.get("model_type", next(iter(by_type)))) not in by_type:
+        raise ValueError(
+            f"text_config.model_type={to_text(stated)} is not supported in {architecture}; use {' or '.join(by_type)}"
+        )
+    return by_type[stated]
+
+
+def _select_text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """Select the keys of the language model in a model that also sees images."""
+    text = dict(read_section(raw, "text_config"))
     quantized: dict[str, Any] = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
     return {**quantized, **text}

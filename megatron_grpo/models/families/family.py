@@ -22,6 +22,20 @@ from megatron_grpo.models.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionModel:
+    """A vision model whose text part is a family's model."""
+
+    architecture: str
+    model_type: str
+    parts: tuple[str, ...]
+    """Beginnings of the names of its other tensors, with or without "model." before them; an export copies them."""
+    text_prefix: str = "model.language_model."
+    """Prefix of the text part's names in released folders; others may have "language_model." or this one."""
+    has_tied_head: bool = False
+    """Value of `tie_word_embeddings` in transformers where config.json has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of models, defined by a file in this folder."""
 
@@ -38,10 +52,8 @@ class Family:
     """Values of `model_type` that vLLM takes for it too, and transformers only with code of the model."""
     has_further_predictions: bool = False
     """Whether folders may have further layers, behind the last or as "mtp.", which predict further tokens (MTP)."""
-    vision_architecture: str | None = None
-    """Class of the models that also see images and have this one as their text part; None: there are none."""
-    vision_prefix: str = "model.language_model."
-    """Beginning of the text part's names in such a model, in place of "model."."""
+    vision: VisionModel | None = None
+    """Models that have this one as their text part; None: there are none."""
     carried: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are neither trained nor served; an export copies them."""
     reward_prefix: str | None = None
@@ -56,6 +68,6 @@ class Family:
     def has_architecture(self, architecture: str, is_reward_model: bool) -> bool:
         """Whether the name of a class in config.json is the family's."""
         if not is_reward_model:
-            return architecture in (self.architecture, self.vision_architecture)
+            return architecture == self.architecture
         prefix = self.reward_prefix or self.architecture.removesuffix("ForCausalLM")
         return architecture.split("For")[0] == prefix

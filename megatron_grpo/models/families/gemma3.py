@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
 from megatron_grpo.models.shape import ModelShape, read_number, read_size
@@ -18,6 +18,8 @@ _DEFAULTS = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
     "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "vocab_size": 262208,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
@@ -81,5 +83,12 @@ FAMILY = Family(
     read=_read,
     tables=(INPUT_NORM, ATTENTION, QK_NORM, _NORMS, MLP),
     model_type="gemma3_text",
+    vision=VisionModel(
+        architecture="Gemma3ForConditionalGeneration",
+        model_type="gemma3",
+        parts=("vision_tower.", "multi_modal_projector."),
+        text_prefix="language_model.",
+        has_tied_head=True,
+    ),
     reward_prefix="Gemma3Text",
 )

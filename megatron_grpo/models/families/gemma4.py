@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
 from megatron_grpo.models.shape import (
@@ -205,4 +205,10 @@ FAMILY = Family(
         _SCALAR,
     ),
     model_type="gemma4_text",
+    vision=VisionModel(
+        architecture="Gemma4ForConditionalGeneration",
+        model_type="gemma4",
+        parts=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
+        has_tied_head=True,
+    ),
 )

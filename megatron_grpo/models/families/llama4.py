@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, MLP_NORM, read_dense
 from megatron_grpo.models.families.mixtures import read_expert_count
 from megatron_grpo.models.shape import ExpertShape, ModelShape, QueryScale, read_flag, read_number, read_size
@@ -112,4 +112,10 @@ FAMILY = Family(
     tables=(INPUT_NORM, ATTENTION, MLP_NORM, MLP, EXPERTS),
     renamed={"mlp.": "feed_forward."},
     model_type="llama4_text",
+    vision=VisionModel(
+        architecture="Llama4ForConditionalGeneration",
+        model_type="llama4",
+        parts=("vision_model.", "multi_modal_projector."),
+        text_prefix="language_model.",
+    ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.deepseek_v3 import compute_yarn_scale
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, MLP_NORM, QKV_BIAS, read_dense
 from megatron_grpo.models.families.options import WINDOW
 from megatron_grpo.models.shape import ModelShape, QueryScale, read_number
@@ -76,9 +76,19 @@ def _read_ministral3(raw: dict[str, Any]) -> ModelShape:
 
 
 _TABLES = (INPUT_NORM, ATTENTION, MLP_NORM, MLP)
+# Of Mistral Small 3.1 and later, and of all Ministral 3.
+_VISION = VisionModel(
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    parts=("vision_tower.", "multi_modal_projector."),
+    text_prefix="language_model.",
+    has_tied_head=True,
+)
 FAMILIES = (
-    Family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral, tables=_TABLES),
-    Family(name="ministral3", architecture="Ministral3ForCausalLM", read=_read_ministral3, tables=_TABLES),
+    Family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral, tables=_TABLES, vision=_VISION),
+    Family(
+        name="ministral3", architecture="Ministral3ForCausalLM", read=_read_ministral3, tables=_TABLES, vision=_VISION
+    ),
     Family(
         name="seed_oss",
         architecture="SeedOssForCausalLM",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import INPUT_NORM, MLP, MLP_NORM, QK_NORM, read_dense
 from megatron_grpo.models.families.mixtures import list_sparse_layers, read_expert_count, read_top_k
 from megatron_grpo.models.families.options import WINDOW, Neutral
@@ -158,7 +158,7 @@ def _read_qwen3_next(raw: dict[str, Any]) -> ModelShape:
 
 
 _MIXER = (INPUT_NORM, DELTA, DELTA_REST, GATED_ATTENTION, QK_NORM, MLP_NORM)
-_MTP = ("mtp.",)
+_MTP, _VISION = ("mtp.",), ("visual.",)
 
 FAMILIES = (
     Family(
@@ -167,8 +167,8 @@ FAMILIES = (
         read=partial(_read, family="qwen3_5"),
         tables=(*_MIXER, MLP),
         model_type="qwen3_5_text",
-        vision_architecture="Qwen3_5ForConditionalGeneration",
-        carried=(*_MTP, "model.visual."),
+        vision=VisionModel(architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5", parts=_VISION),
+        carried=_MTP,
         reward_prefix="Qwen3_5Text",
     ),
     Family(
@@ -177,8 +177,8 @@ FAMILIES = (
         read=_read_qwen3_5_moe,
         tables=(*_MIXER, EXPERTS),
         model_type="qwen3_5_moe_text",
-        vision_architecture="Qwen3_5MoeForConditionalGeneration",
-        carried=(*_MTP, "model.visual."),
+        vision=VisionModel(architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe", parts=_VISION),
+        carried=_MTP,
     ),
     Family(
         name="qwen3_next",

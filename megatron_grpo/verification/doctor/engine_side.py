@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.generation.engine_arguments import add_model_settings
 from megatron_grpo.verification.doctor.law import Tokens
 from megatron_grpo.verification.hf_model import find_halves
 
@@ -61,6 +62,7 @@ def run_engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) 
         "gpu_memory_utilization": config.generation.engine.gpu_memory_utilization,
         **config.generation.engine_args,
     }
+    add_model_settings(arguments, str(folder))
     with tempfile.TemporaryDirectory() as scratch:
         request, result = Path(scratch, "request"), Path(scratch, "result")
         torch.save({"arguments": arguments, "ids": [sequence.ids for sequence in sequences]}, request)

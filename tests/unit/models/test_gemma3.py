@@ -59,7 +59,7 @@ def test_without_windows_there_are_none() -> None:
         ({"layer_types": ["chunked_attention"] * 26}, "must name sliding_attention or full_attention"),
         ({"sliding_window": None}, "sliding_window is missing"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be a whole number above 0"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is missing, in which Gemma3ForCond"),
     ],
 )
 def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> None:

@@ -100,7 +100,13 @@ def test_what_describes_other_weights_is_left_behind(folder: Path) -> None:
     for name in ("checkpoint-5/config.json", "checkpoint-5/tokenizer.json", "original/params.json", "original/a.pth"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("{}")
-    for name in ("model.safetensors.index.json", "pytorch_model.bin", "trainer_state.json", ".gitattributes"):
+    for name in (
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "trainer_state.json",
+        "params.json",
+        ".gitattributes",
+    ):
         (source / name).write_text("{}")
     write_hf_folder(WEIGHTS, source, output)
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}

@@ -8,6 +8,7 @@ from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight import engine_checks
 from megatron_grpo.preflight.load import compose_config
+from tests.support.engine_configs import ENGINE_CONFIGS
 
 
 def problems(*overrides: str, **sizes: object) -> dict[str, str]:
@@ -30,6 +31,9 @@ def test_a_missing_torchvision_is_named_with_what_installs_it() -> None:
     assert "run requirements/install_cpu.sh .venv" in text
     assert problems("debug.rollouts_from=recorded", "data.val_path=null") == {}, "no engines"
     assert problems("cluster.gpus_per_node=8") == {}, "vLLM's CUDA build installs it"
+    config = compose_config(["+exp=quickstart_hybrid", "policy.model.path=m"])
+    found = engine_checks.find_engine_problems(config, parse_model_shape(ENGINE_CONFIGS["ministral3_vision"]))
+    assert any("is a model that sees images, whose module in vLLM imports torchvision" in one.text for one in found)
 
 
 def test_only_delta_heads_of_128_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
