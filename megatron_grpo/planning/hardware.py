@@ -48,8 +48,8 @@ class Efficiency:
     multiprocessors and memory with the message. Chosen on the rows of benchmarks/plan_rows.yaml with `fitted`."""
     unequal: float = 0.65
     """Speed of passes over samples of different lengths, relative to those over equal sequences: replicas and stages
-    wait for the longest microbatch, and every microbatch has another shape. Chosen on a row of benchmarks/plan_rows.yaml
-    with `fitted`."""
+    wait for the longest microbatch, and every microbatch has another shape. Chosen on a row of
+    benchmarks/plan_rows.yaml with `fitted`."""
     decode_memory: float = 0.70
     """Of the memory's speed, by the kernels of a decoding step."""
     decode_step_s: float = 1.5e-3
@@ -57,8 +57,8 @@ class Efficiency:
     decode_message_s: float = 8e-6
     """Seconds of an all-reduce of a decoding step in addition to its bytes."""
     decode_layer_s: float = 20e-6
-    """Seconds of a layer of a decoding step besides its bytes and operations: about seven kernels of a captured graph. A
-    layer's experts take as many again: router, top-k, order of the tokens, two products, activation, weighted sum."""
+    """Seconds of a layer of a decoding step besides its bytes and operations: about seven kernels of a captured graph.
+    A layer's experts take as many again: router, top-k, order of the tokens, two products, activation, weighted sum."""
     decode_sequence_s: float = 70e-6
     """Seconds of an engine's host for each sequence of a decoding step: scheduling, its token, its log-probability.
     Chosen on two rows of benchmarks/plan_rows.yaml with `fitted`."""
