@@ -8,9 +8,9 @@ Needs no GPU and no weights.
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +27,11 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.generation_cost import find_lengths
 from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.step import StepTimes, build_step_times
-from megatron_grpo.planning.trace import start_trace_pool
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport
 
 HERE = Path(__file__).parent
-DEADLINE_S = 1800.0
 
 
 def build_config(row: Mapping[str, Any]) -> Config:
@@ -70,7 +68,7 @@ def list_dry_runs(row: Mapping[str, Any], shape: ModelShape) -> dict[Kind | None
 
 def run_layers(config: Config, shape: ModelShape) -> DryReport:
     """Run training and log-probabilities of one rank dry."""
-    import torch  # only in the processes of `start_trace_pool`
+    import torch  # the tests of generation alone need none
 
     from megatron_grpo.planning.dry_run import run_dry
 
@@ -100,15 +98,67 @@ def plan_case(row: Mapping[str, Any], shape: ModelShape, reports: Mapping[Kind |
     return build_step_times(config, shape, traces, gpu, find_lengths(config))
 
 
-def name_phases(times: StepTimes, row: Mapping[str, Any]) -> dict[str, float]:
+def name_phases(times: StepTimes) -> dict[str, float]:
     """Name the seconds of a step and of its phases as sources do."""
     phases = times.phase_s
-    logprobs_s = phases.get("logprobs", 0.0) + phases.get("reference", 0.0)
-    moves_s = phases.get("offload", 0.0) + phases.get("onload", 0.0)
-    return {
-        "step": times.step_s,
-        "generation": phases["generation"],
-        "logprobs": logprobs_s,
-        "train": phases["train"] + phases["optimizer"],
-        "refit": phases["refit"] + moves_s,
+    sums = {
+        "generation": ("generation",),
+        "logprobs": ("logprobs", "reference"),
+        "train": ("train", "optimizer"),
+        "refit": ("refit", "offload", "onload"),
     }
+    return {"step": times.step_s} | {name: sum(phases.get(part, 0.0) for part in parts) for name, parts in sums.items()}
+
+
+def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], cache: dict[str, DryReport]) -> dict[str, Any]:
+    """Plan a row, and compare it with its published seconds.
+
+    `cache` has the dry runs of earlier rows, and gets those of this one.
+    """
+    shape, reports = shape_of(row["model"], models), {}
+    for kind, (config, layers) in list_dry_runs(next(list_cases(row)), shape).items():
+        key = repr((config.policy, layers))
+        if key not in cache:
+            cache[key] = run_layers(config, layers)
+        reports[kind] = cache[key]
+    plans = [name_phases(plan_case(case, shape, reports)) for case in list_cases(row)]
+    planned = {name: [plan[name] for plan in plans] for name in plans[0]}
+    errors = {name: error_of("step_s", seconds, planned[name]) for name, seconds in row["published"].items()}
+    return {
+        "id": row["id"],
+        "source": row["source"],
+        "fitted": row.get("fitted", False),
+        "published": row["published"],
+        "planned": {name: [round(value, 1) for value in values] for name, values in planned.items()},
+        "error": {name: round(error, 4) for name, error in errors.items()},
+    }
+
+
+def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count rows, and find the median and worst error of steps and phases: of all rows, and of those held out."""
+    summary = {}
+    for title, rows in (("all", results), ("held_out", [row for row in results if not row["fitted"]])):
+        for name in ("step", "generation", "logprobs", "train", "refit"):
+            errors = [abs(row["error"][name]) for row in rows if name in row["error"]]
+            if errors:
+                median, worst = round(statistics.median(errors), 4), round(max(errors), 4)
+                summary[f"{name}_{title}"] = {"rows": len(errors), "median": median, "worst": worst}
+    return summary
+
+
+def evaluate_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Plan the rows with these names; all if there are none."""
+    file, cache = yaml.safe_load((HERE / "plan_rows.yaml").read_text()), {}
+    rows = [row for row in file["rl_rows"] if not names or row["id"] in names]
+    return [evaluate(row, file["models"], cache) for row in rows]
+
+
+def main() -> None:
+    """Print the rows with their errors, and the summary."""
+    logging.disable(logging.WARNING)
+    results = evaluate_all(sys.argv[1:])
+    print(json.dumps({**header("plan_rl_rows"), "summary": summarize(results), "rows": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -196,7 +196,7 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         **_time_logprobs(model, totals),
         **_time_value_model(config, value_ranks, hardware, totals),
         **learning_s,
-        **(_time_moves(config, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
+        **(_time_moves(config, shape, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
     }
     async_grpo, asynchronous = config.training_loop.async_grpo, None
@@ -322,9 +322,11 @@ def _time_generation(
     return alone.seconds, stream.seconds / batches
 
 
-def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
+def _time_moves(config: Config, shape: ModelShape, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
     """Seconds of moves to the host and back, if colocated."""
     if not config.generation.is_colocated:
         return {}
+    # One side goes to the host, then the other one comes back: engines keep their weights there while they sleep.
     moved = max(rank.report.end_bytes["train"] - rank.report.end_bytes.get("offload", 0) for rank in ranks)
+    moved += size_engine(config, shape, hardware).weight_bytes
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}
