@@ -47,13 +47,13 @@ def build_traces(config: Config, shape: ModelShape, reports: Mapping[Kind | None
         reports: dry runs of `choose_runs`, on one pipeline stage.
     """
     parallel, base = config.policy.parallel, reports[None]
-    each, last = parallel.world_size // parallel.pipeline, parallel.pipeline - 1
+    stage_ranks, last = parallel.world_size // parallel.pipeline, parallel.pipeline - 1
     layer_work = {kind: report.work - base.work for kind, report in reports.items() if kind is not None}
     layer_bytes = {kind: report.end_bytes["train"] - base.end_bytes["train"] for kind, report in reports.items()}
     rest = base.work - sum(layer_work.values(), Counter())
     tokens = config.policy.microbatch_tokens // parallel.context // (parallel.tensor if parallel.sequence else 1)
     traces = []
-    for stage, shard in enumerate(split_policy(parallel, shape)[::each]):
+    for stage, shard in enumerate(split_policy(parallel, shape)[::stage_ranks]):
         work: Counter[Work] = Counter()
         for kind, number in Counter(map(shape.list_kinds, shard.layers)).items():
             work.update({piece: times * number for piece, times in layer_work[kind].items()})
@@ -62,12 +62,12 @@ def build_traces(config: Config, shape: ModelShape, reports: Mapping[Kind | None
             if piece.chunk is None or (stage == 0 if is_embedding else stage == last):
                 work[piece] += times
         if last:
-            ends = (stage * each, (stage + 1) % parallel.pipeline * each)
+            ends = (stage * stage_ranks, (stage + 1) % parallel.pipeline * stage_ranks)
             for phase in {phase for phase, _ in base.passes}:
                 work[Work(phase, None, False, "send", "send", nbytes=2 * tokens * shape.hidden, ranks=ends)] += 1
         # Every stage counts as if it had the embedding and the head.
         nbytes = sum(layer_bytes[shape.list_kinds(layer)] for layer in shard.layers)
         nbytes += base.end_bytes["train"] - sum(layer_bytes.values())
         report = replace(base, work=work, end_bytes={"train": nbytes})
-        traces.append(RankTrace(stage, stage * each, len(shard.layers), 1.0, report, {}))
+        traces.append(RankTrace(stage, stage * stage_ranks, len(shard.layers), 1.0, report, {}))
     return traces

@@ -269,7 +269,10 @@ class Decoder:
     """Whether a rank has some experts whole (expert parallelism), instead of a slice of each."""
 
     def time_step(self, sequences: float, context: float) -> float:
-        """Seconds of a decoding step at mean length `context`: a roofline, and the host's work."""
+        """Seconds of a decoding step at mean length `context`.
+
+        A roofline of the kernels, messages, the kernels' own time, and the host's work.
+        """
         efficiency, shape = self.hardware.efficiency, self.shape
         cache = context * self._kv_bytes_per_token + 2 * self._state_bytes  # states are read and written
         read = self._count_read_bytes(sequences) + sequences * cache
@@ -329,9 +332,9 @@ class Decoder:
             return self.weight_width * self._active_parameters
         # Only experts that some token chose are read: E (1 - (1 - k / E)^b) of E on average for b tokens.
         touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
-        each = self._expert_layers * count_expert_parameters(shape) / self.tensor
-        others = self._active_parameters - experts.top_k * each
-        return self.weight_width * (others + touched * each * self._expert_slowness)
+        expert_size = self._expert_layers * count_expert_parameters(shape) / self.tensor
+        dense = self._active_parameters - experts.top_k * expert_size
+        return self.weight_width * (dense + touched * expert_size * self._expert_slowness)
 
     @cached_property
     def _expert_slowness(self) -> float:
