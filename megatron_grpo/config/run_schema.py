@@ -186,7 +186,7 @@ class PlanConfig(Section):
     """Mean tokens of a prompt; null: a quarter of data.max_input_seq_length."""
 
     response_tokens: Positive | None = None
-    """Mean tokens of a response; null: half of generation.max_new_tokens."""
+    """Mean tokens of a response, cut ones included; null: half of generation.max_new_tokens."""
 
     response_sigma: PositiveFloat = 0.6
     """Standard deviation of the logarithm of response lengths, which are log-normal up to generation.max_new_tokens."""
@@ -195,7 +195,8 @@ class PlanConfig(Section):
     """Folder of a run that recorded its rollouts; their lengths replace the log-normal ones. null: log-normal."""
 
     expert_skew: Annotated[float, Field(ge=1)] = 1.5
-    """Tokens of the fullest rank's experts relative to the mean; memory is planned with this and without skew."""
+    """Tokens of the fullest rank's experts relative to the mean. Seconds are planned with it, and memory with it and
+    without skew."""
 
     hardware: PathText | None = None
     """YAML with values in place of the profile of cluster.gpu, as `plan calibrate` writes it; null: none."""

@@ -39,6 +39,8 @@ class Overlap:
     expert_copies: int = 1
     """Copies of a token, for its experts, that a domain gets as one message: top_k with a dispatcher that sends a token
     once to each domain (DeepEP, HybridEP), 1 with an all-to-all of NCCL."""
+    expert_skew: float = 1.0
+    """Tokens of the fullest rank's experts, relative to the mean: the other ranks wait for it in every layer."""
 
 
 @dataclass(slots=True)
@@ -163,6 +165,16 @@ def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int
     return times * nbytes * (count - 1) / count / speed + efficiency.message_s
 
 
+def time_tree(ranks: int, domain: int) -> float:
+    """Seconds of an all-reduce of NCCL between domains, besides its bytes.
+
+    NCCL's own model of its tree with the protocol LL128 (src/graph/tuning.cc of NCCL 2.28): 14 us, and twice, up and
+    down the tree, 1.25 us for each further rank of a domain and 8.5 us for each level of domains.
+    """
+    domains = math.ceil(ranks / domain)
+    return 14e-6 + 2 * ((min(ranks, domain) - 1) * 1.25e-6 + math.ceil(math.log2(domains)) * 8.5e-6)
+
+
 def sum_phase(
     work: Mapping[Work, int], passes: Mapping[tuple[str, int], int], phase: str, hardware: Hardware, overlap: Overlap
 ) -> PhaseSeconds:
@@ -205,6 +217,7 @@ def _add_work(
     total: PassSeconds, piece: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]
 ) -> None:
     total.launch += share * hardware.efficiency.launch_s
+    share *= overlap.expert_skew if piece.kind == "grouped_matmul" or "alltoall" in piece.name else 1.0
     if piece.kind != "collective":
         seconds = share * time_operator(hardware, piece)
         total.compute += seconds

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import MambaShape, ModelShape
-from megatron_grpo.planning.costs import time_collective
+from megatron_grpo.planning.costs import time_collective, time_tree
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.hardware import Hardware
 
@@ -50,17 +50,25 @@ def make_log_normal_lengths(mean: float, sigma: float, samples: int, longest: in
     """Make responses whose lengths are quantiles of a log-normal distribution.
 
     Args:
-        mean: mean of the distribution before the cut.
-        sigma: standard deviation of the logarithm of a length; 0: all alike.
+        mean: mean tokens of the responses, of which the longest are cut off; at most `longest`.
+        sigma: standard deviation of the logarithm of a length before the cut; 0: all alike.
         samples: number of responses.
         longest: most tokens of a response; longer ones are cut off.
         prompt: mean tokens of a prompt.
     """
     quantiles = (np.arange(samples) + 0.5) / samples
-    normal = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
-    lengths: NDArray[np.float64] = np.exp(math.log(mean) - sigma**2 / 2 + sigma * normal)
+    spread = np.exp(sigma * np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles]))
+
+    def cut_lengths(median: float) -> NDArray[np.float64]:
+        return np.asarray(np.clip(np.rint(median * spread), 1, longest), dtype=np.float64)
+
+    # What a run reports as its mean is that of the cut responses: bisection finds the median before the cut.
+    low, high = 0.0, float(longest) / spread[0]
+    for _ in range(60):
+        median = (low + high) / 2
+        low, high = (median, high) if cut_lengths(median).mean() < mean else (low, median)
     source = f"responses of {mean:g} tokens on average, log-normal with sigma {sigma:g}, at most {longest}"
-    return Lengths(prompt, np.asarray(np.clip(np.rint(lengths), 1, longest), dtype=np.float64), source)
+    return Lengths(prompt, cut_lengths(high), source)
 
 
 def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
@@ -257,9 +265,14 @@ class Decoder:
     """Ranks among which matrices, or experts, are divided; pipeline stages follow each other and share nothing."""
     width: int
     weight_width: int
+    has_whole_experts: bool = False
+    """Whether a rank has some experts whole (expert parallelism), instead of a slice of each."""
 
     def time_step(self, sequences: float, context: float) -> float:
-        """Seconds of a decoding step at mean length `context`: a roofline."""
+        """Seconds of a decoding step at mean length `context`.
+
+        A roofline of the kernels, messages, the kernels' own time, and the host's work.
+        """
         efficiency, shape = self.hardware.efficiency, self.shape
         cache = context * self._kv_bytes_per_token + 2 * self._state_bytes  # states are read and written
         read = self._count_read_bytes(sequences) + sequences * cache
@@ -267,7 +280,9 @@ class Decoder:
         speed = self.hardware.flops["bfloat16"] * efficiency.matmul
         kernels = max(read / (self.hardware.memory_bytes_per_s * efficiency.decode_memory), flops / speed)
         messages = 2 * shape.layers * self._time_reduce(sequences)
-        return float(kernels + messages + shape.layers * efficiency.decode_layer_s + efficiency.decode_step_s)
+        host = efficiency.decode_step_s + sequences * efficiency.decode_sequence_s
+        layers = (shape.layers + self._expert_layers) * efficiency.decode_layer_s
+        return float(kernels + messages + layers + host)
 
     def time_prefill(self, tokens: float, context: float) -> float:
         """Seconds of prompts in full passes; tokens see half of `context`."""
@@ -295,38 +310,58 @@ class Decoder:
         return sum(shape.find_heads(layer).head_dim for layer in list_attention_layers(shape, range(shape.layers)))
 
     @cached_property
+    def _expert_layers(self) -> int:
+        return sum(map(self.shape.has_experts, range(self.shape.layers)))
+
+    @cached_property
     def _active_parameters(self) -> float:
         """Parameters that a token is multiplied with, over all stages."""
-        shape, total = self.shape, 0.0
-        for layer in range(shape.layers):
-            total += count_layer_parameters(shape, layer, self.tensor)
-            if shape.has_experts(layer):
-                assert shape.experts is not None
-                total += shape.experts.top_k * count_expert_parameters(shape) / self.tensor
+        shape = self.shape
+        total = sum(count_layer_parameters(shape, layer, self.tensor) for layer in range(shape.layers))
+        if shape.experts is not None:
+            total += self._expert_layers * shape.experts.top_k * count_expert_parameters(shape) / self.tensor
         return total + shape.hidden * shape.vocab / self.tensor
 
     def _count_read_bytes(self, sequences: float) -> float:
-        """Count bytes of weights that a decoding step reads, over all stages."""
+        """Count bytes of weights that a decoding step reads, over all stages.
+
+        Experts count as the bytes that the memory could have moved in their time.
+        """
         shape, experts = self.shape, self.shape.experts
-        parameters = self._active_parameters
-        if experts is not None:
-            # Only experts that some token chose are read: E (1 - (1 - k / E)^b) of E on average for b tokens.
-            touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
-            parameters += sum(experts.layers) * (touched - experts.top_k) * count_expert_parameters(shape) / self.tensor
-        return self.weight_width * parameters
+        if experts is None:
+            return self.weight_width * self._active_parameters
+        # Only experts that some token chose are read: E (1 - (1 - k / E)^b) of E on average for b tokens.
+        touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
+        expert_size = self._expert_layers * count_expert_parameters(shape) / self.tensor
+        dense = self._active_parameters - experts.top_k * expert_size
+        return self.weight_width * (dense + touched * expert_size * self._expert_slowness)
+
+    @cached_property
+    def _expert_slowness(self) -> float:
+        """Time of the experts' products, relative to that of reading them at full speed."""
+        # The matrix behind the activation has this rank's slice as its inner dimension. With few features in a slice
+        # a tile of the result is mostly start and end, as in `costs.time_product`. The matrices before it have the
+        # hidden size as inner dimension, which is long.
+        assert self.shape.experts is not None
+        features = self.shape.experts.ffn_hidden / (1 if self.has_whole_experts else self.tensor)
+        matrices = 3 if self.shape.has_gates else 2
+        return (matrices - 1 + (features + self.hardware.efficiency.decode_inner) / features) / matrices
 
     def _time_reduce(self, tokens: float) -> float:
-        """Seconds of a layer's all-reduce by vLLM's own kernel."""
+        """Seconds of a layer's all-reduce: vLLM's own kernel within a domain, NCCL's between domains."""
         if self.tensor == 1:
             return 0.0
         nbytes, efficiency = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
         ring = time_collective(self.hardware, "allreduce", nbytes, tuple(range(self.tensor)))
+        if self.tensor > self.hardware.gpus_per_domain:
+            return ring - efficiency.message_s + time_tree(self.tensor, self.hardware.gpus_per_domain)
         return ring - efficiency.message_s + efficiency.decode_message_s
 
 
 def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
     """Build the model of a run's engines."""
-    return Decoder(shape, hardware, config.generation.parallel.tensor, *_find_widths(config))
+    parallel = config.generation.parallel
+    return Decoder(shape, hardware, parallel.tensor, *_find_widths(config), has_whole_experts=parallel.expert > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,10 @@ class Efficiency:
     hidden_tensor: float = 0.5
     """Share of a tensor-parallel message that disappears behind a product: products in pieces are slower, and share
     multiprocessors and memory with the message. Chosen on the rows of benchmarks/plan_rows.yaml with `fitted`."""
+    unequal: float = 0.65
+    """Speed of passes over samples of different lengths, relative to those over equal sequences: replicas and stages
+    wait for the longest microbatch, and every microbatch has another shape. Chosen on a row of
+    benchmarks/plan_rows.yaml with `fitted`."""
     decode_memory: float = 0.70
     """Of the memory's speed, by the kernels of a decoding step."""
     decode_step_s: float = 1.5e-3
@@ -53,7 +57,14 @@ class Efficiency:
     decode_message_s: float = 8e-6
     """Seconds of an all-reduce of a decoding step in addition to its bytes."""
     decode_layer_s: float = 20e-6
-    """Seconds of a layer of a decoding step besides its bytes and operations: kernels of a captured graph."""
+    """Seconds of a layer of a decoding step besides its bytes and operations: about seven kernels of a captured graph.
+    A layer's experts take as many again: router, top-k, order of the tokens, two products, activation, weighted sum."""
+    decode_sequence_s: float = 70e-6
+    """Seconds of an engine's host for each sequence of a decoding step: scheduling, its token, its log-probability.
+    Chosen on two rows of benchmarks/plan_rows.yaml with `fitted`."""
+    decode_inner: int = 200
+    """As `inner`, of the experts' products of a decoding step, which read much and compute little. Chosen on a row of
+    benchmarks/plan_rows.yaml with `fitted`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,8 @@ class _Batch:
     """Tokens of a microbatch, relative to the dry run's."""
     context: float
     """Mean tokens that a token attends to, relative to the dry run's."""
+    speed: float = 1.0
+    """Speed of the passes, relative to those over sequences of equal length (`Efficiency.unequal`)."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ class _Model:
             number += -number % policy.parallel.pipeline
         # A token attends to half of its sequence on average, so the mean over tokens weighs lengths by themselves.
         context = float((totals**2).sum() / totals.sum()) / longest
-        return _Batch(number, tokens / dry_tokens, context)
+        return _Batch(number, tokens / dry_tokens, context, 1.0 if alike else self.hardware.efficiency.unequal)
 
     def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Timeline:
         """Replay the pipeline's schedule over the microbatches."""
@@ -113,6 +115,7 @@ class _Model:
             return [
                 [
                     phase.passes.get((chunk, is_backward), PassSeconds()).compute_seconds(batch.tokens, batch.context)
+                    / batch.speed
                     for chunk in chunks
                 ]
                 for phase in phases
@@ -139,6 +142,7 @@ def find_overlap(config: Config) -> Overlap:
         parameters=parameters,
         tensor=bool(fields.get("tp_comm_overlap", False)),
         experts=bool(fields.get("overlap_moe_expert_parallel_comm", False)),
+        expert_skew=config.plan.expert_skew if config.plan.workload == "rl" else 1.0,
     )
 
 
@@ -179,7 +183,7 @@ def build_step_times(
 def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_ranks: Sequence[RankTrace]) -> StepTimes:
     config, hardware, totals = model.config, model.hardware, lengths.totals
     steps = config.optimizer_steps_per_step
-    train, learning_s = _time_learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
+    train, learning_s = _time_learning(model, _take_share(totals, steps // config.passes_per_step), steps)
     has_engines = config.needs_generation and not config.generation.server.urls
     refit_s, refit_bytes = _time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
     if config.needs_generation and not has_engines:
@@ -192,7 +196,7 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         **_time_logprobs(model, totals),
         **_time_value_model(config, value_ranks, hardware, totals),
         **learning_s,
-        **(_time_moves(config, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
+        **(_time_moves(config, shape, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
     }
     async_grpo, asynchronous = config.training_loop.async_grpo, None
@@ -227,6 +231,12 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
     }
 
 
+def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]:
+    """Take one of equal shares of samples, with all lengths in their proportion."""
+    # Samples are listed by length, but a run's optimizer steps get them in an order that lengths do not decide.
+    return np.sort(totals)[shares // 2 :: max(1, shares)]
+
+
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     config, policy = model.config, model.config.policy
     batch = model.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
@@ -247,8 +257,7 @@ def _time_value_model(
     model, steps = _Model(value, ranks, hardware, find_overlap(value)), config.value_optimizer_steps_per_step
     batch = model.form_batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
     values_s = model.run(model.time_phases("values"), batch, forward_only=True).seconds
-    part = np.array_split(totals, max(1, steps // config.passes_per_step))[0]
-    learning_s = _time_learning(model, part, steps)[1]
+    learning_s = _time_learning(model, _take_share(totals, steps // config.passes_per_step), steps)[1]
     return {"values": values_s, "train_value": sum(learning_s.values())}
 
 
@@ -313,9 +322,11 @@ def _time_generation(
     return alone.seconds, stream.seconds / batches
 
 
-def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
+def _time_moves(config: Config, shape: ModelShape, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
     """Seconds of moves to the host and back, if colocated."""
     if not config.generation.is_colocated:
         return {}
+    # One side goes to the host, then the other one comes back: engines keep their weights there while they sleep.
     moved = max(rank.report.end_bytes["train"] - rank.report.end_bytes.get("offload", 0) for rank in ranks)
+    moved += size_engine(config, shape, hardware).weight_bytes
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -195,7 +195,7 @@ class Plan:
         ]
         if self.shape.experts is not None:
             assumptions.append(
-                f"experts are balanced, or those of a rank have {self.config.plan.expert_skew:g} x the mean"
+                f"experts of the fullest rank get {self.config.plan.expert_skew:g} x the mean of the tokens"
             )
         if not self.hardware.nvlink_bytes_per_s:
             speed = self.hardware.local_bytes_per_s / 1e9

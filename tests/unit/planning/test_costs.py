@@ -112,6 +112,21 @@ def test_passes_hide_what_the_configuration_overlaps() -> None:
     assert overlapped.passes[0, False].compute_seconds() == pytest.approx(2.0)
 
 
+def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
+    found = Counter(
+        {
+            product(128 * 132, 8192, 2048, number=4): 1,
+            work(kind="collective", name="alltoall_base_", nbytes=10**9, ranks=tuple(range(8))): 1,
+            work(nbytes=int(3.35e12)): 1,
+        }
+    )
+    even, skewed = (
+        sum_phase(found, {("train", 0): 1}, "train", H100, Overlap(expert_skew=skew)).passes[0, False].compute_seconds()
+        for skew in (1.0, 1.5)
+    )
+    assert skewed - 1.0 == pytest.approx(1.5 * (even - 1.0))  # but for the second of other work
+
+
 def test_attention_grows_with_the_tokens_that_a_token_sees() -> None:
     found = Counter({work(kind="attention", flops=989.4e12): 1, work(nbytes=int(3.35e12)): 1})
     one = sum_phase(found, {("train", 0): 1}, "train", H100, Overlap()).passes[0, False]

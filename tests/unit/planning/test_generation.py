@@ -20,7 +20,7 @@ from megatron_grpo.planning.generation_cost import (
     simulate_generation,
     size_engine,
 )
-from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.planning.hardware import Hardware, load_hardware
 from tests.support.config_problems import SMALL
 from tests.support.qwen3_5_configs import QWEN3_5_27B
 from tests.unit.planning.test_costs import H100
@@ -33,7 +33,16 @@ def test_log_normal_lengths_have_the_mean_and_the_spread() -> None:
     found = make_log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
     assert found.responses.mean() == pytest.approx(1000, rel=2e-3)
     assert np.log(found.responses).std() == pytest.approx(0.5, rel=2e-3)
-    assert make_log_normal_lengths(1000.0, 0.5, 100, 1500, 0.0).responses.max() == 1500
+
+
+@pytest.mark.parametrize("mean", [300.0, 700.0, 1200.0, 1490.0])
+def test_the_mean_is_that_of_the_responses_that_were_cut(mean: float) -> None:
+    found = make_log_normal_lengths(mean, 0.6, 2000, 1500, 0.0).responses
+    assert found.mean() == pytest.approx(mean, abs=1)
+    assert found.max() == 1500
+    uncut = np.log(found[found < 1500])
+    normal = np.sort(np.random.default_rng(0).normal(size=2_000_000))[: int(len(uncut) * 1000)]
+    assert uncut.std() / normal.std() == pytest.approx(0.6, rel=0.05)  # below the cut the spread is as configured
 
 
 def test_bytes_of_a_token_in_the_cache() -> None:
@@ -88,8 +97,20 @@ def test_an_engine_that_does_not_fit_has_no_cache() -> None:
     assert size_engine(Config(), read_model_shape(f"{FOLDER}/llama3_3_70b"), load_hardware("h100")).cache_blocks == 0
 
 
+def _only(**efficiency: float) -> Hardware:
+    """An H100 whose decoding steps cost nothing but bytes, and what is given."""
+    nothing = {
+        "decode_step_s": 0,
+        "decode_layer_s": 0,
+        "decode_sequence_s": 0,
+        "decode_inner": 0,
+        "decode_message_s": 0,
+    }
+    return replace(H100, efficiency=replace(H100.efficiency, **nothing | efficiency))
+
+
 def test_a_decoding_step_reads_weights_and_cache() -> None:
-    gpu = replace(H100, efficiency=replace(H100.efficiency, decode_memory=1, decode_step_s=0, decode_layer_s=0))
+    gpu = _only(decode_memory=1)
     decoder = Decoder(DENSE, gpu, 1, 2, 2)
     layer = DENSE.hidden * DENSE.head_dim * (2 * 8 + 2 * 4) + 3 * DENSE.hidden * DENSE.ffn_hidden
     read = 2 * (4 * layer + DENSE.hidden * DENSE.vocab) + 10 * 50 * count_kv_bytes_per_token(DENSE, 4, 1, 2)
@@ -98,12 +119,38 @@ def test_a_decoding_step_reads_weights_and_cache() -> None:
 
 def test_a_batch_touches_more_experts_than_a_token() -> None:
     shape = read_model_shape(f"{FOLDER}/qwen3_30b_a3b")
-    decoder = replace(build_decoder(Config(), shape, H100))
+    decoder = build_decoder(Config(), shape, _only())
     drawn = np.random.default_rng(0)
     chosen = [len({int(one) for _ in range(16) for one in drawn.choice(128, 8, replace=False)}) for _ in range(400)]
     experts, sequences = 3 * shape.hidden * 768 * 48 * 2, 16
     more = decoder._count_read_bytes(sequences) - decoder._count_read_bytes(1)
     assert more == pytest.approx((np.mean(chosen) - 8) * experts, rel=0.02)
+
+
+def test_the_host_works_for_every_sequence_of_a_decoding_step() -> None:
+    free, busy = (Decoder(DENSE, _only(decode_sequence_s=seconds), 1, 2, 2) for seconds in (0.0, 1.0))
+    assert busy.time_step(7, 50) - free.time_step(7, 50) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("tensor", "whole"), [(1, False), (8, False), (8, True)])
+def test_thin_slices_of_experts_are_slower_than_their_bytes(tensor: int, whole: bool) -> None:
+    shape = read_model_shape(f"{FOLDER}/qwen3_30b_a3b")
+    ideal, slow = (Decoder(shape, _only(decode_inner=inner), tensor, 2, 2, whole) for inner in (0, 192))
+    # The last of three matrices has a slice of 768 features as inner dimension, and takes as long as with 192 more.
+    features = 768 if whole else 768 // tensor
+    bytes_of_last = 48 * 128 * 768 * shape.hidden * 2 / tensor  # every expert is touched by so many tokens
+    more = slow._count_read_bytes(10_000) - ideal._count_read_bytes(10_000)
+    assert more == pytest.approx(bytes_of_last * 192 / features)
+
+
+def test_engines_over_nodes_wait_for_the_network_in_every_layer() -> None:
+    shape, layers = replace(DENSE, key_value_heads=1), DENSE.layers
+    inside, over = (Decoder(shape, _only(), tensor, 2, 2) for tensor in (8, 32))
+    tree = 14e-6 + 2 * (7 * 1.25e-6 + 2 * 8.5e-6)  # NCCL: seven more GPUs of a node, two levels of nodes
+    nbytes = 3 * DENSE.hidden * 2
+    messages = 2 * layers * (tree + 2 * nbytes * 31 / 32 / 400e9 - 2 * nbytes * 7 / 8 / 450e9)
+    found = over.time_step(3, 1) - inside.time_step(3, 1)
+    assert found == pytest.approx(messages, rel=1e-3)  # the slices of matrices are 2 ns smaller
 
 
 class Counted(Decoder):
