@@ -86,9 +86,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         if getattr(config.engine, name) is not None:
             arguments[name] = getattr(config.engine, name)
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
-    if is_untied_by_weights(settings.model_path):
-        # vLLM would compare head and embedding after it has rounded both, and may tie them again.
-        passed["hf_overrides"] = {"tie_word_embeddings": False, **(passed.get("hf_overrides") or {})}
+    overrides = _choose_overrides(settings)
     shape = find_model_shape(settings.model_path)
     if shape is not None and shape.family == "llama4":  # vLLM goes by the longest sequence, and not by config.json
         stated = passed.get("override_generation_config") or {}
@@ -96,12 +94,28 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         passed["override_generation_config"] = tuning | stated
     elif shape is not None and shape.query_scale is not None:  # vLLM reads it under a name that config.json lacks
         scaling = {"beta": shape.query_scale.slope, "original_max_position_embeddings": shape.query_scale.length}
-        passed["hf_overrides"] = {"llama_4_scaling": scaling, **(passed.get("hf_overrides") or {})}
+        overrides["llama_4_scaling"] = scaling
+    overrides |= passed.get("hf_overrides") or {}
+    if overrides:
+        passed["hf_overrides"] = overrides
     if settings.awaits_refit and is_quantized(settings.model_path):
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
-        passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
+        passed["hf_overrides"] = partial(_override_quantized, overrides)
         passed["load_format"] = "dummy"
     return arguments | passed
+
+
+def _choose_overrides(settings: VllmSettings) -> dict[str, Any]:
+    """Choose values in place of those in the model's config.json."""
+    overrides: dict[str, Any] = {}
+    # The policy's logits are float32, and vLLM's are the model's dtype unless told otherwise. In bfloat16, logits
+    # between 16 and 32 are multiples of 1/8. vLLM's batch-invariant products do not include one with a wider result.
+    if detect_platform().name == "cuda" and not settings.config.engine.batch_invariant:
+        overrides["head_dtype"] = "float32"
+    if is_untied_by_weights(settings.model_path):
+        # vLLM would compare head and embedding after it has rounded both, and may tie them again.
+        overrides["tie_word_embeddings"] = False
+    return overrides
 
 
 def _override_quantized(overrides: Mapping[str, Any], model_config: Any) -> Any:

@@ -53,6 +53,7 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
     config = engine_config(models("qwen3"), placement=placement)
     assert config.model_config.enable_sleep_mode is (placement == "colocated")
     assert config.model_config.logprobs_mode == "processed_logprobs"
+    assert config.model_config.head_dtype is torch.float32, "as in the policy"
     assert config.model_config.max_model_len == LONGEST
     assert config.parallel_config.worker_extension_cls == "megatron_grpo.weight_sync.engine_worker.RefitWorker"
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
