@@ -56,6 +56,20 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
         from megatron_grpo.generation.cpu_engine import prepare_cpu_processes
 
         prepare_cpu_processes(settings)
+    else:
+        _choose_fp8_scales()
+
+
+def _choose_fp8_scales() -> None:
+    """Keep the float32 scales of FP8 blocks on Hopper.
+
+    vLLM would round scales up to powers of two there too, and weights a second time, where it multiplies by DeepGEMM.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()  # asks NVML, which needs no context on the GPU
+    if capability is not None and capability.major == 9:
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
 
 
 class VllmEngine(Engine):

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 from torch.distributed import HashStore
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -17,6 +18,7 @@ from vllm.model_executor.model_loader import get_model
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
+from megatron_grpo.generation.engine import prepare_processes
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -35,9 +37,8 @@ def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: ["0"])
 
 
-def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
-    """vLLM's configuration of an engine, from our arguments."""
-    settings = VllmSettings(
+def settings_of(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmSettings:
+    return VllmSettings(
         index=0,
         model_path=str(folder),
         config=GenerationConfig(**generation),
@@ -45,7 +46,12 @@ def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generatio
         max_total_sequence_length=LONGEST,
         routed=routed,
     )
-    return AsyncEngineArgs(**make_engine_arguments(settings), skip_tokenizer_init=True).create_engine_config()
+
+
+def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
+    """vLLM's configuration of an engine, from our arguments."""
+    arguments = make_engine_arguments(settings_of(folder, routed=routed, **generation))
+    return AsyncEngineArgs(**arguments, skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
@@ -57,6 +63,12 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
     assert config.model_config.max_model_len == LONGEST
     assert config.parallel_config.worker_extension_cls == "megatron_grpo.weight_sync.engine_worker.RefitWorker"
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+
+
+def test_fp8_blocks_keep_their_scales_on_hopper(models: Callable[[str], Path]) -> None:
+    assert envs.VLLM_USE_DEEP_GEMM_E8M0, "vLLM's default is powers of two"
+    prepare_processes(settings_of(models("qwen3")), "generation engine 0")
+    assert not envs.VLLM_USE_DEEP_GEMM_E8M0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])

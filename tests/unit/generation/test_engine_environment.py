@@ -1,0 +1,45 @@
+"""Environment variables of an engine's processes on GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.generation import engine
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.platform.device import Platform
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of an engine on a GPU, which the test may change."""
+    variables = {"PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(engine, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
+    return variables
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, capability: int = 9, **parallel: int) -> None:
+    """Prepare an engine whose actor has eight GPUs of a compute capability."""
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(major=capability))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: list(range(8)))
+    config = GenerationConfig(parallel=GenerationParallelConfig(**parallel))
+    settings = VllmSettings(model_path="model", config=config, precision="bfloat16", max_total_sequence_length=8)
+    engine.prepare_processes(settings, "generation engine 0")
+
+
+@pytest.mark.parametrize(("capability", "value"), [(8, None), (9, "0"), (10, None)])
+def test_fp8_blocks_keep_their_scales_on_hopper(
+    capability: int, value: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(monkeypatch, capability)
+    assert environment.get("VLLM_USE_DEEP_GEMM_E8M0") == value
