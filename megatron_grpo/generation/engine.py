@@ -22,7 +22,7 @@ from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
-from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, spans_machines
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, TensorShapes
 from megatron_grpo.generation.engine_processes import (
@@ -57,7 +57,17 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
 
         prepare_cpu_processes(settings)
     else:
-        _choose_fp8_scales()
+        _prepare_gpu_processes(settings)
+
+
+def _prepare_gpu_processes(settings: VllmSettings) -> None:
+    # NCCL reads both when a process makes its first communicator. Ranks of the policy have the first one too, so that
+    # both ends of a refit make their buffers alike. The second one turns multicast off, which fails to start in engines
+    # over several machines ("transport/nvls.cc ... invalid argument").
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
+    if spans_machines(settings.config):
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    _choose_fp8_scales()
 
 
 def _choose_fp8_scales() -> None:

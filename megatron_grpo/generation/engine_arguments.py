@@ -71,12 +71,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
         arguments |= make_cpu_arguments(settings)
     else:
-        import ray
-
-        # An engine that fits a node owns its GPUs through this actor, or shares the GPUs that the actor sees; a
-        # larger engine has its own placement group.
-        fits = len(ray.get_gpu_ids()) >= config.parallel.ranks_per_engine
-        arguments["distributed_executor_backend"] = "mp" if fits or config.is_colocated else "ray"
+        arguments["distributed_executor_backend"] = "ray" if spans_machines(config) else "mp"
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.is_colocated
         if settings.routed is not None:
@@ -103,6 +98,15 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         passed["hf_overrides"] = partial(_override_quantized, overrides)
         passed["load_format"] = "dummy"
     return arguments | passed
+
+
+def spans_machines(config: GenerationConfig) -> bool:
+    """True in the actor of an engine that has more GPUs than a machine."""
+    import ray
+
+    # An engine that fits a machine owns its GPUs through this actor, or shares the GPUs that the actor sees; a larger
+    # engine has its own placement group.
+    return not config.is_colocated and len(ray.get_gpu_ids()) < config.parallel.ranks_per_engine
 
 
 def _choose_overrides(settings: VllmSettings) -> dict[str, Any]:

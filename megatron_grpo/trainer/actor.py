@@ -51,6 +51,7 @@ class RankActor:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", choose_cuda_settings())
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")  # as in engines (`generation.engine`)
         self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
 

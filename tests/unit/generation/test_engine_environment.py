@@ -43,3 +43,14 @@ def test_fp8_blocks_keep_their_scales_on_hopper(
 ) -> None:
     prepare(monkeypatch, capability)
     assert environment.get("VLLM_USE_DEEP_GEMM_E8M0") == value
+
+
+@pytest.mark.parametrize(("parallel", "nvls"), [({"tensor": 8}, None), ({"tensor": 8, "pipeline": 2}, "0")])
+def test_nccl_of_engines_over_machines_has_no_multicast(
+    parallel: dict[str, int], nvls: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(monkeypatch, **parallel)
+    assert (environment["NCCL_CUMEM_ENABLE"], environment.get("NCCL_NVLS_ENABLE")) == ("1", nvls)
+    environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    prepare(monkeypatch, **parallel)
+    assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")

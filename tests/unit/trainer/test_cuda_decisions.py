@@ -213,6 +213,7 @@ def test_a_rank_sets_what_cuda_reads_before_torch_is_imported(environment: dict[
     RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environment["PYTORCH_ALLOC_CONF"] == choose_cuda_settings()
+    assert environment["NCCL_CUMEM_ENABLE"] == "1"
     environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
     RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
