@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,18 @@ def test_the_slurm_script_refuses_to_run_outside_slurm() -> None:
     done = subprocess.run([str(ROOT / "launchers" / "slurm_pyxis.sbatch")], env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "slurm_pyxis.sbatch: start it with sbatch\n"
+
+
+def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
+    text = (ROOT / "launchers" / "slurm_pyxis.sbatch").read_text()
+    function = text[text.index("raise_limits() {") : text.index("\n}\n", text.index("raise_limits() {")) + 3]
+    highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for hard, expected in ((highest, min(highest, 65_535)), (2_000, 2_000)):
+        limit = f"ulimit -Sn 100; ulimit -Hn {hard}; {function}; raise_limits; ulimit -Sn"
+        done = subprocess.run(["bash", "-euc", limit], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
+    for call in ('head_node \\"', 'worker_node \\"'):
+        assert f"$(declare -f raise_limits {call.split()[0]})" in text
 
 
 def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: Path) -> None:
