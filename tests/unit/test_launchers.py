@@ -52,7 +52,7 @@ def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
     function = text[text.index("raise_limits() {") : text.index("\n}\n", text.index("raise_limits() {")) + 3]
     highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     for hard, expected in ((highest, min(highest, 65_535)), (2_000, 2_000)):
-        limit = f"ulimit -Sn 100; ulimit -Hn {hard}; {function}; raise_limits; ulimit -Sn"
+        limit = f"ulimit -Sn 100; ulimit -Hn {hard}; {function}raise_limits; ulimit -Sn"
         done = subprocess.run(["bash", "-euc", limit], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == (f"{expected}\n", "")
     for call in ('head_node \\"', 'worker_node \\"'):
