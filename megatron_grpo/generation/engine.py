@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -41,6 +43,8 @@ from megatron_grpo.platform.hooks import check_hooks
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
@@ -214,36 +218,47 @@ class VllmEngine(Engine):
 
     @phase("canary")
     async def check_canary(self, prompt: CanaryPrompt) -> float:
+        llm = await self._gate.wait_paused()
+        error = math.nan
+        with death_as_engine_loss():
+            try:
+                logprobs = await self._compute_canary(llm, prompt)
+            except (LookupError, TypeError, ValueError) as failure:
+                text = f"vLLM did not compute the canary, so version {prompt.version} was not compared"
+                logger.warning("%s: %s: %s", text, type(failure).__name__, failure)
+                names = [f"canary.{number}" for number in range(len(prompt.sequences))]
+                await await_alive(llm, llm.abort(names))
+            else:
+                error = prompt.require_agreement(logprobs)
+        await self._gate.open("weights")
+        return error
+
+    async def _compute_canary(self, llm: AsyncLLM, prompt: CanaryPrompt) -> list[list[float]]:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        llm = await self._gate.wait_paused()
-        with death_as_engine_loss():
-            queues = [
-                await llm.add_request(
-                    f"canary.{number}",
-                    tokens_input(list(tokens), cache_salt="canary"),
-                    SamplingParams(**SAMPLING_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
-                )
-                for number, tokens in enumerate(prompt.sequences)
-            ]
-            # The scheduler runs only from here on, so that it sees the full canary at once. Requests in flight continue
-            # too, since the scheduler runs all or none; if the comparison fails, the run ends without their tokens.
-            async with self._gate.running_scheduler():
-                outputs = await asyncio.gather(*(queue.get() for queue in queues))
-                if self._settings.routed is not None:  # recorded for every request, and kept until it is read
-                    await await_alive(llm, vllm_requests.read_chosen_experts(llm, outputs, self._settings.routed))
-                logprobs = [
-                    [
-                        candidates[token].logprob
-                        for token, candidates in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-                    ]
-                    for tokens, output in zip(prompt.sequences, outputs, strict=True)
+        queues = [
+            await llm.add_request(
+                f"canary.{number}",
+                tokens_input(list(tokens), cache_salt="canary"),
+                SamplingParams(**SAMPLING_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
+            )
+            for number, tokens in enumerate(prompt.sequences)
+        ]
+        # The scheduler runs only from here on, so that it sees the full canary at once. Requests in flight continue
+        # too, since the scheduler runs all or none; if the comparison fails, the run ends without their tokens.
+        async with self._gate.running_scheduler():
+            outputs = await asyncio.gather(*(queue.get() for queue in queues))
+            if self._settings.routed is not None:  # recorded for every request, and kept until it is read
+                await await_alive(llm, vllm_requests.read_chosen_experts(llm, outputs, self._settings.routed))
+            return [
+                [
+                    candidates[token].logprob
+                    for token, candidates in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
                 ]
-                error = prompt.require_agreement(logprobs)
-        await self._gate.open("weights")
-        return error
+                for tokens, output in zip(prompt.sequences, outputs, strict=True)
+            ]
 
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
