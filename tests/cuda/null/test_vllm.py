@@ -13,11 +13,13 @@ from torch.distributed import HashStore
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
+from megatron_grpo.generation import vllm_plugin
 from megatron_grpo.generation.engine import prepare_processes
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
@@ -69,6 +71,14 @@ def test_fp8_blocks_keep_their_scales_on_hopper(models: Callable[[str], Path]) -
     assert envs.VLLM_USE_DEEP_GEMM_E8M0, "vLLM's default is powers of two"
     prepare_processes(settings_of(models("qwen3")), "generation engine 0")
     assert not envs.VLLM_USE_DEEP_GEMM_E8M0
+
+
+def test_readers_of_queues_soon_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm_plugin.ENGINE_MARKER, "generation engine 0")
+    monkeypatch.setattr(vllm_plugin, "begin_process", lambda: None)
+    assert shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS > 1000
+    vllm_plugin.register()
+    assert shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS == vllm_plugin.RECHECK_MS
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
