@@ -21,7 +21,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation import vllm_plugin
 from megatron_grpo.generation.engine import prepare_processes
-from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS, VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_policy
@@ -63,6 +63,7 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
     assert config.model_config.logprobs_mode == "processed_logprobs"
     assert config.model_config.head_dtype is torch.float32, "as in the policy"
     assert config.model_config.max_model_len == LONGEST
+    assert config.scheduler_config.max_num_batched_tokens == GPU_BATCH_TOKENS
     assert config.parallel_config.worker_extension_cls == "megatron_grpo.weight_sync.engine_worker.RefitWorker"
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
 

@@ -47,3 +47,16 @@ def test_logits_are_float32_as_in_the_policy(
     generation: dict[str, Any], overrides: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     assert arguments_of(tmp_path, **generation).get("hf_overrides") == overrides
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokens"),
+    [
+        ({}, 8192),
+        ({"max_num_batched_tokens": 100}, 100),
+        ({"max_num_seqs": 10_000}, 10_000),
+        ({"enable_chunked_prefill": False}, 8192),
+    ],
+)
+def test_prefill_takes_batches_of_a_server(engine: dict[str, Any], tokens: int, tmp_path: Path) -> None:
+    assert arguments_of(tmp_path, engine=EngineConfig(**engine))["max_num_batched_tokens"] == tokens
