@@ -75,7 +75,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
         arguments |= make_cpu_arguments(settings)
     else:
-        arguments["distributed_executor_backend"] = "ray" if spans_machines(config) else "mp"
+        executor = "mp" if config.parallel.ranks_per_engine > 1 else "uni"  # uni: in the core, without a queue between
+        arguments["distributed_executor_backend"] = "ray" if spans_machines(config) else executor
         longest = 0 if config.engine.enable_chunked_prefill is not False else settings.max_total_sequence_length
         arguments["max_num_batched_tokens"] = max(GPU_BATCH_TOKENS, config.sequences_per_engine, longest)
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization

@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from megatron_grpo.config.generation_schema import EngineConfig
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation import engine_arguments
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
@@ -60,3 +60,13 @@ def test_logits_are_float32_as_in_the_policy(
 )
 def test_prefill_takes_batches_of_a_server(engine: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     assert arguments_of(tmp_path, engine=EngineConfig(**engine))["max_num_batched_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "executor"),
+    [(1, "separate", "uni"), (2, "colocated", "mp"), (1, "colocated", "uni"), (2, "separate", "ray")],
+)
+def test_one_rank_runs_in_the_core_itself(ranks: int, placement: str, executor: str, tmp_path: Path) -> None:
+    """The actor has one GPU, so that two ranks need the placement group of a larger engine."""
+    arguments = arguments_of(tmp_path, placement=placement, parallel=GenerationParallelConfig(tensor=ranks))
+    assert arguments["distributed_executor_backend"] == executor
