@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.cluster.actor_calls import Arguments, Method
+from megatron_grpo.cluster.allocators import choose_pinned_settings
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, choose_library_level
@@ -71,6 +72,9 @@ def _prepare_gpu_processes(settings: VllmSettings) -> None:
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
     if spans_machines(settings.config):
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if settings.sleeps and choose_pinned_settings():
+        # Weights of sleeping engines are in pinned memory, up to twice as much if rounded to powers of two.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", choose_pinned_settings())
     _choose_fp8_scales()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.generation import engine
+from megatron_grpo.generation import engine, engine_arguments
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.platform.device import Platform
 
@@ -22,17 +22,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of an engine on a GPU, which the test may change."""
     variables = {"PATH": os.environ["PATH"]}
     monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(engine, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
+    for module in (engine, engine_arguments):
+        monkeypatch.setattr(module, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
     return variables
 
 
-def prepare(monkeypatch: pytest.MonkeyPatch, capability: int = 9, **parallel: int) -> None:
+def prepare(monkeypatch: pytest.MonkeyPatch, capability: int = 9, placement: str = "separate", **parallel: int) -> None:
     """Prepare an engine whose actor has eight GPUs of a compute capability."""
     platforms: Any = ModuleType("vllm.platforms")
     platforms.current_platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(major=capability))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr("ray.get_gpu_ids", lambda: list(range(8)))
-    config = GenerationConfig(parallel=GenerationParallelConfig(**parallel))
+    config = GenerationConfig(placement=placement, parallel=GenerationParallelConfig(**parallel))
     settings = VllmSettings(model_path="model", config=config, precision="bfloat16", max_total_sequence_length=8)
     engine.prepare_processes(settings, "generation engine 0")
 
@@ -43,6 +44,14 @@ def test_fp8_blocks_keep_their_scales_on_hopper(
 ) -> None:
     prepare(monkeypatch, capability)
     assert environment.get("VLLM_USE_DEEP_GEMM_E8M0") == value
+
+
+@pytest.mark.parametrize(("placement", "setting"), [("separate", None), ("colocated", "pinned_max_cached_size_mb:64")])
+def test_sleeping_engines_pin_as_much_memory_as_their_weights_take(
+    placement: str, setting: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(monkeypatch, placement=placement)
+    assert environment.get("PYTORCH_ALLOC_CONF") == setting, "vLLM's own memory is no expandable segment"
 
 
 @pytest.mark.parametrize(("parallel", "nvls"), [({"tensor": 8}, None), ({"tensor": 8, "pipeline": 2}, "0")])
