@@ -59,6 +59,30 @@ def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
         assert f"$(declare -f raise_limits {call.split()[0]})" in text
 
 
+def test_kernels_that_a_container_compiles_outlive_the_job(tmp_path: Path) -> None:
+    tools, log = tmp_path / "tools", tmp_path / "log"
+    tools.mkdir()
+    for name, text in (("scontrol", "echo node0"), ("srun", f'(printf "%s\\n" "$@"; env) >>{log}')):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    cache = tmp_path / "cache"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TRITON_", "VLLM_"))}
+    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0"}
+    (tmp_path / "submitted").mkdir()
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path / "submitted"), "HF_HOME": str(tmp_path / "hf"), "CACHE_DIR": str(cache)}
+    env |= {"CONTAINER_IMAGE": "image.sqsh", "RUN_DIR": str(tmp_path / "run"), "VLLM_CACHE_ROOT": "/mine"}
+    script = [str(ROOT / "launchers" / "slurm_pyxis.sbatch"), "+exp=quickstart"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    (mounts,) = [line for line in lines if line.startswith("--container-mounts=")]
+    assert cache.is_dir()
+    assert f",{cache}:{cache}" in mounts
+    assert {"VLLM_CACHE_ROOT=/mine", f"TRITON_CACHE_DIR={cache}/triton", f"FLASHINFER_WORKSPACE_BASE={cache}"} <= {
+        *lines
+    }
+
+
 def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy, because a build leaves folders behind
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
