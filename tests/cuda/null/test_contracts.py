@@ -65,7 +65,7 @@ PLANTED = {
 
 
 def test_links_get_more_channels_by_a_field_that_torch_does_not_show() -> None:
-    """NCCL checks the sizes of later fields; here the address, the mark and the length are those of the installed one."""
+    """The address and the mark are those of the installed NCCL."""
     config = ProcessGroupNCCL.Options().config
     widen_links(config)
     fields = NcclConfig.from_address(config.unsafe_get_ptr())
