@@ -17,5 +17,9 @@ def choose_cuda_settings() -> str:
     Expandable segments, because microbatches of many sizes fragment segments of fixed size; and pinned blocks above
     64 MB at their exact size, not rounded to a power of two. torch 2.11 refuses to use CUDA at all with the second.
     """
-    exact = ",pinned_max_cached_size_mb:64" if Version(version("torch")) >= Version("2.13") else ""
-    return f"expandable_segments:True{exact}"
+    return ",".join(filter(None, ["expandable_segments:True", choose_pinned_settings()]))
+
+
+def choose_pinned_settings() -> str:
+    """Choose the part of PYTORCH_ALLOC_CONF for pinned memory; may be empty."""
+    return "pinned_max_cached_size_mb:64" if Version(version("torch")) >= Version("2.13") else ""

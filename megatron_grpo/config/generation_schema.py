@@ -98,7 +98,7 @@ class EngineConfig(Section):
     """Cut long prompts into pieces that share forward passes with responses; null: on GPUs. Not on CPUs."""
 
     max_num_batched_tokens: Positive | None = None
-    """Most tokens of one forward pass; null: on CPUs 4096 or the longest sequence; on GPUs vLLM's default."""
+    """Most tokens of one forward pass; null: on CPUs 4096 or the longest sequence; on GPUs 8192."""
 
     batch_invariant: bool = False
     """Use only vLLM kernels whose results for a response do not depend on the rest of its batch; slower, GPUs only."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -15,6 +17,7 @@ import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.cluster.actor_calls import Arguments, Method
+from megatron_grpo.cluster.allocators import choose_pinned_settings
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, choose_library_level
@@ -22,7 +25,7 @@ from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
-from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, spans_machines
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, TensorShapes
 from megatron_grpo.generation.engine_processes import (
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
+
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
     """Set vLLM's environment variables where the user has not."""
@@ -56,6 +61,33 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
         from megatron_grpo.generation.cpu_engine import prepare_cpu_processes
 
         prepare_cpu_processes(settings)
+    else:
+        _prepare_gpu_processes(settings)
+
+
+def _prepare_gpu_processes(settings: VllmSettings) -> None:
+    # NCCL reads both when a process makes its first communicator. Ranks of the policy have the first one too, so that
+    # both ends of a refit make their buffers alike. The second one turns multicast off, which fails to start in engines
+    # over several machines ("transport/nvls.cc ... invalid argument").
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
+    if spans_machines(settings.config):
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if settings.sleeps and choose_pinned_settings():
+        # Weights of sleeping engines are in pinned memory, up to twice as much if rounded to powers of two.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", choose_pinned_settings())
+    _choose_fp8_scales()
+
+
+def _choose_fp8_scales() -> None:
+    """Keep the float32 scales of FP8 blocks on Hopper.
+
+    vLLM would round scales up to powers of two there too, and weights a second time, where it multiplies by DeepGEMM.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()  # asks NVML, which needs no context on the GPU
+    if capability is not None and capability.major == 9:
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
 
 
 class VllmEngine(Engine):
@@ -190,36 +222,47 @@ class VllmEngine(Engine):
 
     @phase("canary")
     async def check_canary(self, prompt: CanaryPrompt) -> float:
+        llm = await self._gate.wait_paused()
+        error = math.nan
+        with death_as_engine_loss():
+            try:
+                logprobs = await self._compute_canary(llm, prompt)
+            except (LookupError, TypeError, ValueError) as failure:
+                text = f"vLLM did not compute the canary, so version {prompt.version} was not compared"
+                logger.warning("%s: %s: %s", text, type(failure).__name__, failure)
+                names = [f"canary.{number}" for number in range(len(prompt.sequences))]
+                await await_alive(llm, llm.abort(names))
+            else:
+                error = prompt.require_agreement(logprobs)
+        await self._gate.open("weights")
+        return error
+
+    async def _compute_canary(self, llm: AsyncLLM, prompt: CanaryPrompt) -> list[list[float]]:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        llm = await self._gate.wait_paused()
-        with death_as_engine_loss():
-            queues = [
-                await llm.add_request(
-                    f"canary.{number}",
-                    tokens_input(list(tokens), cache_salt="canary"),
-                    SamplingParams(**SAMPLING_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
-                )
-                for number, tokens in enumerate(prompt.sequences)
-            ]
-            # The scheduler runs only from here on, so that it sees the full canary at once. Requests in flight continue
-            # too, since the scheduler runs all or none; if the comparison fails, the run ends without their tokens.
-            async with self._gate.running_scheduler():
-                outputs = await asyncio.gather(*(queue.get() for queue in queues))
-                if self._settings.routed is not None:  # recorded for every request, and kept until it is read
-                    await await_alive(llm, vllm_requests.read_chosen_experts(llm, outputs, self._settings.routed))
-                logprobs = [
-                    [
-                        candidates[token].logprob
-                        for token, candidates in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-                    ]
-                    for tokens, output in zip(prompt.sequences, outputs, strict=True)
+        queues = [
+            await llm.add_request(
+                f"canary.{number}",
+                tokens_input(list(tokens), cache_salt="canary"),
+                SamplingParams(**SAMPLING_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
+            )
+            for number, tokens in enumerate(prompt.sequences)
+        ]
+        # The scheduler runs only from here on, so that it sees the full canary at once. Requests in flight continue
+        # too, since the scheduler runs all or none; if the comparison fails, the run ends without their tokens.
+        async with self._gate.running_scheduler():
+            outputs = await asyncio.gather(*(queue.get() for queue in queues))
+            if self._settings.routed is not None:  # recorded for every request, and kept until it is read
+                await await_alive(llm, vllm_requests.read_chosen_experts(llm, outputs, self._settings.routed))
+            return [
+                [
+                    candidates[token].logprob
+                    for token, candidates in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
                 ]
-                error = prompt.require_agreement(logprobs)
-        await self._gate.open("weights")
-        return error
+                for tokens, output in zip(prompt.sequences, outputs, strict=True)
+            ]
 
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:

@@ -20,6 +20,10 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import detect_platform
 
+# Tokens of a forward pass on a GPU, unless configured: vLLM's default for its server on an H100. For engines that are
+# made in Python its default is 2048, which slows prefill, and most where the cache of all requests is computed anew.
+GPU_BATCH_TOKENS = 8192
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
@@ -75,12 +79,10 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
         arguments |= make_cpu_arguments(settings)
     else:
-        import ray
-
-        # An engine that fits a node owns its GPUs through this actor, or shares the GPUs that the actor sees; a
-        # larger engine has its own placement group.
-        fits = len(ray.get_gpu_ids()) >= config.parallel.ranks_per_engine
-        arguments["distributed_executor_backend"] = "mp" if fits or config.is_colocated else "ray"
+        executor = "mp" if config.parallel.ranks_per_engine > 1 else "uni"  # uni: in the core, without a queue between
+        arguments["distributed_executor_backend"] = "ray" if spans_machines(config) else executor
+        longest = 0 if config.engine.enable_chunked_prefill is not False else settings.max_total_sequence_length
+        arguments["max_num_batched_tokens"] = max(GPU_BATCH_TOKENS, config.sequences_per_engine, longest)
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.is_colocated
         if settings.routed is not None:
@@ -91,6 +93,10 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
             arguments[name] = getattr(config.engine, name)
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
     add_model_settings(passed, settings.model_path)
+    # The policy's logits are float32, and vLLM's are the model's dtype unless told otherwise. In bfloat16, logits
+    # between 16 and 32 are multiples of 1/8. vLLM's batch-invariant products do not include one with a wider result.
+    if detect_platform().name == "cuda" and not config.engine.batch_invariant:
+        passed["hf_overrides"] = {"head_dtype": "float32", **(passed.get("hf_overrides") or {})}
     if settings.awaits_refit and is_quantized(settings.model_path):
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
@@ -121,6 +127,15 @@ def _override(arguments: dict[str, Any], shape: ModelShape | None, settings: Map
         arguments["hf_overrides"] = {**stated, **text}
     else:
         arguments["hf_overrides"] = {**settings, **stated}
+
+
+def spans_machines(config: GenerationConfig) -> bool:
+    """True in the actor of an engine that has more GPUs than a machine."""
+    import ray
+
+    # An engine that fits a machine owns its GPUs through this actor, or shares the GPUs that the actor sees; a larger
+    # engine has its own placement group.
+    return not config.is_colocated and len(ray.get_gpu_ids()) < config.parallel.ranks_per_engine
 
 
 def _override_quantized(overrides: Mapping[str, Any], model_config: Any) -> Any:

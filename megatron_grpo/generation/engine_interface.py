@@ -69,7 +69,8 @@ class Engine(Protocol):
     async def check_canary(self, prompt: CanaryPrompt) -> float:
         """Compare the canary; if it agrees, serve the committed weights.
 
-        Returns and raises as `CanaryPrompt.require_agreement`.
+        Returns and raises as `CanaryPrompt.require_agreement`; NaN: vLLM could not compute the canary, so nothing was
+        compared.
         """
 
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]: ...

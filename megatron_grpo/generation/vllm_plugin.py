@@ -29,6 +29,10 @@ SERVER_MARKER = "MEGATRON_GRPO_SERVER"
 
 PARENT_CHECK_S = 1.0
 
+# Longest sleep of a reader of vLLM's queues, whose default is 5 s: a wake-up is lost when two messages come within a
+# millisecond of each other after a pause.
+RECHECK_MS = 50
+
 _registered = False
 
 
@@ -56,7 +60,10 @@ def register() -> None:
 
         patch_vllm()
     else:
+        from vllm.distributed.device_communicators import shm_broadcast
+
         check_hooks("cuda")
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
     begin_process()
 
 

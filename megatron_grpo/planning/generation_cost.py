@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default on GPUs."""
 _GRAPHS_BYTES = 1.5e9  # of a rank, assumed: captured graphs, workspaces of attention
 _PROFILED_TOKENS = 8192
-"""Tokens of the forward pass with which vLLM measures activations, its default for max_num_batched_tokens on GPUs."""
+"""Tokens of the forward pass with which vLLM measures activations (`engine_arguments.GPU_BATCH_TOKENS`)."""
 _VOCABULARY_MULTIPLE = 64  # vLLM pads vocabularies to a multiple of it
 _WIDTH = {"float32": 4, "bfloat16": 2}
 

@@ -117,7 +117,8 @@ def summarize_refit(
     began = time.perf_counter()
     sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
-    scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes)
+    by_layer = fp8_blocks and shape.experts is not None
+    scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes, by_layer=by_layer)
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data
     # Pairs of ranks as one number, and messages, which are pieces of one source and turn, too: sorting is fast then.

@@ -43,15 +43,37 @@ def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     return NCCL_POOL + peers_on_machine * per_peer
 
 
+def estimate_open_bytes(config: Config, shape: ModelShape | None) -> int:
+    """Estimate a worker's plain weights beside converted ones in a refit.
+
+    Those are of the one layer of experts that is converted at a time (`transfer_plan.plan_messages`). 0 where engines
+    compute with plain weights, for an unknown shape, and while engines are without their KV cache.
+    """
+    experts = None if shape is None else shape.experts
+    quantization = config.generation.engine_args.get("quantization")
+    if experts is None or shape is None or quantization is None or config.generation.is_colocated:
+        return 0
+    width = 1 if config.refit.fp8_blocks else 2 if config.engine_dtype == "bfloat16" else 4
+    return 3 * shape.hidden * experts.ffn_hidden * experts.count * width // config.generation.parallel.tensor
+
+
 @evaluate_rules
-def find_refit_remarks(config: Config) -> Iterator[Rule]:
-    """Check that a refit's communicator fits beside vLLM's share of a GPU."""
+def find_refit_remarks(config: Config, shape: ModelShape | None = None) -> Iterator[Rule]:
+    """Check that what a refit needs fits beside vLLM's share of a GPU."""
     share = config.generation.engine.gpu_memory_utilization
-    needed = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
+    nccl = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
+    if config.cluster.gpus_per_node == 0 or config.generation.is_colocated:
+        return
+    buffers, plain = 2 * int(config.refit.bucket_mib * 2**20), estimate_open_bytes(config, shape)
+    needed = nccl + buffers + plain
     free, usable = (1 - share) * GPU_BYTES, int((1 - needed / GPU_BYTES) * 100) / 100
-    text = f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f}"
-    is_full, subject = config.needs_generation and free < needed, "generation.engine.gpu_memory_utilization="
-    yield is_full, subject, f"{text} GB of that to connect engines with the policy; use at most {usable:g}"
+    text = f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and a refit takes up to "
+    text += (
+        f"{needed / 1e9:.1f} GB of that (NCCL {nccl / 1e9:.1f}, buffers {buffers / 1e9:.1f}, a layer of experts before "
+    )
+    text += f"its conversion {plain / 1e9:.1f}); use at most {usable:g}"
+    is_full = config.needs_generation and free < needed
+    yield is_full, "generation.engine.gpu_memory_utilization=", text
 
 
 @evaluate_rules

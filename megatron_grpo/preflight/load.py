@@ -102,7 +102,7 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
             loop.max_num_steps = max(per_epoch * loop.max_num_epochs, 1)
-    return problems, [*find_remarks(config), *find_refit_remarks(config), *remarks]
+    return problems, [*find_remarks(config), *find_refit_remarks(config, find_model_shape(config)), *remarks]
 
 
 def compose_checked(overrides: Sequence[str]) -> ComposedConfig:

@@ -29,6 +29,7 @@ from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
 from megatron_grpo.preflight.model_checks import find_fp8_machine_problems
 from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
+from megatron_grpo.preflight.node_checks import find_node_remarks
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 
@@ -133,6 +134,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     ]
     if not problems:  # the weights can be read
         remarks += list_unused_tensors(config)
+    remarks += find_node_remarks(config)
     address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:
         text = f"is {ADDRESS_VARIABLE} of the environment: the run joins that cluster; unset it to start Ray here"

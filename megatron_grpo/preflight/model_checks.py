@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from typing import get_args
 
 from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight.node_checks import read_gpu_capability
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 
 # Modules that Megatron-Core can recompute only with functions of Transformer Engine.
@@ -73,17 +73,6 @@ def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
         advice = "off" if capability < (8, 9) else "recipe=tensorwise"
         text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest}"
         yield True, "policy.fp8.format=", f"{text}; use {advice}"
-
-
-def read_gpu_capability() -> tuple[int, int] | None:
-    """Ask nvidia-smi for the lowest compute capability of this machine; None: unknown."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        pairs = [line.strip().split(".") for line in process.stdout.splitlines() if line.strip()]
-        return min((int(major), int(minor)) for major, minor in pairs)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
 
 
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:

@@ -105,6 +105,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         token_filter=make_training_filter(config.generation),
         decay_steps=config.decay_steps,
         seed=config.training_loop.seed,
+        ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
     )
 
@@ -118,6 +119,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         folder=str(folder),
         decay_steps=config.value_decay_steps,
         seed=config.training_loop.seed,
+        ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
     )
     return MegatronValue(settings, cluster.build_value_options, config.cluster.startup_timeout_s)

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import ModelRank
 
 
+def choose_fp8_scales() -> None:
+    """Give Transformer Engine's FP8 blocks the scales of engines; before its import."""
+    import torch
+
+    # Its default is powers of two. Engines and refits have float32 scales, which GPUs before Blackwell can multiply.
+    if torch.cuda.get_device_capability() < (10, 0):
+        os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+
+
 class RankActor:
     """Ray actor around one rank's model.
 
@@ -42,6 +51,7 @@ class RankActor:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", choose_cuda_settings())
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")  # as in engines (`generation.engine`)
         self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
 
@@ -70,6 +80,8 @@ class RankActor:
             from megatron_grpo.platform.megatron_on_cpu import apply_patches
 
             apply_patches()
+        else:
+            choose_fp8_scales()
         importlib.import_module("megatron_grpo.trainer.rank")
         check_hooks(detect_platform().name)
         self._imports_s += time.monotonic() - began

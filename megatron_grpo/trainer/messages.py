@@ -36,6 +36,7 @@ class RankSettings:
     token_filter: TokenFilter | None = None
     """Tokens over which the policy's log-probabilities are taken, but not the reference's; None: all."""
     seed: int = 0
+    ranks_per_machine: int | None = None  # at most; None: all are on one
     shares_cores: bool = False  # with engines that run at the same time as the ranks, on a CPU
 
 

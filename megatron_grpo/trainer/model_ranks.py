@@ -98,7 +98,7 @@ class ModelRanks:
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
         cores = (os.cpu_count() or 1) // (2 if settings.shares_cores else 1)
-        threads = settings.config.threads or max(1, cores // world)
+        threads = settings.config.threads or max(1, cores // min(world, settings.ranks_per_machine or world))
         actor_class = ray.remote(RankActor)
         self.actors = [
             actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)

@@ -242,6 +242,7 @@ def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> Optimizer
         "use_precision_aware_optimizer": settings.precision_aware or settings.cpu_offload > 0,
         "optimizer_cpu_offload": settings.cpu_offload > 0,
         "optimizer_offload_fraction": settings.cpu_offload,
+        "overlap_cpu_optimizer_d2h_h2d": settings.cpu_offload > 0,  # copies of other parameters during an update
         "fp8_recipe": config.fp8.recipe if config.fp8.is_on_device else None,
         "clip_grad": 0.0,  # clipped by ModelOptimizer, after the norm has been checked
     }

@@ -94,11 +94,21 @@ def is_derived(layer: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = getattr(layer, "quant_method", None)
-    if method is None or isinstance(method, UnquantizedEmbeddingMethod):
+    if method is None or isinstance(method, UnquantizedEmbeddingMethod) or _has_plain_experts(method):
         return False
     is_on_cpu = all(parameter.device.type == "cpu" for parameter in layer.parameters())
     is_packed = is_on_cpu and getattr(layer, "cpu_linear", None) is not torch.nn.functional.linear
     return is_packed or not isinstance(method, UnquantizedLinearMethod)
+
+
+def _has_plain_experts(method: Any) -> bool:
+    # vLLM's kernel of experts for Hopper, in Triton, computes with the weights as they were loaded. Converting them
+    # would allocate each layer a second time.
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    is_plain = isinstance(method, UnquantizedFusedMoEMethod)
+    return is_plain and method.unquantized_backend is UnquantizedMoeBackend.TRITON
 
 
 def require_plain(model: nn.Module) -> None:

@@ -117,6 +117,8 @@ class RefitWorker(Worker):
             with set_current_vllm_config(self.vllm_config):  # vLLM's layers read it when they convert weights
                 self.receiver.receive(version)
             torch.accelerator.synchronize()
+            if self.device.type == "cuda":  # the second copies of converted layers; vLLM has the rest of the memory
+                torch.cuda.empty_cache()
             self.model_runner.reset_lora_state()
         except Exception as error:  # noqa: BLE001 - see the class
             if self.receiver is not None:

@@ -14,6 +14,7 @@ equal the base model's; and the canary also detects an engine that is nearer to 
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -38,6 +39,8 @@ from megatron_grpo.weight_sync.rank_checks import (
     score_canary_without_adapters,
 )
 from megatron_grpo.weight_sync.refit_calls import RefitCalls, RefitError
+
+logger = logging.getLogger(__name__)
 
 # Tokens of the canary's sequences, unless sequences of the run are shorter. They differ, so that a position or a
 # boundary that is taken from a neighbour shows, and each has enough tokens for a median.
@@ -218,11 +221,18 @@ class RefitChecks:
         calls = self._calls.generation.submit_to(engines, Engine.check_canary, prompt)
         errors = self._calls.wait([], calls, deadline, f"canary of version {version}")
         self._scores = None
-        seconds, error = time.monotonic() - began, max(errors)
+        seconds = time.monotonic() - began
         canary.record_time(seconds)
-        if self._are_equal:
-            canary.record_noise(error)
-        self._figures |= {"canary_logprob_error": error, "canary_limit": limit, "canary_s": seconds}
+        self._figures |= {"canary_limit": limit, "canary_s": seconds}
+        skipped = [ENGINE_NAME(engine) for engine, error in zip(calls, errors, strict=True) if math.isnan(error)]
+        if skipped:  # an engine that differs has raised CanaryError
+            text = "vLLM did not compute the canary (see the engine's log), so that version %d was not compared"
+            logger.warning("%s: " + text, ", ".join(skipped), version)
+        if len(skipped) < len(errors):
+            error = max(error for error in errors if not math.isnan(error))
+            self._figures["canary_logprob_error"] = error
+            if self._are_equal:
+                canary.record_noise(error)
 
     def find_differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """Describe the tensors of engines that differ beyond rounding."""

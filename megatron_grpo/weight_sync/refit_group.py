@@ -6,6 +6,7 @@ The group does not come from torch's default group: policy and engine each have 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import threading
 import time
@@ -33,6 +34,9 @@ FAILURE_CHECK_S = 0.5
 
 # Shortest and longest pause between two polls of a transfer, in seconds.
 _POLL_S = 20e-6, 5e-3
+
+NET_CHANNELS = 4  # about 14 GB/s each, so that a link fills a network of 50 GB/s
+NCCL_MAGIC = 0xCAFEBEEF  # of an initialised `ncclConfig_t`
 
 # Threads that wait for transfers of gloo: two buffers have up to four pending transfers, and four are to spare.
 _GLOO_WAITS = 8
@@ -139,6 +143,34 @@ def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.devic
     return GlooGroup(make_gloo_group(rendezvous, "group", rank, size), (rank + 1) % size)
 
 
+class NcclConfig(ctypes.Structure):
+    """NCCL's `ncclConfig_t` (nccl.h, from 2.28 on), as far as the fields used here."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
+        ("netName", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("splitShare", "trafficClass")),
+        ("commName", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("collnetEnable", "CTAPolicy", "shrinkShare", "nvlsCTAs")),
+        ("nChannelsPerNetPeer", ctypes.c_int),
+    )
+
+
+def widen_links(config: Any) -> None:
+    """Give each pair of ranks on different machines NET_CHANNELS channels, if NCCL can.
+
+    NCCL takes fewer the more ranks there are, one from 128 on. `config`: torch's NCCLConfig, which lacks the field.
+    """
+    if not hasattr(config, "unsafe_get_ptr"):  # torch before 2.13
+        return
+    fields = NcclConfig.from_address(config.unsafe_get_ptr())
+    if fields.magic == NCCL_MAGIC and fields.size >= ctypes.sizeof(NcclConfig):
+        fields.nChannelsPerNetPeer = NET_CHANNELS
+
+
 def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -> TransferGroup:
     # Torch would make a communicator for each pair of ranks that exchanges a message: dozens for each rank of a large
     # model, each with its own buffers, and each made inside of a send that blocks the host. So one communicator of all
@@ -150,8 +182,10 @@ def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -
         "TORCH_NCCL_BLOCKING_WAIT": "1",  # an error is raised by wait(), instead of ending the process from a thread
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # that transfers go one after the other
     }
+    options = ProcessGroupNCCL.Options()
+    widen_links(options.config)
     with environment(**settings):
-        group: Any = ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+        group: Any = ProcessGroupNCCL(store, rank, size, options)
     group.eager_connect_single_device(device)
     return cast(TransferGroup, group)
 

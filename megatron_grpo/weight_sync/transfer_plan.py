@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import Store
 
+from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
@@ -49,6 +50,7 @@ def plan_messages(
     bucket_bytes: int,
     *,
     same_devices: bool = False,
+    by_layer: bool = False,
 ) -> Pieces:
     """Plan the pieces that make up each engine rank's shard, and their messages.
 
@@ -60,6 +62,8 @@ def plan_messages(
         bucket_bytes: most bytes of a message, unless a single row (in FP8, the rows of a block) is longer than half.
         same_devices: whether policy rank n and engine rank n share a device; a part that both hold is then sent by that
             policy rank and no other.
+        by_layer: whether a worker gets one layer after another (`converts_experts`), instead of its links advancing
+            together.
 
     Returns:
         Pieces by turn of their message (`schedule_messages`).
@@ -80,7 +84,20 @@ def plan_messages(
     if same_devices:
         is_local = holders.contain(np.tile(holder_sets, engine_count), pieces["target"])
         pieces["source"][is_local] = pieces["target"][is_local]
-    return schedule_messages(pieces, bucket_bytes)
+    if not by_layer:
+        return schedule_messages(pieces, bucket_bytes)
+    layers = np.array([key.layer for key in index_tensors(build_weight_map(shape), shape).values()])[pieces["tensor"]]
+    # Each engine begins at another layer, so that all stages of the policy have something to send.
+    starts = pieces["target"] // len(engine) * shape.layers // engine_count
+    return schedule_messages(pieces, bucket_bytes, (layers + starts) % shape.layers)
+
+
+def converts_experts(shape: ModelShape, generation: GenerationConfig, *, fp8_blocks: bool) -> bool:
+    """True if engines on GPUs convert the weights of experts, layer by layer.
+
+    A layer that is converted has its plain weights, too, while it is incomplete: gigabytes in the largest models.
+    """
+    return shape.experts is not None and (fp8_blocks or generation.engine_args.get("quantization") is not None)
 
 
 def _plan_engine(
@@ -213,13 +230,16 @@ class _HolderSets:
         return is_member
 
 
-def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
+def schedule_messages(pieces: Pieces, bucket_bytes: int, order: NDArray[np.int64] | None = None) -> Pieces:
     """Assign pieces to messages, a rank's pieces of one turn; return them by turn.
 
     `pieces` are ordered so that a parameter is complete soon after it was begun. `bucket_bytes` are the most bytes of a
-    message, unless a single piece is larger than half of it.
+    message, unless a single piece is larger than half of it. `order`: [pieces], a target gets pieces of a smaller
+    number first, and no message has pieces of two; None: all are equal.
     """
-    ordered = pieces[np.lexsort((pieces["target"], pieces["source"]))]
+    order = np.zeros(len(pieces), dtype=np.int64) if order is None else order
+    sorted_pieces = np.lexsort((order, pieces["target"], pieces["source"]))
+    ordered, order = pieces[sorted_pieces], order[sorted_pieces]
     link_begins = np.flatnonzero(mark_changes(ordered["source"]) | mark_changes(ordered["target"]))
     links = np.repeat(np.arange(len(link_begins)), np.diff(link_begins, append=len(ordered)))
     sizes = align(ordered["bytes"])
@@ -227,14 +247,18 @@ def schedule_messages(pieces: Pieces, bucket_bytes: int) -> Pieces:
     # Each link's bytes are cut every half bucket, and pieces that begin in the same cut form one message. The last
     # piece may extend into the next cut, but has at most half a bucket, so that the message fits a bucket.
     halves = (offsets - offsets[link_begins][links]) // max(bucket_bytes // 2, 1)
-    begins = np.flatnonzero(mark_changes(links) | mark_changes(halves))
-    turns = _assign_turns(ordered[begins], np.arange(len(begins)) - np.searchsorted(begins, link_begins)[links[begins]])
+    begins = np.flatnonzero(mark_changes(links) | mark_changes(halves) | mark_changes(order))
+    numbers = np.arange(len(begins)) - np.searchsorted(begins, link_begins)[links[begins]]
+    turns = _assign_turns(ordered[begins], numbers, order[begins])
     ordered["turn"] = np.repeat(turns, np.diff(begins, append=len(ordered)))
     return ordered[np.argsort(ordered["turn"], kind="stable")]
 
 
-def _assign_turns(first_pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Give messages the first turn free at both ends."""
+def _assign_turns(first_pieces: Pieces, numbers: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Give messages the first turn free at both ends.
+
+    `numbers`: [messages], their index in their link; `order`: [messages], which come first.
+    """
     # Sends and receives wait for their peer, so an unlucky order could make ranks wait for each other in a circle: A
     # for B, B for C, C for A. Turns exclude that. A message has one turn, the same at both ends; a rank has at most one
     # message a turn, and goes through its messages by increasing turn. Consider the unfinished message with the
@@ -244,7 +268,7 @@ def _assign_turns(first_pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
     free_turns: defaultdict[tuple[str, int], int] = defaultdict(int)
     sources, targets = first_pieces["source"], first_pieces["target"]
     # Links advance together. In a round, neighbouring ranks have different peers, as in a round robin.
-    for message in np.lexsort((sources, targets - sources, numbers)).tolist():
+    for message in np.lexsort((sources, targets - sources, numbers, order)).tolist():
         source, target = ("source", int(sources[message])), ("target", int(targets[message]))
         turns[message] = max(free_turns[source], free_turns[target])
         free_turns[source] = free_turns[target] = int(turns[message]) + 1

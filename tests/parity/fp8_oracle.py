@@ -24,25 +24,26 @@ def e4m3(values: Tensor) -> Tensor:
     return (values / step).round() * step
 
 
-def block_scales(values: Tensor, rows: int, columns: int) -> Tensor:
-    """The largest power of two that keeps each block within 448, at every number of the block."""
+def block_scales(values: Tensor, rows: int, columns: int, power_of_two: bool) -> Tensor:
+    """At every number, what its block is multiplied by (the largest power of two that keeps it within 448), or else
+    divided by (its largest number / 448)."""
     scales = torch.ones_like(values)
     for top, left in product(range(0, values.shape[0], rows), range(0, values.shape[1], columns)):
         block = (slice(top, top + rows), slice(left, left + columns))
-        largest = values[block].abs().max().item()
+        largest = values[block].abs().max()
         if largest:
-            scales[block] = 2.0 ** math.floor(math.log2(448 / largest))
+            scales[block] = 2.0 ** math.floor(math.log2(448 / largest.item())) if power_of_two else largest / 448
     return scales
 
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values: Tensor, scale: Tensor) -> Tensor:
-        return e4m3(values * scale) / scale
+    def forward(ctx, values: Tensor, scale: Tensor, divides: bool) -> Tensor:
+        return e4m3(values / scale) * scale if divides else e4m3(values * scale) / scale
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
 
 
 def rounded(values: Tensor, recipe: str, weight: bool, shared: list[Tensor]) -> Tensor:
@@ -52,8 +53,9 @@ def rounded(values: Tensor, recipe: str, weight: bool, shared: list[Tensor]) -> 
         scale = torch.full_like(values, 448 / torch.tensor(largest).item())
     else:
         side = 32 if recipe == "mxfp8" else 128
-        scale = block_scales(values.detach(), side if weight and recipe == "blockwise" else 1, side)
-    return _Rounded.apply(values, scale)
+        rows = side if weight and recipe == "blockwise" else 1
+        scale = block_scales(values.detach(), rows, side, power_of_two=recipe == "mxfp8")
+    return _Rounded.apply(values, scale, recipe == "blockwise")
 
 
 def simulate(model: torch.nn.Module, recipe: str, layers: list[int]) -> torch.nn.Module:

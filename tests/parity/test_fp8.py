@@ -25,6 +25,7 @@ from tests.parity.fp8_oracle import block_scales, e4m3, simulate
 from tests.parity.policy_training import OPTIMIZER, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, step_counts
+from tests.support.fp8_oracle import dequantise, quantise
 from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
 
 RECIPES = ["tensorwise", "blockwise", "mxfp8"]
@@ -51,15 +52,23 @@ def test_rounding_equals_arithmetic(dtype: torch.dtype) -> None:
     exact = values.float()
     whole = 448 / exact.abs().max()
     assert torch.equal(round_tensor(values), (e4m3(exact * whole) / whole).to(dtype))
-    for rows, columns in ((1, 128), (128, 128), (1, 32)):
-        scales = block_scales(exact, rows, columns)
-        assert torch.equal(round_blocks(values, rows, columns), (e4m3(exact * scales) / scales).to(dtype))
+    for rows, columns in ((1, 128), (128, 128)):
+        scales = block_scales(exact, rows, columns, power_of_two=False)
+        rounded = round_blocks(values, rows, columns, power_of_two=False)
+        assert torch.equal(rounded, (e4m3(exact / scales) * scales).to(dtype))
+    scales = block_scales(exact, 1, 32, power_of_two=True)
+    assert torch.equal(round_blocks(values, 1, 32, power_of_two=True), (e4m3(exact * scales) / scales).to(dtype))
     assert torch.equal(round_tensor(values * 0), values * 0)
+
+
+def test_weights_are_rounded_to_the_numbers_that_engines_receive() -> None:
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 384)
+    assert torch.equal(round_blocks(weight, 128, 128, power_of_two=False), dequantise(*quantise(weight)))
 
 
 def test_blocks_that_are_cut_are_an_error() -> None:
     with pytest.raises(AssertionError, match="100 columns are not whole blocks of 128"):
-        round_blocks(torch.ones(128, 100), 1, 128)
+        round_blocks(torch.ones(128, 100), 1, 128, power_of_two=False)
 
 
 @pytest.fixture(scope="module")

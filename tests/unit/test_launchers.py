@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,42 @@ def test_the_slurm_script_refuses_to_run_outside_slurm() -> None:
     done = subprocess.run([str(ROOT / "launchers" / "slurm_pyxis.sbatch")], env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "slurm_pyxis.sbatch: start it with sbatch\n"
+
+
+def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
+    text = (ROOT / "launchers" / "slurm_pyxis.sbatch").read_text()
+    function = text[text.index("raise_limits() {") : text.index("\n}\n", text.index("raise_limits() {")) + 3]
+    highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for hard, expected in ((highest, min(highest, 65_535)), (2_000, 2_000)):
+        limit = f"ulimit -Sn 100; ulimit -Hn {hard}; {function}raise_limits; ulimit -Sn"
+        done = subprocess.run(["bash", "-euc", limit], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
+    for call in ('head_node \\"', 'worker_node \\"'):
+        assert f"$(declare -f raise_limits {call.split()[0]})" in text
+
+
+def test_kernels_that_a_container_compiles_outlive_the_job(tmp_path: Path) -> None:
+    tools, log = tmp_path / "tools", tmp_path / "log"
+    tools.mkdir()
+    for name, text in (("scontrol", "echo node0"), ("srun", f'(printf "%s\\n" "$@"; env) >>{log}')):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    cache = tmp_path / "cache"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TRITON_", "VLLM_"))}
+    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0"}
+    (tmp_path / "submitted").mkdir()
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path / "submitted"), "HF_HOME": str(tmp_path / "hf"), "CACHE_DIR": str(cache)}
+    env |= {"CONTAINER_IMAGE": "image.sqsh", "RUN_DIR": str(tmp_path / "run"), "VLLM_CACHE_ROOT": "/mine"}
+    script = [str(ROOT / "launchers" / "slurm_pyxis.sbatch"), "+exp=quickstart"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    (mounts,) = [line for line in lines if line.startswith("--container-mounts=")]
+    assert cache.is_dir()
+    assert f",{cache}:{cache}" in mounts
+    assert {"VLLM_CACHE_ROOT=/mine", f"TRITON_CACHE_DIR={cache}/triton", f"FLASHINFER_WORKSPACE_BASE={cache}"} <= {
+        *lines
+    }
 
 
 def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config, QuantizationFormat
 from megatron_grpo.models.megatron_names import iterate_layers
+from megatron_grpo_kernels.fp8_format import SMALLEST_SCALE
 
 # The largest number of E4M3: 448. Operands are E4M3 in both formats; hybrid differs in gradients (E5M2).
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -40,23 +41,29 @@ def round_tensor(values: Tensor, process_group: dist.ProcessGroup | None = None)
     return _round_at_scale(values.float(), scale).to(values.dtype)
 
 
-def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
-    """Round values at one scale a block: a power of two.
+def round_blocks(values: Tensor, rows: int, columns: int, *, power_of_two: bool) -> Tensor:
+    """Round values at one scale a block.
 
-    It is the largest that keeps max |x| of the block within 448: Transformer Engine's block scaling (blocks of 1 x 128
-    in activations, 128 x 128 in weights), and, in blocks of 1 x 32, that of MXFP8 (OCP Microscaling 1.0, its scale
-    rounded so that nothing overflows). Values and result are [..., columns of the matrix], any float type.
+    Block scaling (blocks of 1 x 128 in activations, 128 x 128 in weights) divides by max |x| / 448, as vLLM's kernels
+    and the refit do (`fp8_blocks.quantise`), to the same bits. MXFP8 (blocks of 1 x 32; OCP Microscaling 1.0)
+    multiplies by the largest power of two that keeps max |x| within 448, so that nothing overflows. Values and result
+    are [..., columns of the matrix], any float type.
     """
     height, width = values.numel() // values.shape[-1], values.shape[-1]
     assert height % rows == 0, f"{height} rows are not whole blocks of {rows}"
     assert width % columns == 0, f"{width} columns are not whole blocks of {columns}"
     blocks = values.reshape(height // rows, rows, width // columns, columns).float()
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    # 448 / max = mantissa * 2^exponent with a mantissa in [1/2, 1): the power of two below it is 2^(exponent - 1).
-    _, exponent = torch.frexp(LARGEST / largest)
-    scale = torch.ldexp(torch.ones_like(largest), (exponent - 1).clamp(-126, 126))
-    scale = torch.where(largest > 0, scale, torch.ones_like(scale))
-    return _round_at_scale(blocks, scale).reshape(values.shape).to(values.dtype)
+    if power_of_two:
+        # 448 / max = mantissa * 2^exponent with a mantissa in [1/2, 1): the power of two below it is 2^(exponent - 1).
+        _, exponent = torch.frexp(LARGEST / largest)
+        scale = torch.ldexp(torch.ones_like(largest), (exponent - 1).clamp(-126, 126))
+        rounded = _round_at_scale(blocks, torch.where(largest > 0, scale, torch.ones_like(scale)))
+    else:
+        scale = largest / torch.full_like(largest, LARGEST)  # CUDA multiplies by the reciprocal of a plain number
+        scale = torch.where(scale < SMALLEST_SCALE, torch.ones_like(scale), scale)
+        rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.reshape(values.shape).to(values.dtype)
 
 
 class RoundedLinear:
@@ -82,7 +89,9 @@ class RoundedLinear:
     def _round(self, values: Tensor, rows: int, process_group: dist.ProcessGroup) -> Tensor:
         if self._recipe == "tensorwise":
             return round_tensor(values, process_group)
-        return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, rows, 128)
+        is_mxfp8 = self._recipe == "mxfp8"
+        rows, columns = (1, 32) if is_mxfp8 else (rows, 128)
+        return round_blocks(values, rows, columns, power_of_two=is_mxfp8)
 
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:

@@ -8,10 +8,12 @@ import types
 
 import pytest
 from megatron.core.transformer.moe.router import TopKRouter
+from torch.distributed import ProcessGroupNCCL
 
 import megatron_grpo
 import megatron_grpo_kernels
 from megatron_grpo.platform.hooks import Hook, load_hooks
+from megatron_grpo.weight_sync.refit_group import NCCL_MAGIC, NET_CHANNELS, NcclConfig, widen_links
 from tests.cuda.contracts import Findings, check_module, check_source, override_problems
 
 FEWEST_CALLS = 120
@@ -60,6 +62,14 @@ PLANTED = {
     ),
     "nccl": ("from torch.distributed import ProcessGroupNCCL\nProcessGroupNCCL(None, 0)", "'size'"),
 }
+
+
+def test_links_get_more_channels_by_a_field_that_torch_does_not_show() -> None:
+    """The address and the mark are those of the installed NCCL."""
+    config = ProcessGroupNCCL.Options().config
+    widen_links(config)
+    fields = NcclConfig.from_address(config.unsafe_get_ptr())
+    assert (fields.magic, fields.nChannelsPerNetPeer) == (NCCL_MAGIC, NET_CHANNELS)
 
 
 @pytest.mark.parametrize(("source", "reason"), PLANTED.values(), ids=PLANTED)

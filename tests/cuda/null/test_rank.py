@@ -6,6 +6,8 @@ Numbers mean nothing here; shapes, dtypes, devices, memory and the absence of er
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -203,6 +205,17 @@ def offload(rank: PolicyRank) -> None:
     rank.memory.onload()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_fp8_blocks_have_the_scales_that_engines_receive() -> None:
+    """Transformer Engine reads the variable when it is imported, which was before this test."""
+    code = (
+        "from megatron_grpo.trainer.actor import choose_fp8_scales; choose_fp8_scales()\n"
+        "from transformer_engine.common.recipe import Float8BlockScaling\n"
+        "print(Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale)"
+    )
+    output = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("sizes", [{}, {"expert": 2}, {"expert_tensor": 2}], ids=str)

@@ -10,14 +10,19 @@ import pytest
 import ray
 import torch
 from torch.distributed import HashStore
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import layerwise
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
-from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.generation import vllm_plugin
+from megatron_grpo.generation.engine import prepare_processes
+from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS, VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_policy
@@ -35,9 +40,8 @@ def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: ["0"])
 
 
-def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
-    """vLLM's configuration of an engine, from our arguments."""
-    settings = VllmSettings(
+def settings_of(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmSettings:
+    return VllmSettings(
         index=0,
         model_path=str(folder),
         config=GenerationConfig(**generation),
@@ -45,7 +49,12 @@ def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generatio
         max_total_sequence_length=LONGEST,
         routed=routed,
     )
-    return AsyncEngineArgs(**make_engine_arguments(settings), skip_tokenizer_init=True).create_engine_config()
+
+
+def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
+    """vLLM's configuration of an engine, from our arguments."""
+    arguments = make_engine_arguments(settings_of(folder, routed=routed, **generation))
+    return AsyncEngineArgs(**arguments, skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
@@ -53,9 +62,25 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
     config = engine_config(models("qwen3"), placement=placement)
     assert config.model_config.enable_sleep_mode is (placement == "colocated")
     assert config.model_config.logprobs_mode == "processed_logprobs"
+    assert config.model_config.head_dtype is torch.float32, "as in the policy"
     assert config.model_config.max_model_len == LONGEST
+    assert config.scheduler_config.max_num_batched_tokens == GPU_BATCH_TOKENS
     assert config.parallel_config.worker_extension_cls == "megatron_grpo.weight_sync.engine_worker.RefitWorker"
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+
+
+def test_fp8_blocks_keep_their_scales_on_hopper(models: Callable[[str], Path]) -> None:
+    assert envs.VLLM_USE_DEEP_GEMM_E8M0, "vLLM's default is powers of two"
+    prepare_processes(settings_of(models("qwen3")), "generation engine 0")
+    assert not envs.VLLM_USE_DEEP_GEMM_E8M0
+
+
+def test_readers_of_queues_soon_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vllm_plugin.ENGINE_MARKER, "generation engine 0")
+    monkeypatch.setattr(vllm_plugin, "begin_process", lambda: None)
+    assert shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS > 1000
+    vllm_plugin.register()
+    assert shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS == vllm_plugin.RECHECK_MS
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
@@ -80,8 +105,14 @@ ROUNDED = [
 @pytest.mark.parametrize(("quantization", "fp8_blocks"), ROUNDED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_refit_fills_every_parameter(
-    family: str, quantization: str | None, fp8_blocks: bool, models: Callable[[str], Path]
+    family: str,
+    quantization: str | None,
+    fp8_blocks: bool,
+    models: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if quantization is None:  # Hopper's kernels compute with weights as they are, those of experts too
+        monkeypatch.setattr(layerwise, "materialize_layer", lambda *_: pytest.fail("a second copy of a layer"))
     folder = models(family)
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)

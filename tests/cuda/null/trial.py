@@ -64,6 +64,12 @@ def make_model(family: str, folder: Path) -> Path:
     family, _, variant = family.partition(", ")
     config = {"model_type": family, **SMALL, **TINY[family]}
     config |= {name: size for name, size in SIZES.items() if name in config}
+    rope = config.get("rope_parameters") or {}
+    if "short_factor" in rope:  # one factor for each pair of rotated numbers
+        head = config["hidden_size"] // config["num_attention_heads"]
+        pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        factors = {name: [rope[name][0]] * pairs for name in ("short_factor", "long_factor")}
+        config["rope_parameters"] = rope | factors
     if family == "deepseek_v3":
         config |= LATENT | ({"q_lora_rank": None} if variant else {})
     torch.manual_seed(0)

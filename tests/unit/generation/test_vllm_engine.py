@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_grpo.generation import engine as vllm_engine
 from megatron_grpo.generation import gate as engine_gate
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.gate import Gate
 
 
@@ -97,6 +99,22 @@ def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) 
             engine._gate.require_open()
 
     asyncio.run(scene())
+
+
+def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """A difference ends the run, but not an error in what only the canary uses."""
+
+    async def scene() -> None:
+        llm = started(engine)
+        llm.refused = "canary.1"
+        await engine._gate.close("weights", "version 3 has not passed the canary")
+        prompt = CanaryPrompt(3, ((5, 6), (7, 8, 9)), expected=((-1.0,), (-1.0, -2.0)), limit=0.1)
+        assert math.isnan(await engine.check_canary(prompt))
+        assert not llm.requests
+        assert not engine._gate.is_closed("weights")
+
+    asyncio.run(scene())
+    assert "version 3 was not compared: ValueError: this prompt cannot be sampled" in caplog.text
 
 
 def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from megatron_grpo.preflight.model_checks import (
     find_fp8_machine_problems,
     find_fp8_problems,
     find_training_problems,
-    read_gpu_capability,
 )
+from megatron_grpo.preflight.node_checks import read_gpu_capability
 from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.schema import Config
@@ -10,6 +12,7 @@ from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.preflight.engine_checks import (
     NCCL_RECEIVING,
     estimate_nccl_bytes,
+    estimate_open_bytes,
     find_refit_problems,
     find_refit_remarks,
 )
@@ -89,6 +92,23 @@ def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> No
     made.generation.engine.gpu_memory_utilization = 0.98
     [remark] = find_refit_remarks(made)
     assert remark.subject == "generation.engine.gpu_memory_utilization=0.98"
-    assert remark.text.startswith("leaves 1.6 GB of a GPU with 80 GB, and NCCL takes up to 2.9 GB of that")
+    text = "leaves 1.6 GB of a GPU with 80 GB, and a refit takes up to 3.0 GB of that (NCCL 2.9, buffers 0.1, a layer "
+    assert remark.text.startswith(text)
     made.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
     assert list(find_refit_remarks(made)) == []
+
+
+def test_a_layer_of_experts_that_is_converted_is_counted() -> None:
+    """DeepSeek-V3: 256 experts of three matrices of 7168 x 2048, on eight ranks."""
+    shape = parse_model_shape(json.loads(Path("tests/data/hf_configs/deepseek_v3/config.json").read_text()))
+    made = on_gpus()
+    made.generation.parallel.tensor = 8
+    assert estimate_open_bytes(made, shape) == 0, "the kernel for bfloat16 takes plain weights"
+    made.generation.engine_args = {"quantization": "fp8_per_block"}
+    assert estimate_open_bytes(made, shape) == 256 * 3 * 7168 * 2048 * 2 // 8
+    made.refit.fp8_blocks = True
+    assert estimate_open_bytes(made, shape) == 256 * 3 * 7168 * 2048 // 8
+    made.generation.engine.gpu_memory_utilization = 0.96
+    assert list(find_refit_remarks(made)) == []
+    [remark] = find_refit_remarks(made, shape)
+    assert remark.text.endswith("a layer of experts before its conversion 1.4); use at most 0.94")

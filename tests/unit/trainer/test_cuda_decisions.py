@@ -213,10 +213,20 @@ def test_a_rank_sets_what_cuda_reads_before_torch_is_imported(environment: dict[
     RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environment["PYTORCH_ALLOC_CONF"] == choose_cuda_settings()
+    assert environment["NCCL_CUMEM_ENABLE"] == "1"
     environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
     RankActor("policy rank 0", 0, 1)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+
+
+@pytest.mark.parametrize(("capability", "value"), [((9, 0), "1"), ((10, 0), None)])
+def test_fp8_blocks_of_a_rank_have_the_scales_of_engines(
+    capability: tuple[int, int], value: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    actor.choose_fp8_scales()
+    assert environment.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == value
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -15,11 +15,25 @@ from megatron_grpo.trainer.model_ranks import MegatronPolicy
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "shared", "asked", "expected"),
-    [(8, 2, False, None, 4), (8, 2, True, None, 2), (2, 1, True, None, 1), (2, 2, True, None, 1), (8, 2, True, 3, 3)],
+    ("cores", "ranks", "on_machine", "shared", "asked", "expected"),
+    [
+        (8, 2, None, False, None, 4),
+        (8, 2, None, True, None, 2),
+        (2, 1, None, True, None, 1),
+        (2, 2, None, True, None, 1),
+        (8, 2, None, True, 3, 3),
+        (96, 128, 8, False, None, 12),
+        (96, 2, 8, False, None, 48),
+    ],
 )
-def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, shared: bool, asked: int | None, expected: int
+def test_ranks_share_the_cores_of_their_machine_with_engines_that_sample_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    ranks: int,
+    on_machine: int | None,
+    shared: bool,
+    asked: int | None,
+    expected: int,
 ) -> None:
     threads: list[int] = []
 
@@ -40,6 +54,7 @@ def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
         shape=shape,
         folder="none",
         decay_steps=1,
+        ranks_per_machine=on_machine,
         shares_cores=shared,
     )
     MegatronPolicy(settings, lambda _: {}, startup_timeout_s=1.0)

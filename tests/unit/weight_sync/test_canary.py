@@ -131,6 +131,17 @@ def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_
     assert one.calls.count("commit_weights") == 1
 
 
+def test_a_canary_that_no_engine_computed_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    one: Any = OneEngine()
+    one.error = math.nan
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    canary = Canary(config, ((1, 2, 3),))
+    report = Scripted(one, config, canary).refit(0)
+    assert "canary_logprob_error" not in report.checks
+    assert canary.limit == BOUNDS["tf32"].first, "nothing was measured"
+    assert "generation engine 0: vLLM did not compute the canary" in caplog.text
+
+
 def test_engines_are_compared_until_adapters_have_moved() -> None:
     """Before, the base model is right."""
     for lora, compared in ((0, [0, 1, 6]), (4, [0, 1, 2, 6])):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,15 @@ import torch
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import refit_group
 from megatron_grpo.weight_sync.refit_calls import SETTLE_S
-from megatron_grpo.weight_sync.refit_group import FAILURE_CHECK_S, Rendezvous, Watch, record_failure
+from megatron_grpo.weight_sync.refit_group import (
+    FAILURE_CHECK_S,
+    NCCL_MAGIC,
+    NET_CHANNELS,
+    NcclConfig,
+    Rendezvous,
+    Watch,
+    record_failure,
+)
 
 
 def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
@@ -159,11 +169,15 @@ def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: 
     _store, rendezvous = _open(timeout_s=60.0)
     made: list[Any] = []
 
-    class Nccl:
-        Options = dict
+    fields = NcclConfig(size=ctypes.sizeof(NcclConfig), magic=NCCL_MAGIC)
 
+    class Nccl:
         def __init__(self, _store: Any, rank: int, size: int, _options: Any) -> None:
             made.append((rank, size, os.environ["TORCH_NCCL_BLOCKING_WAIT"]))
+
+        @staticmethod
+        def Options() -> Any:  # noqa: N802  # as in torch
+            return SimpleNamespace(config=SimpleNamespace(unsafe_get_ptr=lambda: ctypes.addressof(fields)))
 
         def eager_connect_single_device(self, device: torch.device) -> None:
             made.append(device)
@@ -172,6 +186,15 @@ def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: 
     refit_group.join_group(rendezvous, 1, 3, torch.device("cuda", 0))
     assert made == [(1, 3, "1"), torch.device("cuda", 0)]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert fields.nChannelsPerNetPeer == NET_CHANNELS
+
+
+@pytest.mark.parametrize(("size", "magic"), [(ctypes.sizeof(NcclConfig) - 4, NCCL_MAGIC), (1000, 0)])
+def test_a_configuration_of_another_nccl_is_left_as_it_is(size: int, magic: int) -> None:
+    fields = NcclConfig(size=size, magic=magic)
+    refit_group.widen_links(SimpleNamespace(unsafe_get_ptr=lambda: ctypes.addressof(fields)))
+    refit_group.widen_links(SimpleNamespace())
+    assert fields.nChannelsPerNetPeer == 0
 
 
 def _watch(rendezvous: Rendezvous) -> Watch:

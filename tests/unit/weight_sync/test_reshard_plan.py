@@ -35,6 +35,8 @@ from tests.support.engine_table import table_boxes
 from tests.support.moe_config import QWEN3_MOE
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 
+MOE = parse_model_shape(QWEN3_MOE)
+
 
 def cut(part: WeightSlice) -> Tensor:
     return full_tensor(part.name, part.shape)[part.region]
@@ -60,6 +62,41 @@ def sent_piece(piece: Any, place: RankShard, shape: ModelShape, tensor: tuple[We
     ]
     assert all(0 <= begin < end <= size for begin, end, size in bounds)
     return whole[tuple(slice(begin, end) for begin, end, _ in bounds)]
+
+
+def count_open_layers(pieces: Pieces) -> int:
+    """Most layers of which a target has got some pieces of experts, and not all."""
+    keys, entries = list(index_tensors(build_weight_map(MOE), MOE).values()), build_weight_map(MOE)
+    most = 0
+    for target in set(pieces["target"].tolist()):
+        messages = split_messages(pieces[pieces["target"] == target])
+        layers = [
+            [keys[piece["tensor"]].layer for piece in message if entries[piece["entry"]].per_expert]
+            for message in messages
+        ]
+        last = {layer: number for number, found in enumerate(layers) for layer in found}
+        open_layers: set[int] = set()
+        for number, found in enumerate(layers):
+            open_layers |= set(found)
+            most = max(most, len(open_layers))
+            open_layers -= {layer for layer in open_layers if last[layer] == number}
+    return most
+
+
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_a_worker_that_converts_experts_has_one_layer_open(pipeline: int) -> None:
+    """Else every stage of the policy sends a layer, and every rank of a stage parts of several."""
+    training = ParallelConfig(pipeline=pipeline, data=2, expert=2)
+    engine = table_boxes(GenerationParallelConfig(tensor=2, pipeline=2), MOE)
+    dtypes = ["float32"] * len(build_weight_map(MOE))
+    shards = split_policy(training, MOE)
+    together = plan_messages(MOE, shards, engine, 2, dtypes, 1024)
+    by_layer = plan_messages(MOE, shards, engine, 2, dtypes, 1024, by_layer=True)
+    assert count_open_layers(together) > 1
+    assert count_open_layers(by_layer) == 1
+    assert sorted(map(str, by_layer[list(PLANNED)].tolist())) == sorted(map(str, together[list(PLANNED)].tolist()))
+    sources = by_layer[by_layer["turn"] < 4]["source"] // 2
+    assert len(set(sources.tolist())) > 1 or pipeline == 1, "engines begin at different layers"
 
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
