@@ -13,7 +13,7 @@ from megatron_grpo.planning.dry.tracker import GRANULE
 from megatron_grpo.planning.dry_run import run_dry, run_tracked
 from megatron_grpo.verification.problem import SMALL, TINY
 
-NAMES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2")
+NAMES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2", "glm_moe_dsa")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run takes the process's GPU away from Megatron-Core")
