@@ -159,9 +159,11 @@ def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width:
     """Count bytes of a rank's KV cache for each token."""
     if shape.latent is not None:  # one latent vector and the key's rotated part, which every rank has
         latent = layers * (shape.latent.rank + shape.latent.rope_dim) * width
+        if (indexer := shape.indexer) is None:
+            return latent
         # An indexer's key is kept in FP8, with a scale for 128 of its numbers.
-        index = 0 if shape.indexer is None else shape.indexer.head_dim + -(-shape.indexer.head_dim // 128) * 4
-        return latent + layers * index
+        index = sum(indexer.layers) * (indexer.head_dim + math.ceil(indexer.head_dim / 128) * 4)
+        return latent + math.ceil(layers * index / len(indexer.layers))
     sizes = list(map(shape.find_heads, list_attention_layers(shape, range(shape.layers))))
     features = sum(max(1, heads.key_value_heads // tensor) * heads.head_dim for heads in sizes)
     return math.ceil(layers * 2 * features * width / max(1, len(sizes)))  # of average layers

@@ -64,8 +64,9 @@ def make_model(family: str, folder: Path) -> Path:
     family, _, variant = family.partition(", ")
     config = {"model_type": family, **SMALL, **TINY[family]}
     config |= {name: size for name, size in SIZES.items() if name in config}
-    if family == "deepseek_v3":
+    if "kv_lora_rank" in config:
         config |= LATENT | ({"q_lora_rank": None} if variant else {})
+        config |= {"index_topk": 64, "index_head_dim": 128} if "index_topk" in config else {}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
     return folder

@@ -9,8 +9,10 @@ import pytest
 from transformers import AutoConfig, GlmMoeDsaConfig
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import count_forward_flops, parse_model_shape
+from megatron_grpo.models.families import count_forward_flops, is_carried, parse_model_shape
+from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token
 from megatron_grpo.preflight.engine_checks import find_engine_problems
+from megatron_grpo.preflight.layout_checks import check_engines
 from tests.support.hf_configs import config_folder
 
 DEEPSEEK = json.loads((config_folder("deepseek-ai/DeepSeek-V3.2") / "config.json").read_text())
@@ -101,6 +103,21 @@ def test_operations_beyond_the_chosen_tokens_are_those_of_the_indexer() -> None:
     assert count_forward_flops(shape, [long]) - count_forward_flops(shape, [short]) == pytest.approx(expected)
 
 
+def test_indexers_of_layers_that_share_a_choice_are_carried() -> None:
+    shared = parse_model_shape(GLM | {"index_topk_pattern": "FS" * (LAYERS // 2)})
+    names = [f"model.layers.{layer}.self_attn.indexer.wk.weight" for layer in range(LAYERS)]
+    assert [is_carried(name, shared) for name in names] == [False, True] * (LAYERS // 2)
+    assert not any(is_carried(name, parse_model_shape(GLM)) for name in names)
+    assert not is_carried("model.layers.1.self_attn.kv_b_proj.weight", shared)
+
+
+def test_an_engines_cache_holds_the_indexers_keys() -> None:
+    all_layers, half = parse_model_shape(GLM), parse_model_shape(GLM | {"index_topk_pattern": "FS" * (LAYERS // 2)})
+    latent = 2 * (512 + 64)
+    assert count_kv_bytes_per_token(all_layers, LAYERS, 8, 2) == LAYERS * (latent + 132)
+    assert count_kv_bytes_per_token(half, 10, 8, 2) == 10 * latent + 5 * 132
+
+
 def test_engines_need_gpus() -> None:
     config = Config()
     config.policy.model.path = "m"
@@ -110,3 +127,14 @@ def test_engines_need_gpus() -> None:
     assert problem.text.startswith("is a glm_moe_dsa model, whose sparse attention vLLM has on GPUs alone")
     config.debug.rollouts_from = "recorded"
     assert not list(find_engine_problems(config, shape))
+
+
+def test_engines_with_shared_choices_have_one_stage() -> None:
+    config = Config()
+    config.generation.parallel.pipeline = 2
+    shared = parse_model_shape(GLM | {"index_topk_freq": 2})
+    broken = [text for is_broken, _, text in check_engines(config, shared) if is_broken]
+    assert broken == [
+        "layers of this glm_moe_dsa share the choice of an indexer, which vLLM does not send to other ranks; use 1"
+    ]
+    assert not any(is_broken for is_broken, _, _ in check_engines(config, parse_model_shape(GLM)))
