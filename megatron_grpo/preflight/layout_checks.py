@@ -214,9 +214,7 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
     text = f"exceeds the model's {shape.layers} layers"
     yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text
     is_shared = shape.indexer is not None and not all(shape.indexer.layers)
-    text = (
-        f"layers of this {shape.family} share the choice of an indexer, which vLLM does not send to other ranks; use 1"
-    )
+    text = f"layers of this {shape.family} share an indexer's choice, which vLLM does not send to other ranks; use 1"
     yield is_shared and parallel.pipeline > 1, "generation.parallel.pipeline=", text
     if experts is None:
         yield expert > 1, subject, "the model has no experts; use 1"

@@ -114,11 +114,11 @@ def _add_prefix(family: Family, tensor: HFTensor) -> HFTensor:
 
 def is_carried(name: str, shape: ModelShape) -> bool:
     """Whether a tensor is copied to exports without being trained or served."""
-    if (indexer := shape.indexer) is not None and (
-        layer := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
-    ):
-        # Released files have one in each layer, also where config.json lets layers share a choice.
-        return int(layer[1]) in {number for number, has_indexer in enumerate(indexer.layers) if not has_indexer}
+    layer = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+    if shape.indexer is not None and layer is not None:
+        # Released files have an indexer in each layer, also where layers share a choice.
+        number = int(layer[1])
+        return number < shape.layers and not shape.indexer.layers[number]
     return name.startswith(FAMILIES[shape.family].carried)
 
 

@@ -88,11 +88,11 @@ def compute_yarn_scale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _read_experts(raw: Mapping[str, Any], layers: int, groups: tuple[int, int]) -> ExpertShape:
+def _read_experts(raw: Mapping[str, Any], layers: int, default_groups: tuple[int, int]) -> ExpertShape:
     count = read_expert_count(raw, "num_local_experts", "n_routed_experts", 256)
     width, top_k = read_size(raw, "moe_intermediate_size"), read_top_k(raw, count)
     # transformers' default of 8 groups needs 16 experts.
-    default = groups if count >= 16 or "n_group" in raw else (1, 1)
+    default = default_groups if count >= 16 or "n_group" in raw else (1, 1)
     groups, top_groups = read_groups({"n_group": default[0], "topk_group": default[1], **raw}, count, top_k)
     return ExpertShape(
         count=count,

@@ -215,8 +215,12 @@ def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple
 
 
 def _build_latent_attention(shape: ModelShape, modules: BackendSpecProvider) -> ModuleSpec:
-    sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": find_rope_factor(shape)}
-    sizes["indexer"] = shape.indexer
+    sizes = {
+        "latent": shape.latent,
+        "softmax_scale": shape.softmax_scale,
+        "rope_factor": find_rope_factor(shape),
+        "indexer": shape.indexer,
+    }
     # An indexer reads the normalised short query too, so the norm is a module of its own.
     normed = modules.column_parallel_layer_norm_linear() if shape.indexer is None else None
     parts = LatentAttentionParts(

@@ -45,9 +45,9 @@ class Indexer(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, short_query: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and weights of the heads for all tokens of a context-parallel rank.
+        """Compute queries, keys and weights of the heads.
 
-        `hidden` and `short_query`, [tokens of this rank, 1, features], are normalised. Returns [tokens, heads,
+        They are those of all tokens of a context-parallel rank. `hidden` and `short_query`, [tokens of this rank, 1, features], are normalised. Returns [tokens, heads,
         head_dim], [tokens, head_dim], and [tokens, heads] in float32.
         """
         key = self.k_norm(self.linear_wk(hidden)[0])
@@ -98,7 +98,8 @@ class SparseCoreAttention(TorchCoreAttention):
         assert packed_seq_params.calls is not None, "the microbatch was made for attention of Transformer Engine"
         chosen = packed_seq_params.chosen.get(self._source)
         if self.indexer is not None:
-            chosen = self._choose(*self.indexer(*vectors), packed_seq_params.calls.rectangles)
+            queries, keys, weights = self.indexer(*vectors)
+            chosen = self._choose(queries, keys, weights, packed_seq_params.calls.rectangles)
             if self._is_shared:
                 packed_seq_params.chosen[self._source] = chosen
         assert chosen is not None, "the layer that chooses for this one is in another pipeline stage or chunk"
@@ -108,7 +109,10 @@ class SparseCoreAttention(TorchCoreAttention):
     def _choose(
         self, queries: Tensor, keys: Tensor, weights: Tensor, rectangles: list[AttentionRectangle]
     ) -> list[Tensor | None]:
-        """Choose keys of each query: [parts, 1, queries, keys] a rectangle, or None for all before it."""
+        """Choose the keys of each query.
+
+        A mask for each rectangle, [parts, 1, queries, keys]; None: all keys before the query.
+        """
         if self._context is not None:
             keys = gather_from_sequence_parallel_region(keys, group=self._context)
         chosen: list[Tensor | None] = []
@@ -126,9 +130,9 @@ class SparseCoreAttention(TorchCoreAttention):
 
 
 def compute_index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """Compute sum over heads of weight * relu(q k / sqrt(head_dim)) (DeepSeek-V3.2, eq. 1).
+    """Compute an indexer's scores (DeepSeek-V3.2, eq. 1).
 
-    Queries are [parts, queries, heads, head_dim], keys [parts, keys, head_dim], weights [parts, queries, heads].
+    A score is the sum over heads of weight * relu(query key / sqrt(head_dim)). Queries are [parts, queries, heads, head_dim], keys [parts, keys, head_dim], weights [parts, queries, heads].
     Returns [parts, queries, keys], float32.
     """
     scores = queries.new_zeros(*queries.shape[:2], keys.shape[1], dtype=torch.float32)

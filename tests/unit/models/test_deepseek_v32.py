@@ -135,6 +135,6 @@ def test_engines_with_shared_choices_have_one_stage() -> None:
     shared = parse_model_shape(GLM | {"index_topk_freq": 2})
     broken = [text for is_broken, _, text in check_engines(config, shared) if is_broken]
     assert broken == [
-        "layers of this glm_moe_dsa share the choice of an indexer, which vLLM does not send to other ranks; use 1"
+        "layers of this glm_moe_dsa share an indexer's choice, which vLLM does not send to other ranks; use 1"
     ]
     assert not any(is_broken for is_broken, _, _ in check_engines(config, parse_model_shape(GLM)))
