@@ -47,8 +47,8 @@ class Indexer(torch.nn.Module):
     def forward(self, hidden: Tensor, short_query: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and weights of the heads.
 
-        They are those of all tokens of a context-parallel rank. `hidden` and `short_query`, [tokens of this rank, 1, features], are normalised. Returns [tokens, heads,
-        head_dim], [tokens, head_dim], and [tokens, heads] in float32.
+        They are those of all tokens of a context-parallel rank: [tokens, heads, head_dim], [tokens, head_dim], and
+        [tokens, heads] in float32. `hidden` and `short_query`, [tokens of this rank, 1, features], are normalised.
         """
         key = self.k_norm(self.linear_wk(hidden)[0])
         parts = [key, self.linear_weights_proj(hidden)[0], short_query]
@@ -123,17 +123,24 @@ class SparseCoreAttention(TorchCoreAttention):
             query, weight = (select_rows(tensor, rectangle.queries) for tensor in (queries, weights))
             scores = compute_index_scores(query, select_rows(keys, rectangle.keys), weight)
             visible = rectangle.make_causal_mask()
-            top = scores.masked_fill_(~visible, -torch.inf).topk(self._top_k, dim=-1).indices
-            is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, top, value=True)
-            chosen.append((is_chosen & visible)[:, None])
+            scores.masked_fill_(~visible, -torch.inf)
+            width, longest = scores.shape[-1], max(rectangle.lengths)
+            is_chosen = torch.zeros(*scores.shape[:2], max(width, longest), dtype=torch.bool, device=scores.device)
+            # Which of equal scores torch takes depends on the length of the row, which therefore is the sequence's,
+            # whatever it is packed with. Scores are equal where no head has a positive product.
+            for marks, rows, length in zip(is_chosen, scores, rectangle.lengths, strict=True):
+                rows = F.pad(rows, (0, max(length - width, 0)), value=-torch.inf)[:, :length]
+                marks.scatter_(-1, rows.topk(min(self._top_k, length), dim=-1).indices, value=True)
+            chosen.append((is_chosen[..., :width] & visible)[:, None])
         return chosen
 
 
 def compute_index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """Compute an indexer's scores (DeepSeek-V3.2, eq. 1).
 
-    A score is the sum over heads of weight * relu(query key / sqrt(head_dim)). Queries are [parts, queries, heads, head_dim], keys [parts, keys, head_dim], weights [parts, queries, heads].
-    Returns [parts, queries, keys], float32.
+    A score is the sum over heads of weight * relu(query key / sqrt(head_dim)). Queries are [parts, queries, heads,
+    head_dim], keys [parts, keys, head_dim], weights [parts, queries, heads]; the scores are [parts, queries, keys],
+    float32.
     """
     scores = queries.new_zeros(*queries.shape[:2], keys.shape[1], dtype=torch.float32)
     columns = keys.float().transpose(-1, -2)
