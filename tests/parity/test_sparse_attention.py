@@ -28,7 +28,7 @@ _ODD = {
     "v_head_dim": 14,
     "q_lora_rank": 20,
     "index_head_dim": 10,
-    "index_n_heads": 9,
+    "index_n_heads": 3,
     "index_topk": 3,
     "n_group": 1,
     "num_local_experts": 6,
