@@ -21,6 +21,8 @@ RELEASED = {
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
     "mixtral": "Mixtral",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2, Moonlight",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "glm_moe_dsa": "GLM-5",
     "glm4": "GLM-4-0414",
     "glm4_moe": "GLM-4.5 to 4.7, GLM-4.5-Air",
     "phi3": "Phi-3, Phi-4",
@@ -56,8 +58,9 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 - *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed.
 - *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
 
-Not here: DeepSeek-V3.2 and GLM-5 (sparse attention), Gemma 4 E2B and E4B, and models that read images, of which
-the text part alone is trained: in folders of Qwen3.5, Gemma 3 and 4, Llama 4, Mistral Small 3.1 and Ministral 3.
+DeepSeek-V3.2's and GLM-5's sparse attention has no engine on a CPU; [layouts.md](layouts.md#sparse-attention) says how
+it is trained. Not here: Gemma 4 E2B and E4B, and models that read images, of which the text part alone is trained: in
+folders of Qwen3.5, Gemma 3 and 4, Llama 4, Mistral Small 3.1 and Ministral 3.
 Any model is checked by one command, which names the nearest family of a model that has none:
 
     python -m megatron_grpo.verify model=FOLDER shrink=true

@@ -26,6 +26,7 @@ LayerKind = Literal[
     "latent",
     "full_query",
     "compressed_query",
+    "indexer",
     "mlp",
     "dense",
     "experts",
@@ -76,6 +77,27 @@ class LatentShape:
     plain_dim: int  # length of the part of a head's query and key that is not rotated
     rope_dim: int  # length of the rotated part; all heads share the key's
     value_dim: int  # length of a head's value
+    norm_eps: float = 1e-6
+    """Epsilon of the norms of short vectors, for which no family has a key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerShape:
+    """Sparse attention (DeepSeek-V3.2, 2.1): an indexer chooses the tokens that a token attends to.
+
+    The indexer has queries of several heads, and one key a token.
+    """
+
+    heads: int
+    head_dim: int  # the first `rope_dim` of the latent attention are rotated
+    top_k: int  # tokens that a token attends to
+    layers: tuple[bool, ...]
+    """Whether each layer has an indexer; the others attend to the tokens that the last one before them chose."""
+    interleaved_rope: bool  # neighbours are rotated against each other instead of halves
+
+    def find_source(self, layer: int) -> int:
+        """Find the layer whose indexer chooses for a layer."""
+        return max(number for number in range(layer + 1) if self.layers[number])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +216,7 @@ class ModelShape:
     """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: every key/value head has matrices of its own
+    indexer: IndexerShape | None = None  # of latent attention; None: a token attends to all before it
     delta: DeltaShape | None = None
     delta_layers: tuple[bool, ...] = ()  # [layers]: whether a layer has a delta net in place of attention; empty: none
     mamba: MambaShape | None = None
@@ -252,7 +275,8 @@ class ModelShape:
         if self.has_mamba(layer):
             return {"mamba"}
         if self.latent is not None:
-            return {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
+            kinds: set[LayerKind] = {"latent", "full_query" if self.latent.query_rank is None else "compressed_query"}
+            return kinds | {"indexer"} if self.indexer is not None and self.indexer.layers[layer] else kinds
         if self.is_global(layer):
             return {"global", "key_as_value" if self.find_heads(layer).key_is_value else "own_value"}
         options: dict[LayerKind, bool] = {
@@ -299,6 +323,9 @@ class ModelShape:
             sizes["compressed"] = latent.rank + latent.rope_dim
             sizes["latent_query"] = latent.plain_dim + latent.rope_dim
             sizes["latent_key_value"] = latent.plain_dim + latent.value_dim
+        if (indexer := self.indexer) is not None:
+            sizes |= {"index_query": indexer.heads * indexer.head_dim, "index_key": indexer.head_dim}
+            sizes["index_heads"] = indexer.heads
         if (delta := self.delta) is not None:
             sizes |= {"key_heads": delta.key_heads, "per_key": delta.value_heads // delta.key_heads}
             sizes |= {"key_dim": delta.key_dim, "value_dim": delta.value_dim, "kernel": delta.kernel, "channel": 1}

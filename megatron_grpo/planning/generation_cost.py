@@ -167,7 +167,12 @@ def _find_widths(config: Config) -> tuple[int, int]:
 def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
     """Count bytes of a rank's KV cache for each token."""
     if shape.latent is not None:  # one latent vector and the key's rotated part, which every rank has
-        return layers * (shape.latent.rank + shape.latent.rope_dim) * width
+        latent = layers * (shape.latent.rank + shape.latent.rope_dim) * width
+        if (indexer := shape.indexer) is None:
+            return latent
+        # An indexer's key is kept in FP8, with a scale for 128 of its numbers.
+        index = sum(indexer.layers) * (indexer.head_dim + math.ceil(indexer.head_dim / 128) * 4)
+        return latent + math.ceil(layers * index / len(indexer.layers))
     sizes = list(map(shape.find_heads, list_attention_layers(shape, range(shape.layers))))
     features = sum(max(1, heads.key_value_heads // tensor) * heads.head_dim for heads in sizes)
     return math.ceil(layers * 2 * features * width / max(1, len(sizes)))  # of average layers
@@ -227,6 +232,9 @@ def count_mixer_parameters(shape: ModelShape, layer: int, tensor: int) -> float:
     query = latent.plain_dim + latent.rope_dim
     down = hidden * (latent.rank + latent.rope_dim) + (hidden * latent.query_rank if latent.query_rank else 0)
     up = (latent.query_rank or hidden) * heads * query + latent.rank * heads * (latent.plain_dim + latent.value_dim)
+    if (indexer := shape.indexer) is not None and indexer.layers[layer]:
+        key_and_weights = hidden * (indexer.head_dim + indexer.heads)
+        down += key_and_weights + (latent.query_rank or 0) * indexer.heads * indexer.head_dim
     return down + (up + heads * latent.value_dim * hidden) / tensor
 
 

@@ -170,7 +170,7 @@ def build_rank(
     config.parallel_config.rank = rank
     with _make_groups(rank, parallel.tensor, parallel.pipeline):
         with (
-            _build_any_experts(),
+            _build_any_layers(),
             set_default_torch_dtype(config.model_config.dtype),
             _WithoutStorage(),
             set_current_vllm_config(config),
@@ -180,13 +180,14 @@ def build_rank(
 
 
 @contextlib.contextmanager
-def _build_any_experts() -> Iterator[None]:
-    """Let vLLM build experts without a kernel for this machine."""
+def _build_any_layers() -> Iterator[None]:
+    """Let vLLM build experts and sparse attention without kernels for this machine."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-    check = FusedMoEConfig.__post_init__
+    check, build_attention = FusedMoEConfig.__post_init__, MLAAttention.__init__
 
     def check_sizes(self: Any) -> None:
         # Experts without gates are refused on a CPU, after everything else is checked and set.
@@ -196,7 +197,12 @@ def _build_any_experts() -> Iterator[None]:
     def select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, None]:
         return UnquantizedMoeBackend.TRITON, None
 
+    def build_dense(self: Any, *arguments: Any, **keywords: Any) -> None:
+        # It has the same weights as sparse attention, which a CPU lacks.
+        build_attention(self, *arguments, **keywords | {"use_sparse": False})
+
     with (
+        patch.object(MLAAttention, "__init__", build_dense),
         patch.object(FusedMoEConfig, "__post_init__", check_sizes),
         patch.object(unquantized_fused_moe_method, "select_unquantized_moe_backend", select),
     ):

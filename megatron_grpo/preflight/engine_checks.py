@@ -80,9 +80,12 @@ def find_refit_remarks(config: Config, shape: ModelShape | None = None) -> Itera
 def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
     yield from list_conflicts(config, "engines")
+    has_engines = config.needs_generation and not config.generation.server.urls
+    if config.cluster.gpus == 0 and shape is not None and shape.indexer is not None:
+        text = f"is a {shape.family} model, whose sparse attention vLLM has on GPUs alone; use them, or"
+        yield has_engines, "policy.model.path=", f"{text} generation.server.urls"
     if config.cluster.gpus == 0 and shape is not None and shape.latent is None:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        has_engines = config.needs_generation and not config.generation.server.urls
         for size in sorted({shape.find_heads(layer).head_dim for layer in range(shape.layers)}):
             text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has {sizes}"
             yield has_engines and size not in CPU_HEAD_SIZES, "policy.model.path=", text

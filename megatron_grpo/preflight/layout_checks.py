@@ -122,9 +122,20 @@ def _check_pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -
         yield True, f"{section}.pipeline={stages}", text
         return
     # With virtual stages each stage cuts its layers into equal chunks.
-    stage_layers = {*ends.values(), *([remaining // middle] if middle else [])}
+    even = remaining // middle if middle else 0
+    stage_layers = {*ends.values(), *([even] if middle else [])}
     layers = next((layers for layers in stage_layers if layers % chunks), chunks)
     yield _check_divisor(f"{section}.virtual_pipeline", chunks, layers, f"the {layers} layers of a pipeline rank")
+    if shape.indexer is not None and layers == chunks:
+        sizes = [ends.get("first_stage_layers", even), *[even] * (stages - 2), ends.get("last_stage_layers", even)]
+        counts = [size // chunks for size in sizes] * chunks
+        counts[0] -= parallel.count_embedding
+        # Layers that share the choice of an indexer get it from the last layer with one in the same stage or chunk.
+        firsts = [sum(counts[:number]) for number in range(len(counts))]
+        name, size = ("virtual_pipeline", chunks) if chunks > 1 else ("pipeline", stages)
+        first = next((layer for layer in firsts if stages > 1 and not shape.indexer.layers[layer]), None)
+        text = f"begins a part with layer {first}, which has no indexer and shares the choice of a layer before it"
+        yield first is not None, f"{section}.{name}={size}", f"{text}; use parts that begin with one that has"
 
 
 def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -205,6 +216,9 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
     # vLLM need not give every stage equally many layers.
     text = f"exceeds the model's {shape.layers} layers"
     yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text
+    is_shared = shape.indexer is not None and not all(shape.indexer.layers)
+    text = f"layers of this {shape.family} share an indexer's choice, which vLLM does not send to other ranks; use 1"
+    yield is_shared and parallel.pipeline > 1, "generation.parallel.pipeline=", text
     if experts is None:
         yield expert > 1, subject, "the model has no experts; use 1"
     elif expert not in (1, tensor):

@@ -50,7 +50,8 @@ class MicrobatchMaker:
     def __init__(self, config: PolicyConfig, shape: ModelShape, platform: Platform) -> None:
         self._config, self._parallel, self._shape = config, config.parallel, shape
         self._move = platform.move
-        self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
+        uses_te = uses_transformer_engine(shape, platform, config.precision)
+        self._transformer_engine = uses_te and shape.indexer is None  # whether attention is Transformer Engine's
 
     def lay_out(self, lengths: Sequence[int]) -> packs.PackedLayout:
         """Lay sequences of these lengths out on this rank."""

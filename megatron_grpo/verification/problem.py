@@ -27,11 +27,12 @@ from megatron_grpo.models.source import download_config, fetch_model_folder, fin
 from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
 from megatron_grpo.verification.nearest_family import describe_nearest_family
 
-SMALL, EXPERTS, LATENT, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
+SMALL, EXPERTS, LATENT, SPARSE, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
     Path(__file__).with_name("tiny_models.yaml").read_text()
 ).values()
-"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT, DELTA, MAMBA and WINDOW of models with experts,
-latent attention, delta nets, Mamba-2 or sliding windows; RARE of some families; TINY of each family, by its name."""
+"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT, SPARSE, DELTA, MAMBA and WINDOW of models with
+experts, latent attention, an indexer, delta nets, Mamba-2 or sliding windows; RARE of some families; TINY of each
+family, by its name."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -67,7 +68,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, **RARE, "num_experts": count, "n_routed_experts": count}
-    kinds = {"kv_lora_rank": LATENT, "linear_num_key_heads": DELTA, "ssm_state_size": MAMBA}
+    kinds = {"kv_lora_rank": LATENT, "index_topk": SPARSE, "linear_num_key_heads": DELTA, "ssm_state_size": MAMBA}
     small |= {name: size for key, part in kinds.items() if key in raw for name, size in part.items()}
     small["rotary_dim"] = SMALL["head_dim"] // 2
     if raw.get("num_experts_per_tok") == 1:
@@ -135,7 +136,7 @@ def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
 
 
 # Entries of config.json without which transformers makes the weights in float32, by its own code, and for all layers.
-_LEFT_OUT = ("quantization_config", "auto_map", "moe_layers", "per_layer_config")
+_LEFT_OUT = ("quantization_config", "auto_map", "moe_layers", "per_layer_config", "mlp_layer_types")
 MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
 """Settings of the experts' balancing losses, which are part of every layout's gradient."""
 

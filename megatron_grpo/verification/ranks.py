@@ -129,7 +129,9 @@ def _join_shards(rank: PolicyRank) -> dict[str, Tensor]:
 def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     # The export of weights joins shards, experts and fused matrices. With the gradients in the weights' place it does
     # the same for gradients, so that one weight map is tested by both.
-    parameters: list[Any] = [parameter for chunk in rank.gather_chunks() for parameter in chunk.parameters()]
+    parameters: list[Any] = [
+        parameter for chunk in rank.gather_chunks() for parameter in chunk.parameters() if parameter.requires_grad
+    ]
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)

@@ -15,10 +15,11 @@ from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.weight_sync.boxes import Box, Cut, Function, Range, count_elements
 
-FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v32")
 VOCABULARY_MULTIPLE = 64
 COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Matrices that vLLM joins when queries are compressed too."""
+INDEX = ("wk", "weights_proj")  # matrices of an indexer that vLLM joins
 
 
 def table_boxes(parallel: GenerationParallelConfig, shape: ModelShape) -> list[list[Box]]:
@@ -41,6 +42,8 @@ def rank_boxes(shape: ModelShape, shard: RankShard) -> Iterator[Box]:
 def entry_boxes(entry: WeightEntry, shape: ModelShape, shard: RankShard, layer: int, expert: int) -> Iterator[Box]:
     # Joined matrices lie below each other.
     row = query_rank(shape) if entry.hf[0].name.endswith(f".{COMPRESSED[1]}.weight") else 0
+    if shape.indexer is not None and entry.hf[0].name.endswith(f".{INDEX[1]}.weight"):
+        row = shape.indexer.head_dim
     for tensor in entry.hf:
         name = tensor.name.format(layer=layer, expert=expert)
         sizes = tensor.measure(shape.sizes)
@@ -114,6 +117,8 @@ def name_parameter(entry: WeightEntry, shape: ModelShape, name: str) -> str:
         return f"{above}.qkv_proj.{kind}"
     if len(entry.hf) == 2:
         return f"{above}.gate_up_proj.{kind}"
+    if last in INDEX:
+        return f"{above}.wk_weights_proj.{kind}"
     if last in COMPRESSED and query_rank(shape):
         return f"{above}.fused_qkv_a_proj.{kind}"
     return name

@@ -21,6 +21,8 @@ HF_CONFIGS = {
     "openai/gpt-oss-120b": "gpt_oss_120b",
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
     "zai-org/GLM-4.6": "glm_4_6",
+    "zai-org/GLM-5": "glm_5",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek_v3_2",
     "moonshotai/Kimi-K2-Instruct": "kimi_k2",
     "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nvidia_nemotron_3_nano",

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families import (
     deepseek_v3,
+    deepseek_v32,
     full_width,
     gemma3,
     gemma4,
@@ -61,6 +62,7 @@ _ALL = (
     gemma3.FAMILY,
     *mixtures.FAMILIES,
     deepseek_v3.FAMILY,
+    *deepseek_v32.FAMILIES,
     *glm.FAMILIES,
     phi.FAMILY,
     *full_width.FAMILIES,
@@ -129,7 +131,12 @@ def list_carried(shape: ModelShape) -> tuple[str, ...]:
 
 
 def is_carried(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is copied to exports without being trained."""
+    """Whether a tensor is copied to exports without being trained or served."""
+    layer = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+    if shape.indexer is not None and layer is not None:
+        # Released files have an indexer in each layer, also where layers share a choice.
+        number = int(layer[1])
+        return number < shape.layers and not shape.indexer.layers[number]
     return name.startswith(list_carried(shape))
 
 
@@ -148,7 +155,8 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each, and in a layer
     with chunks those of its chunk up to itself. In a delta net a token multiplies each head's matrix three times, to
     read what it holds for the key, to write, and to read for the query; in a layer with Mamba it writes into each
-    head's state, and reads from it. A value model counts as the language model that it starts from.
+    head's state, and reads from it. An indexer multiplies its queries by the keys of all visible pairs, and attention
+    then sees as many tokens as it chooses. A value model counts as the language model that it starts from.
     """
     weights, sizes = 0, shape.sizes
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
@@ -162,6 +170,10 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     pairs = windowed_pairs = sum(map(_count_causal_pairs, lengths))
     if shape.window is not None:
         windowed_pairs = sum(_count_windowed_pairs(length, shape.window, shape.chunked) for length in lengths)
+    index_products = 0
+    if (indexer := shape.indexer) is not None:  # which scores all pairs
+        index_products = sum(indexer.layers) * indexer.heads * indexer.head_dim * pairs
+        pairs = sum(_count_windowed_pairs(length, indexer.top_k, is_chunk=False) for length in lengths)
     products, latent = 0, shape.latent
     for layer in range(shape.layers):
         if not shape.list_kinds(layer) & {"attention", "global", "latent"}:
@@ -169,7 +181,7 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
         head = 2 * shape.find_heads(layer).head_dim
         head = head if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
         products += head * (windowed_pairs if shape.windowed and shape.windowed[layer] else pairs)
-    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * products
+    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * products + 2.0 * index_products
 
 
 def _count_causal_pairs(length: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
@@ -15,7 +16,7 @@ from megatron_grpo.models.families.options import WINDOW
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, read_number, read_size
 
 # Every rank holds the whole compressed query.
-_ATTENTION = """
+LATENT_ATTENTION = """
     full_query: self_attention.linear_q_proj.weight [heads * latent_query, hidden] = self_attn.q_proj.weight
     compressed_query: self_attention.linear_q_down_proj.weight [query_rank, hidden] = self_attn.q_a_proj.weight
     compressed_query: self_attention.q_layernorm.weight [query_rank] = self_attn.q_a_layernorm.weight
@@ -26,6 +27,7 @@ _ATTENTION = """
     latent: self_attention.linear_kv_up_proj.weight [heads * latent_key_value, latent] = self_attn.kv_b_proj.weight
     latent: self_attention.linear_proj.weight [hidden, heads * latent_value] = self_attn.o_proj.weight
 """
+_DEFAULTS = {"max_position_embeddings": 4096}
 EXPERT_BIAS = "experts: mlp.router.expert_bias [experts] = mlp.gate.e_score_correction_bias"
 SHARED_EXPERTS = """
     experts: mlp.shared_experts.linear_fc1.weight [gate * shared_ffn | up * shared_ffn, hidden]
@@ -35,10 +37,16 @@ SHARED_EXPERTS = """
 """
 
 
-def _read(raw: dict[str, Any]) -> ModelShape:
+def read_latent(
+    raw: dict[str, Any], family: str, *, defaults: Mapping[str, Any] = _DEFAULTS, groups: tuple[int, int] = (8, 4)
+) -> ModelShape:
+    """Read the sizes of a model with latent attention and experts, as `read_dense`.
+
+    `defaults` are transformers' values of keys that the file lacks, `groups` those of n_group and topk_group.
+    """
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, value) != value:
-            raise ValueError(f"{key}={to_text(raw[key])} is not supported for deepseek_v3; only {value} is")
+            raise ValueError(f"{key}={to_text(raw[key])} is not supported for {family}; only {value} is")
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if key not in raw:  # transformers assumes this value; vLLM would choose by softmax, or without the bias
             raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{value}"')
@@ -47,9 +55,9 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     options = {**WINDOW, "rope_interleave": (True,), "tie_word_embeddings": (False,)}
     shape = read_dense(
         {**raw, **heads},
-        "deepseek_v3",
+        family,
         rope_types=("default", "yarn"),
-        defaults={"max_position_embeddings": 4096},
+        defaults=defaults,
         nullable=("num_key_value_heads",),
         options=options,
     )
@@ -57,7 +65,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     rope = shape.rope_scaling or {}
     for key, neutral in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, neutral) != neutral:
-            raise ValueError(f"{key}={to_text(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
+            raise ValueError(f"{key}={to_text(rope[key])} is not supported for {family}: vLLM ignores it; remove it")
     if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
         text = f"mscale={to_text(rope.get('mscale'))} and mscale_all_dim={to_text(rope.get('mscale_all_dim'))}"
         raise ValueError(f"{text}: transformers and vLLM agree only if both are above 0, or both are missing")
@@ -72,7 +80,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     scale = (latent.plain_dim + latent.rope_dim) ** -0.5
     if rope.get("mscale_all_dim"):
         scale *= compute_yarn_scale(read_number(rope, "factor", 1.0), read_number(rope, "mscale_all_dim", 1.0)) ** 2
-    return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers))
+    return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers, groups))
 
 
 def compute_yarn_scale(factor: float, weight: float) -> float:
@@ -80,13 +88,12 @@ def compute_yarn_scale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
+def _read_experts(raw: Mapping[str, Any], layers: int, default_groups: tuple[int, int]) -> ExpertShape:
     count = read_expert_count(raw, "num_local_experts", "n_routed_experts", 256)
     width, top_k = read_size(raw, "moe_intermediate_size"), read_top_k(raw, count)
-    # Without the keys transformers takes 8 groups and the best 4, for which 16 experts are needed.
-    is_grouped = count >= 16 or "n_group" in raw
-    default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}
-    groups, top_groups = read_groups({**default, **raw}, count, top_k)
+    # transformers' default of 8 groups needs 16 experts.
+    default = default_groups if count >= 16 or "n_group" in raw else (1, 1)
+    groups, top_groups = read_groups({"n_group": default[0], "topk_group": default[1], **raw}, count, top_k)
     return ExpertShape(
         count=count,
         ffn_hidden=width,
@@ -127,8 +134,8 @@ def read_groups(raw: Mapping[str, Any], count: int, top_k: int) -> tuple[int, in
 FAMILY = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    read=_read,
-    tables=(INPUT_NORM, _ATTENTION, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
+    read=partial(read_latent, family="deepseek_v3"),
+    tables=(INPUT_NORM, LATENT_ATTENTION, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
     other_model_types=("kimi_k2",),
     has_further_predictions=True,
 )

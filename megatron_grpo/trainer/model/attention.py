@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,8 @@ from megatron_grpo.trainer.model.layers import UnweightedNorm
 from megatron_grpo.trainer.model.packed_sequences import AttentionRectangle, PackedSequences
 
 
-def _select_rows(tokens: Tensor, index: Tensor) -> Tensor:
+def select_rows(tokens: Tensor, index: Tensor) -> Tensor:
+    """Select rows of [tokens, ...] by an index of any shape."""
     # The look-up of embeddings, whose backward is much faster than that of indexing.
     return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
@@ -69,9 +72,17 @@ class TorchCoreAttention(torch.nn.Module):
         return state
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: Any = None,
+        masks: Sequence[Tensor | None] | None = None,
+        **__: Any,
     ) -> Tensor:
-        # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim].
+        # From [tokens, 1, heads, head_dim], for keys and values fewer heads, to [tokens, 1, heads * value_dim]. `masks`
+        # are those of the attention calls where they have other than causal ones.
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
@@ -79,27 +90,25 @@ class TorchCoreAttention(torch.nn.Module):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
         assert calls is not None, "the microbatch was made for a model without windows"
-        parts = [self._attend(query[:, 0], key[:, 0], value[:, 0], rectangle) for rectangle in calls.rectangles]
-        return _select_rows(torch.cat(parts), calls.out)[:, None].flatten(2)
+        parts = [
+            self._attend(query[:, 0], key[:, 0], value[:, 0], rectangle, None if masks is None else masks[number])
+            for number, rectangle in enumerate(calls.rectangles)
+        ]
+        return select_rows(torch.cat(parts), calls.out)[:, None].flatten(2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rectangle: AttentionRectangle) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rectangle: AttentionRectangle, mask: Tensor | None
+    ) -> Tensor:
         # From [tokens, heads, head_dim] to [slots of queries, heads, value_dim]. Only dropped queries see repeats.
-        keys, values = (_select_rows(tensor, rectangle.keys).transpose(1, 2) for tensor in (key, value))
-        mask = None
-        if not rectangle.square or (self.window is not None and rectangle.keys.shape[1] > self.window):
-            query_slot, key_slot = (
-                torch.arange(slots.shape[1], device=slots.device) for slots in (rectangle.queries, rectangle.keys)
-            )
-            position = (rectangle.first[:, None] + query_slot)[:, None, :, None]  # counted from the first key
-            mask = key_slot <= position
-            if self.window is not None:
-                mask = mask & (key_slot > position - self.window)
+        keys, values = (select_rows(tensor, rectangle.keys).transpose(1, 2) for tensor in (key, value))
+        if mask is None and (not rectangle.square or (self.window or math.inf) < rectangle.keys.shape[1]):
+            mask = rectangle.make_causal_mask(self.window)[:, None]
         # On GPUs FlashAttention alone takes fewer key heads, but no mask and no float32; other kernels hold all scores.
         if self._on_gpu and (mask is not None or query.dtype == torch.float32):
             keys, values = (
                 tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (keys, values)
             )
-        queries = _select_rows(query, rectangle.queries).transpose(1, 2)
+        queries = select_rows(query, rectangle.queries).transpose(1, 2)
         compute = _attend_to_keys if self.softmax_offset is None else partial(_attend_with_sinks, self.softmax_offset)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         return compute(queries, keys, values, mask, scale).transpose(1, 2).flatten(0, 1)

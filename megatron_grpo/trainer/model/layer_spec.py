@@ -53,6 +53,7 @@ from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.mamba import MambaMixer, MambaParts
 from megatron_grpo.trainer.model.mixture_beside_dense import MixtureBesideDense, NormedRouter, ScaledLayer
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
+from megatron_grpo.trainer.model.sparse_attention import SparseCoreAttention
 
 logger = logging.getLogger(__name__)
 
@@ -214,14 +215,20 @@ def _choose_head_norms(shape: ModelShape, modules: BackendSpecProvider) -> tuple
 
 
 def _build_latent_attention(shape: ModelShape, modules: BackendSpecProvider) -> ModuleSpec:
-    sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": find_rope_factor(shape)}
-    normed = modules.column_parallel_layer_norm_linear()
+    sizes = {
+        "latent": shape.latent,
+        "softmax_scale": shape.softmax_scale,
+        "rope_factor": find_rope_factor(shape),
+        "indexer": shape.indexer,
+    }
+    # An indexer reads the normalised short query too, so the norm is a module of its own.
+    normed = modules.column_parallel_layer_norm_linear() if shape.indexer is None else None
     parts = LatentAttentionParts(
         replicated=modules.linear(),
         column=modules.column_parallel_linear(),
         norm=modules.layer_norm(rms_norm=True) if normed is None else IdentityOp,
         normed_column=normed or modules.column_parallel_linear(),
-        core_attention=modules.core_attention(),
+        core_attention=modules.core_attention() if shape.indexer is None else SparseCoreAttention,
         linear_proj=modules.row_parallel_linear(),
     )
     return ModuleSpec(LatentAttention, params=sizes, submodules=parts)

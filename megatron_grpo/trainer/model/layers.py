@@ -30,13 +30,13 @@ class RMSNorm(torch.nn.Module):
     Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, where ranks see only some tokens.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any) -> None:
         super().__init__()
         weight: Any = torch.nn.Parameter(
             torch.empty(hidden_size, dtype=config.params_dtype, device=config.platform.device)
         )
         weight.sequence_parallel = config.sequence_parallel  # Megatron-Core sums gradients over ranks by this mark
-        self.weight, self.eps = weight, config.layernorm_epsilon
+        self.weight, self.eps = weight, config.layernorm_epsilon if eps is None else eps
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -58,6 +58,18 @@ class AttentionRectangle:
     first: Tensor
     """[parts], int64: position of the first query minus that of the first key, which is 0 without a window."""
     square: bool  # true if every part has as many queries as keys, both from position 0: the mask is simply causal
+    lengths: tuple[int, ...] = ()  # [parts]: tokens of each part's sequence, without padding; empty with a window
+
+    def make_causal_mask(self, window: int | None = None) -> Tensor:
+        """Make the mask of visible keys, [parts, queries, keys].
+
+        Those are the query itself and all before it, or the last `window` of them.
+        """
+        counts, device = (self.queries.shape[1], self.keys.shape[1]), self.keys.device
+        query_slot, key_slot = (torch.arange(count, device=device) for count in counts)
+        position = (self.first[:, None] + query_slot)[:, :, None]  # counted from the first key
+        mask = key_slot <= position
+        return mask if window is None else mask & (key_slot > position - window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,8 @@ class PackedSequences(PackedSeqParams):
     windowed_calls: AttentionCalls | None = None
     """Attention calls of layers with a window; None: the model has no such layer."""
     state_tokens: StateTokens | None = None  # None: no layer keeps a state
+    chosen: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """Masks of `calls` in sparse attention, by layer whose indexer chose, for layers that share its choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +270,7 @@ def build_attention_calls(
                 keys=move(layout.gathered_index[key]),
                 first=move(keys[members] - queries[members]),
                 square=layout.size == 1 and bool((keys[members] == queries[members]).all()),
+                lengths=() if window else tuple(layout.lengths[members % len(layout.lengths)].tolist()),
             )
         )
         begin = end

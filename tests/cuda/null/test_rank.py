@@ -86,6 +86,10 @@ CASES = {
     "latent, fp8 blockwise": Case("deepseek_v3", fp8("blockwise", first_layers_bf16=1, last_layers_bf16=1)),
     "latent, fp8 parameters": Case("deepseek_v3", fp8("blockwise", parameters=True), reference=ReferenceConfig()),
     "latent, simulated fp8": Case("deepseek_v3", fp8("blockwise", simulate=True)),
+    "sparse": Case("deepseek_v32"),
+    "sparse, first stage": Case("glm_moe_dsa", SPLIT),
+    "sparse, context, fp8": Case("glm_moe_dsa", layout(context=2, data=2) | fp8("blockwise"), number=1),
+    "sparse, recomputed": Case("glm_moe_dsa", {"activation_checkpointing": True}),
     "latent, adapters": Case(
         "deepseek_v3",
         {"lora": LoraConfig(rank=8, target_modules=["linear_proj"])},

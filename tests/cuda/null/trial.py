@@ -70,8 +70,9 @@ def make_model(family: str, folder: Path) -> Path:
         pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {name: [rope[name][0]] * pairs for name in ("short_factor", "long_factor")}
         config["rope_parameters"] = rope | factors
-    if family == "deepseek_v3":
+    if "kv_lora_rank" in config:
         config |= LATENT | ({"q_lora_rank": None} if variant else {})
+        config |= {"index_topk": 64, "index_head_dim": 128} if "index_topk" in config else {}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
     return folder

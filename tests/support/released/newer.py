@@ -1,4 +1,4 @@
-"""Layouts of GLM-4-0414, Phi-4-mini, OLMo 3, Kimi-K2 (its tokenizer converted) and MiniMax-M2, templates rebuilt."""
+"""Layouts of GLM-4-0414 and GLM-5, Phi-4-mini, OLMo 3, Kimi-K2 (its tokenizer converted), MiniMax-M2, rebuilt."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ _SIZES: dict[str, Any] = {
     "use_cache": True,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT: dict[str, Any] = {
+    **_SIZES,
+    **_EXPERTS,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 8,
+}
 _SETTINGS: dict[str, Any] = {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 _GLM4_TEMPLATE = """\
@@ -220,29 +238,14 @@ KIMI_K2 = Layout(
     settings={**_SETTINGS, "bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"},
     template=_KIMI_TEMPLATE,
     config={
-        **_SIZES,
-        **_EXPERTS,
+        **_LATENT,
         "architectures": ["DeepseekV3ForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
         "bos_token_id": "[BOS]",
         "eos_token_id": "[EOS]",
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 8,
         "max_position_embeddings": 131072,
         "model_type": "kimi_k2",
-        "n_group": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
         "routed_scaling_factor": 2.827,
-        "scoring_func": "sigmoid",
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 8,
     },
     generation={"eos_token_id": "<|im_end|>", "max_length": 131072},
     end="<|im_end|>",
@@ -336,4 +339,69 @@ MINIMAX_M2 = Layout(
 )
 """The prompt opens a thought; results of tools share a turn; an end of turn is followed by a newline."""
 
-NEWER = (GLM4, PHI4_MINI, OLMO3, KIMI_K2, MINIMAX_M2)
+_GLM5_TEMPLATE = """\
+[gMASK]<sop>
+{%- if tools %}
+    {{- '<|system|>\\n# Tools\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|assistant|></think>' + (message.content or '').split('</think>')[-1] | trim }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>' + call.function.name }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key><arg_value>' + value | tojson + '</arg_value>' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|observation|>' if loop.previtem.role != 'tool' else '' }}
+        {{- '<tool_response>' + message.content + '</tool_response>' }}
+    {%- else %}{{- '<|' + message.role + '|>' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' + ('</think>' if enable_thinking is defined and not enable_thinking else '<think>') }}
+{%- endif %}"""
+_GLM5 = (
+    *map(added, _GLM4),
+    *(added(text, special=False) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")),
+    *(added(text, special=False) for text in ("<tool_response>", "</tool_response>", "<arg_key>", "</arg_key>")),
+    *(added(text, special=False) for text in ("<arg_value>", "</arg_value>")),
+)
+GLM5 = Layout(
+    name="glm_5",
+    core=partial(byte_level, LLAMA3_SPLIT, _GLM5),
+    settings={**_SETTINGS, "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "model_max_length": 202752},
+    template=_GLM5_TEMPLATE,
+    template_file=True,
+    config={
+        **_LATENT,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "eos_token_id": _GLM4_ENDS,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "index_topk": 4,
+        "indexer_rope_interleave": True,
+        "max_position_embeddings": 202752,
+        "model_type": "glm_moe_dsa",
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": "<|endoftext|>",
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "routed_scaling_factor": 2.5,
+    },
+    generation={"_from_model_config": True, "eos_token_id": _GLM4_ENDS, "pad_token_id": "<|endoftext|>"},
+    end="<|user|>",
+    tool_end="<|observation|>",
+    kwargs={"enable_thinking": False},
+    call_text="".join(
+        f"<tool_call>add<arg_key>a</arg_key><arg_value>{a}</arg_value>"
+        f"<arg_key>b</arg_key><arg_value>{b}</arg_value></tool_call>"
+        for a, b in ((1, 1), (2, 3))
+    ),
+    call_close="</tool_call>",
+)
+"""As GLM-4.7's: no newlines around marks, and the prompt opens a thought."""
+
+NEWER = (GLM4, PHI4_MINI, OLMO3, KIMI_K2, MINIMAX_M2, GLM5)

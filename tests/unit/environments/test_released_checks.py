@@ -135,7 +135,15 @@ def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
     _, found = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
     remarks = [remark for remark in found if "the chat template ends every prompt with" in remark.text]
     is_begun = layout.render([QUESTION]).rstrip().endswith("<think>")
-    begun = ("nemotron_3_nano", "qwen3_5", "qwen3_next_thinking", "r1_distill_llama", "r1_distill_qwen", "minimax_m2")
+    begun = {
+        "nemotron_3_nano",
+        "qwen3_5",
+        "qwen3_next_thinking",
+        "r1_distill_llama",
+        "r1_distill_qwen",
+        "minimax_m2",
+        "glm_5",
+    }
     assert is_begun == (layout.name in begun)
     assert bool(remarks) == (is_begun and kind != "math")
     if remarks:

@@ -29,6 +29,8 @@ PUBLISHED = {
     "openai/gpt-oss-120b": 116_829_156_672,
     "zai-org/GLM-4.5-Air": 106_852_251_264,
     "zai-org/GLM-4.6": 352_797_829_024,
+    "zai-org/GLM-5": 743_911_218_432,  # 744B; this and the next without the layer for multi-token prediction
+    "deepseek-ai/DeepSeek-V3.2": 671_877_944_064,  # DeepSeek-V3's and 61 indexers
     "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
     "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_110_208,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,

@@ -15,7 +15,7 @@ from megatron_grpo.planning.dry_run import run_dry, run_tracked
 from megatron_grpo.trainer.model import delta_net
 from megatron_grpo.verification.problem import SMALL, TINY
 
-NAMES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2")
+NAMES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2", "glm_moe_dsa")
 
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.shape import DeltaShape, ExpertShape, LatentShape, ModelShape
+from megatron_grpo.models.shape import DeltaShape, ExpertShape, IndexerShape, LatentShape, ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
 
 DENSE = ModelShape(
@@ -39,6 +39,13 @@ LATENT = replace(
     DENSE,
     latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8),
 )
+# Of twelve layers the third to fifth, eighth, ninth and last share the choice of the layer before.
+SPARSE = replace(
+    LATENT,
+    indexer=IndexerShape(
+        heads=2, head_dim=8, top_k=4, layers=tuple(letter == "F" for letter in "FFSSSFFSSFFS"), interleaved_rope=True
+    ),
+)
 
 
 def problems(shape: ModelShape, **layout: Any) -> dict[str, str]:
@@ -60,6 +67,9 @@ def problems(shape: ModelShape, **layout: Any) -> dict[str, str]:
         (EXPERTS, {"expert": 3, "data": 3}),
         (EXPERTS, {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True, "context": 2}),
         (LATENT, {"tensor": 2, "sequence": True}),
+        (SPARSE, {"pipeline": 2}),
+        (SPARSE, {"pipeline": 3, "first_stage_layers": 5, "last_stage_layers": 2}),
+        (SPARSE, {"pipeline": 2, "first_stage_layers": 9}),
         (DELTA, {"tensor": 2, "context": 3}),
     ],
 )
@@ -122,6 +132,10 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
             "1 key/value heads, whose queries have gates that ranks cannot share; use 1",
         ),
         (LATENT, {"tensor": 2}, "sequence=False", "latent attention with policy.parallel.tensor=2 needs it; use true"),
+        (SPARSE, {"pipeline": 3}, "pipeline=3", "begins a part with layer 4, which has no indexer"),
+        (SPARSE, {"pipeline": 4}, "pipeline=4", "begins a part with layer 3, which has no indexer"),
+        (SPARSE, {"pipeline": 2, "first_stage_layers": 8}, "pipeline=2", "begins a part with layer 8"),
+        (SPARSE, {"pipeline": 2, "virtual_pipeline": 2}, "virtual_pipeline=2", "begins a part with layer 3"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_does(
