@@ -79,9 +79,8 @@ def test_training_continues_and_leaves_the_indexer_as_it_is(models: dict[str, Ti
 
 
 def adapted_on_rank(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
-    """Weights after two steps of adapters of all of latent attention's products."""
-    targets = ["linear_q_up_proj", "linear_kv_up_proj", "linear_proj"]
-    rank = make_lora_rank(layout, model, LoraConfig(rank=3, alpha=7.0, target_modules=targets))
+    """Weights after two steps of adapters of the output's projection."""
+    rank = make_lora_rank(layout, model, LoraConfig(rank=3, alpha=7.0, target_modules=["linear_proj"]))
     for _ in range(2):
         rank.train(*train_arguments(layout))
     return whole_tensors(rank)
@@ -92,7 +91,7 @@ def test_adapters_are_merged_into_what_is_published(models: dict[str, TinyModel]
     model = models["glm_moe_dsa"]
     one, two = (merged(run_on_ranks(layout, adapted_on_rank, model)) for layout in (Layout(), Layout(context=2)))
     before = model.tensors()
-    changed = {name.rpartition("self_attn.")[2] for name in before if not torch.equal(one[name], before[name])}
-    assert changed == {"o_proj.weight", "q_b_proj.weight", "kv_b_proj.weight"}
+    changed = {name for name in before if not torch.equal(one[name], before[name])}
+    assert changed == {name for name in before if name.endswith("o_proj.weight")}
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
