@@ -25,7 +25,7 @@ from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
-from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, spans_machines
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, needs_machines
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, TensorShapes
 from megatron_grpo.generation.engine_processes import (
@@ -70,7 +70,7 @@ def _prepare_gpu_processes(settings: VllmSettings) -> None:
     # both ends of a refit make their buffers alike. The second one turns multicast off, which fails to start in engines
     # over several machines ("transport/nvls.cc ... invalid argument").
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")
-    if spans_machines(settings.config):
+    if needs_machines(settings.config):
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if settings.sleeps and choose_pinned_settings():
         # Weights of sleeping engines are in pinned memory, up to twice as much if rounded to powers of two.

@@ -80,7 +80,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments |= make_cpu_arguments(settings)
     else:
         executor = "mp" if config.parallel.ranks_per_engine > 1 else "uni"  # uni: in the core, without a queue between
-        arguments["distributed_executor_backend"] = "ray" if spans_machines(config) else executor
+        arguments["distributed_executor_backend"] = "ray" if needs_machines(config) else executor
         longest = 0 if config.engine.enable_chunked_prefill is not False else settings.max_total_sequence_length
         arguments["max_num_batched_tokens"] = max(GPU_BATCH_TOKENS, config.sequences_per_engine, longest)
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
@@ -129,7 +129,7 @@ def _override(arguments: dict[str, Any], shape: ModelShape | None, settings: Map
         arguments["hf_overrides"] = {**settings, **stated}
 
 
-def spans_machines(config: GenerationConfig) -> bool:
+def needs_machines(config: GenerationConfig) -> bool:
     """True in the actor of an engine that has more GPUs than a machine."""
     import ray
 

@@ -159,7 +159,7 @@ class NcclConfig(ctypes.Structure):
     )
 
 
-def widen_links(config: Any) -> None:
+def set_net_channels(config: Any) -> None:
     """Give each pair of ranks on different machines NET_CHANNELS channels, if NCCL can.
 
     NCCL takes fewer the more ranks there are, one from 128 on. `config`: torch's NCCLConfig, which lacks the field.
@@ -183,7 +183,7 @@ def _make_nccl_group(store: Store, rank: int, size: int, device: torch.device) -
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # that transfers go one after the other
     }
     options = ProcessGroupNCCL.Options()
-    widen_links(options.config)
+    set_net_channels(options.config)
     with environment(**settings):
         group: Any = ProcessGroupNCCL(store, rank, size, options)
     group.eager_connect_single_device(device)

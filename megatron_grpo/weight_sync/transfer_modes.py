@@ -31,7 +31,7 @@ from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, converts_experts, plan_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, needs_layer_order, plan_messages, write_plan
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_text_digest
 
 # When the files have more than this many times the bytes of a version, the next version is written completely.
@@ -146,7 +146,7 @@ class LinkMode(TransferMode):
                 dtypes,
                 self.bucket_bytes,
                 same_devices=same_gpus,
-                by_layer=converts_experts(shape, generation, fp8_blocks=config.fp8_blocks),
+                by_layer=needs_layer_order(shape, generation, fp8_blocks=config.fp8_blocks),
             )
         except ValueError as error:
             raise AttemptError(str(error), {}) from error

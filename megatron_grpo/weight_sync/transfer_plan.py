@@ -62,7 +62,7 @@ def plan_messages(
         bucket_bytes: most bytes of a message, unless a single row (in FP8, the rows of a block) is longer than half.
         same_devices: whether policy rank n and engine rank n share a device; a part that both hold is then sent by that
             policy rank and no other.
-        by_layer: whether a worker gets one layer after another (`converts_experts`), instead of its links advancing
+        by_layer: whether a worker gets one layer after another (`needs_layer_order`), instead of its links advancing
             together.
 
     Returns:
@@ -92,7 +92,7 @@ def plan_messages(
     return schedule_messages(pieces, bucket_bytes, (layers + starts) % shape.layers)
 
 
-def converts_experts(shape: ModelShape, generation: GenerationConfig, *, fp8_blocks: bool) -> bool:
+def needs_layer_order(shape: ModelShape, generation: GenerationConfig, *, fp8_blocks: bool) -> bool:
     """True if engines on GPUs convert the weights of experts, layer by layer.
 
     A layer that is converted has its plain weights, too, while it is incomplete: gigabytes in the largest models.

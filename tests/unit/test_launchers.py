@@ -184,8 +184,9 @@ def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
     )
     assert len(commands) == 2, "the other node, then the first"
     for command in commands:
-        home = tmp_path / "home" / ".cache" / "huggingface"
-        expected = [f"{one}:{one}" for one in (tmp_path / "submit", run, home, refit)]
+        home = tmp_path / "home" / ".cache"
+        folders = tmp_path / "submit", run, home / "huggingface", home / "megatron_grpo", refit
+        expected = [f"{folder}:{folder}" for folder in folders]
         assert mounts_of(command) == [*expected, f"{more}:/data"]
         assert "--cpu-bind=none" in command
     assert run.is_dir(), "pyxis mounts what is there"
@@ -195,7 +196,8 @@ def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
 def test_a_folder_within_the_submission_folder_is_mounted_with_it(tmp_path: Path) -> None:
     models = tmp_path / "models"
     (command,) = submitted(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
-    assert mounts_of(command) == [f"{tmp_path / 'submit'}:{tmp_path / 'submit'}", f"{models}:{models}"]
+    folders = tmp_path / "submit", models, tmp_path / "home" / ".cache" / "megatron_grpo"
+    assert mounts_of(command) == [f"{folder}:{folder}" for folder in folders]
     assert f"run_dir={tmp_path / 'submit' / 'runs' / 'one'}" in command
 
 

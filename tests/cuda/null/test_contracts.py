@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroupNCCL
 import megatron_grpo
 import megatron_grpo_kernels
 from megatron_grpo.platform.hooks import Hook, load_hooks
-from megatron_grpo.weight_sync.refit_group import NCCL_MAGIC, NET_CHANNELS, NcclConfig, widen_links
+from megatron_grpo.weight_sync.refit_group import NCCL_MAGIC, NET_CHANNELS, NcclConfig, set_net_channels
 from tests.cuda.contracts import Findings, check_module, check_source, override_problems
 
 FEWEST_CALLS = 120
@@ -67,7 +67,7 @@ PLANTED = {
 def test_links_get_more_channels_by_a_field_that_torch_does_not_show() -> None:
     """The address and the mark are those of the installed NCCL."""
     config = ProcessGroupNCCL.Options().config
-    widen_links(config)
+    set_net_channels(config)
     fields = NcclConfig.from_address(config.unsafe_get_ptr())
     assert (fields.magic, fields.nChannelsPerNetPeer) == (NCCL_MAGIC, NET_CHANNELS)
 

@@ -86,7 +86,6 @@ def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> 
     [
         ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
         ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-        ("gemma3", "Gemma3ForConditionalGeneration"),
         ("mllama", "MllamaForConditionalGeneration"),
         ("llava", "LlavaForConditionalGeneration"),
         ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),

@@ -119,13 +119,14 @@ def test_engines_that_are_refused_beside_some_policy_do_not_hide_others(batches:
 
 @pytest.mark.parametrize("policy_gpus", [3, 4])
 def test_engines_do_not_cut_blocks_of_fp8(policy_gpus: int) -> None:
-    """The fastest of 12 GPUs would: 4 ranks share an expert's width of 768."""
+    """Four ranks would, which share an expert's width of 768."""
     shape = MODELS["qwen3_30b_a3b_4nodes"]
     config = composed("qwen3_30b_a3b_4nodes", 2, "+precision=fp8_engines")
-    engines = find_best_engines(config, shape, H100, policy_gpus, 12, Refusals())
+    refusals, others = Refusals(), Refusals()
+    engines = find_best_engines(config, shape, H100, policy_gpus, 12, refusals)
     assert engines is not None
     assert next(iterate_legal_layouts(engines, shape, 4), None) is not None
     config.refit.fp8_blocks = False
-    fastest = find_best_engines(config, shape, H100, policy_gpus, 12, Refusals())
-    assert fastest is not None
-    assert fastest.generation.parallel.tensor == 4
+    assert find_best_engines(config, shape, H100, policy_gpus, 12, others) is not None
+    (only_of_blocks,) = refusals.counts.keys() - others.counts.keys()
+    assert "ranks would share a block of 128 x 128" in only_of_blocks.text

@@ -82,7 +82,18 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
     [
         (DENSE, {"tensor": 16}, "tensor=16", "does not divide the model's 8 attention heads; use 1, 2, 4 or 8"),
         (replace(DENSE, ffn_hidden=90), {"tensor": 4}, "tensor=4", "90 feed-forward width; use 1 or 2"),
-        (replace(DENSE, key_value_heads=1, head_dim=1), {"tensor": 8}, "tensor=8", "1 key/value heads, nor is it"),
+        (
+            replace(DENSE, attention_heads=12, key_value_heads=3),
+            {"tensor": 4},
+            "tensor=4",
+            "3 key/value heads, nor is it",
+        ),
+        (
+            replace(DENSE, key_value_heads=1, head_dim=1),
+            {"tensor": 8},
+            "tensor=8",
+            "10 rows of a key/value head, which 8",
+        ),
         (DENSE, {"pipeline": 5}, "pipeline=5", "12 layers; use 1, 2, 3, 4, 6 or 12, or first_stage_layers"),
         (DENSE, {"pipeline": 2, "count_loss": True}, "pipeline=2", "and 1 that are counted too; use 1 or 13"),
         (

@@ -192,8 +192,8 @@ def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: 
 @pytest.mark.parametrize(("size", "magic"), [(ctypes.sizeof(NcclConfig) - 4, NCCL_MAGIC), (1000, 0)])
 def test_a_configuration_of_another_nccl_is_left_as_it_is(size: int, magic: int) -> None:
     fields = NcclConfig(size=size, magic=magic)
-    refit_group.widen_links(SimpleNamespace(unsafe_get_ptr=lambda: ctypes.addressof(fields)))
-    refit_group.widen_links(SimpleNamespace())
+    refit_group.set_net_channels(SimpleNamespace(unsafe_get_ptr=lambda: ctypes.addressof(fields)))
+    refit_group.set_net_channels(SimpleNamespace())
     assert fields.nChannelsPerNetPeer == 0
 
 

@@ -26,7 +26,7 @@ class Receiver:
 class Worker(RefitWorker):
     """As mixed into vLLM's worker."""
 
-    rank = 3
+    rank, device = 3, torch.device("cpu")
     vllm_config: Any = None
     model_runner: Any = SimpleNamespace(reset_lora_state=lambda: None)
 

@@ -84,7 +84,7 @@ def count_open_layers(pieces: Pieces) -> int:
 
 
 @pytest.mark.parametrize("pipeline", [1, 4])
-def test_a_worker_that_converts_experts_has_one_layer_open(pipeline: int) -> None:
+def test_a_worker_that_needs_layer_order_has_one_layer_open(pipeline: int) -> None:
     """Else every stage of the policy sends a layer, and every rank of a stage parts of several."""
     training = ParallelConfig(pipeline=pipeline, data=2, expert=2)
     engine = table_boxes(GenerationParallelConfig(tensor=2, pipeline=2), MOE)
