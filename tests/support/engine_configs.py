@@ -286,16 +286,16 @@ _TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "num_attention_heads": 4,
     "image_size": 28,
     "patch_size": 14,
 }
 _VISION_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "ministral3": ("Mistral3", "mistral3", {"model_type": "pixtral", "head_dim": 16}),
-    "mistral": ("Mistral3", "mistral3", {"model_type": "pixtral", "head_dim": 16}),
+    "ministral3": ("Mistral3", "mistral3", {"model_type": "pixtral", "head_dim": 8}),
+    "mistral": ("Mistral3", "mistral3", {"model_type": "pixtral", "head_dim": 8}),
     "gemma3": ("Gemma3", "gemma3", {"model_type": "siglip_vision_model"}),
-    "gemma4": ("Gemma4", "gemma4", {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}),
-    "gemma4_moe": ("Gemma4", "gemma4", {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}),
+    "gemma4": ("Gemma4", "gemma4", {"model_type": "gemma4_vision", "num_key_value_heads": 4, "head_dim": 8}),
+    "gemma4_moe": ("Gemma4", "gemma4", {"model_type": "gemma4_vision", "num_key_value_heads": 4, "head_dim": 8}),
     "llama4": (
         "Llama4",
         "llama4",
