@@ -60,7 +60,7 @@ def build_config(row: Mapping[str, Any]) -> Config:
 
 def list_dry_runs(row: Mapping[str, Any], shape: ModelShape) -> dict[Kind | None, tuple[Config, ModelShape]]:
     """List the dry runs that a row needs, on one pipeline stage."""
-    config = build_config(row | {"prev_logprobs": True, "reference": False})
+    config = build_config({**row, "prev_logprobs": True, "reference": False})
     parallel = replace(config.policy.parallel, pipeline=1, first_stage_layers=None, last_stage_layers=None)
     config.policy.parallel = parallel
     return {kind: (config, pick_layers(shape, layers)) for kind, layers in choose_runs(shape).items()}
@@ -148,7 +148,8 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def evaluate_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Plan the rows with these names; all if there are none."""
-    file, cache = yaml.safe_load((HERE / "plan_rows.yaml").read_text()), {}
+    file = yaml.safe_load((HERE / "plan_rows.yaml").read_text())
+    cache: dict[str, DryReport] = {}
     rows = [row for row in file["rl_rows"] if not names or row["id"] in names]
     return [evaluate(row, file["models"], cache) for row in rows]
 
