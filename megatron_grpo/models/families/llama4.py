@@ -9,7 +9,6 @@ from typing import Any
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, MLP_NORM, read_dense
-from megatron_grpo.models.families.mixtures import read_expert_count
 from megatron_grpo.models.shape import ExpertShape, ModelShape, QueryScale, read_flag, read_number, read_size
 
 # transformers' defaults for keys that config.json lacks, where they differ from Llama's.
@@ -83,7 +82,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape | None:
     width = read_size(raw, "intermediate_size", 8192)
     return ExpertShape(
         packed=True,
-        count=read_expert_count(raw, "num_experts", "num_local_experts", 16),
+        count=read_size(raw, "num_local_experts", 16),
         ffn_hidden=width,
         top_k=1,
         layers=tuple(layer in numbers for layer in range(layers)),

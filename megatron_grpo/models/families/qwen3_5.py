@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import INPUT_NORM, MLP, MLP_NORM, QK_NORM, read_dense
-from megatron_grpo.models.families.mixtures import list_sparse_layers, read_expert_count, read_top_k
+from megatron_grpo.models.families.mixtures import list_sparse_layers, read_top_k
 from megatron_grpo.models.families.options import WINDOW, Neutral
 from megatron_grpo.models.families.rotary import split_partial_rotation
 from megatron_grpo.models.shape import DeltaShape, ExpertShape, ModelShape, read_flag, read_size
@@ -130,7 +130,7 @@ def _read_delta(raw: Mapping[str, Any]) -> DeltaShape:
 
 
 def _read_experts(raw: Mapping[str, Any], layers: tuple[bool, ...], *, count: int, packed: bool) -> ExpertShape:
-    count = read_expert_count(raw, "num_local_experts", "num_experts", count)
+    count = read_size(raw, "num_experts", count)
     return ExpertShape(
         count=count,
         ffn_hidden=read_size(raw, "moe_intermediate_size", 512),

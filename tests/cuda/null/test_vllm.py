@@ -30,9 +30,11 @@ from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from megatron_grpo.weight_sync.weight_trace import trace_model
+from tests.support import engine_table
 from tests.support.engine_table import table_boxes
 
 LONGEST = 1024
+TABLED = {*engine_table.FAMILIES, "glm4", "glm4_moe", "minimax_m2", "mistral", "seed_oss"}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,7 @@ def settings_of(folder: Path, *, routed: RoutedForm | None = None, **generation:
         model_path=str(folder),
         config=GenerationConfig(**generation),
         precision="bfloat16",
-        max_total_sequence_length=LONGEST,
+        max_total_sequence_length=min(LONGEST, read_model_shape(folder).max_positions),
         routed=routed,
     )
 
@@ -124,7 +126,8 @@ def test_a_refit_fills_every_parameter(
         trace = trace_model(model, measure_tensors(shape), torch.bfloat16)
         assert trace.unexplained == {}
         assert addresses(model) == before
-        assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])
+        if family in TABLED:  # the loaders of the others are compared with their boxes in tests without a GPU
+            assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])
         messages = split_messages(plan_messages(shape, policy, [trace.boxes], 1, dtypes, 1 << 20))
         scaled = {number for number, dtype in enumerate(dtypes) if dtype == FP8}
         writer = ModelWriter(model, torch.bfloat16, trace.boxes, messages, scaled)  # raises for unfilled parameters

@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": 1000,
     "moe_intermediate_size": 256,
+    "num_experts": 8,
     "num_local_experts": 8,
 }
 """Sizes that every FP8 recipe can split into whole blocks, in place of those of `verification.problem`."""

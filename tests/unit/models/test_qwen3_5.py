@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import AutoConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from megatron_grpo.models.families import (
     build_weight_map,
@@ -219,3 +219,11 @@ def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     (text,) = find_weight_problems(tmp_path, read_model_shape(tmp_path))
     assert "model.audio.weight" in text
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_another_familys_number_of_experts_is_ignored_as_by_transformers(family: str) -> None:
+    raw = as_text(family, num_local_experts=4)
+    shape = parse_model_shape(raw)
+    assert shape.experts is not None
+    assert shape.experts.count == AutoConfig.for_model(**raw).num_experts
