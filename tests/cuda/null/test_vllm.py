@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,25 @@ def test_chosen_experts_are_recorded_and_experts_are_shared_out(family: str, mod
     assert config.aux_output_config.enable_return_routed_experts
 
 
-ROUNDED = [
-    pytest.param(None, False, id="bfloat16"),
-    pytest.param("fp8", False, id="fp8"),
-    pytest.param("fp8_per_block", False, id="blocks"),
-    pytest.param("fp8_per_block", True, id="blocks from the policy"),
-]
+# vLLM's sparse attention for CUDA keeps matrices in place of kv_b_proj, of which no test knows what they should be.
+UNPROVEN = {"deepseek_v32", "glm_moe_dsa"}
+ROUNDED: dict[str, tuple[str | None, bool]] = {
+    "bfloat16": (None, False),
+    "fp8": ("fp8", False),
+    "blocks": ("fp8_per_block", False),
+    "blocks from the policy": ("fp8_per_block", True),
+}
 
 
-@pytest.mark.parametrize(("quantization", "fp8_blocks"), ROUNDED)
-@pytest.mark.parametrize("family", FAMILIES)
+def list_cases() -> Iterator[Any]:
+    for family, name in itertools.product(sorted(FAMILIES.keys() - UNPROVEN), ROUNDED):
+        # The other families' small models have matrices that are no multiple of a block, which is refused by name.
+        has_blocks = family in TABLED if name == "blocks from the policy" else family != "nemotron_h"
+        if has_blocks or "blocks" not in name:
+            yield pytest.param(family, *ROUNDED[name], id=f"{family}-{name}")
+
+
+@pytest.mark.parametrize(("family", "quantization", "fp8_blocks"), list_cases())
 def test_a_refit_fills_every_parameter(
     family: str,
     quantization: str | None,
@@ -113,8 +123,6 @@ def test_a_refit_fills_every_parameter(
     models: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if family in ("deepseek_v32", "glm_moe_dsa"):
-        pytest.xfail("vLLM's sparse attention for CUDA keeps matrices in place of kv_b_proj that no table has")
     if quantization is None:  # Hopper's kernels compute with weights as they are, those of experts too
         monkeypatch.setattr(layerwise, "materialize_layer", lambda *_: pytest.fail("a second copy of a layer"))
     folder = models(family)
