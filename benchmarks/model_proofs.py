@@ -1,8 +1,10 @@
 """Runs the tests that speak of model families one by one, and writes what they showed for docs/models.md.
 
-    python benchmarks/model_proofs.py RESULT.json verify trace engine [--slow]
+    python benchmarks/model_proofs.py RESULT.json verify trace engine [cuda=REPORT.xml] [--slow]
 
 Columns are those of COLUMNS; columns that are not named stay as they are in the file. `--slow`: slow tests too.
+The tests of column "cuda" need the CUDA environment, so REPORT.xml is what pytest wrote there (`--junitxml`), in mode
+null of `make cuda-check`.
 """
 
 from __future__ import annotations
@@ -34,29 +36,35 @@ def main(arguments: list[str]) -> int:
     result = json.loads(Path(file).read_text()) if Path(file).exists() else {}
     columns: dict[str, Any] = result.get("columns", {})
     for column in [word for word in words if word != "--slow"]:
-        columns[column] = run_column(COLUMNS[column], slow="--slow" in words)
+        name, is_report, report = column.partition("=")
+        columns[name] = read_report(Path(report)) if is_report else run_column(COLUMNS[name], slow="--slow" in words)
     Path(file).write_text(json.dumps({**header("model_proofs"), "columns": columns}, indent=1) + "\n")
     return 0
 
 
 def run_column(tests: list[str], *, slow: bool) -> dict[str, Any]:
     """Run the tests of a column: by family how many passed and failed, and their figures."""
-    families: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *([] if slow else ["-m", "not slow"])]
         subprocess.run([*command, *tests], cwd=ROOT, check=False, stdout=sys.stderr)
-        for case in ElementTree.parse(report).iter("testcase"):
-            failed = any(case.find(tag) is not None for tag in ("failure", "error"))
-            if case.find("skipped") is not None:
-                continue
-            parameters = str(case.get("name")).partition("[")[2].removesuffix("]")
-            figures = {str(item.get("name")): str(item.get("value")) for item in case.iter("property")}
-            if figures:
-                for family, text in figures.items():
-                    record(families, find_family(family) or family, parameters, failed=False, figures=text)
-            elif (named := find_family(parameters)) is not None:
-                record(families, named, parameters, failed=failed)
+        return read_report(report)
+
+
+def read_report(report: Path) -> dict[str, Any]:
+    """Read pytest's report: by family how many passed and failed, and their figures."""
+    families: dict[str, Any] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        failed = any(case.find(tag) is not None for tag in ("failure", "error"))
+        if case.find("skipped") is not None:
+            continue
+        parameters = str(case.get("name")).partition("[")[2].removesuffix("]")
+        figures = {str(item.get("name")): str(item.get("value")) for item in case.iter("property")}
+        if figures:
+            for family, text in figures.items():
+                record(families, find_family(family) or family, parameters, failed=False, figures=text)
+        elif (named := find_family(parameters)) is not None:
+            record(families, named, parameters, failed=failed)
     return families
 
 

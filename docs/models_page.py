@@ -55,6 +55,8 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 - *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases. "-": not run for
   this table. Delta nets run there in bfloat16 only. MiniMax-M2 and experts without gates (Nemotron 3) have no kernel
   there.
+- *cuda-check*: a refit fills vLLM's class for CUDA, in bfloat16 and FP8, on a device that computes nothing; cases.
+  [gpu.md](gpu.md) lists what else `make cuda-check` holds for every family.
 - *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed.
 - *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
 
@@ -65,8 +67,8 @@ Any model is checked by one command, which names the nearest family of a model t
 
     python -m megatron_grpo.verify model=FOLDER shrink=true
 
-| Family | Models | CPU | refit traced | engine | H100 | recipe (dry run) |
-|---|---|---|---|---|---|---|"""
+| Family | Models | CPU | refit traced | engine | cuda-check | H100 | recipe (dry run) |
+|---|---|---|---|---|---|---|---|"""
 
 
 def read_newest(pattern: str) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def format_page() -> str:
         cpu = columns.get("verify", {}).get(family, {})
         verified = f"{cpu['passed']}: {cpu['logprob']:.0e}, {cpu['gradient']:.0e}" if "logprob" in cpu else "-"
         gpu = next((entry["verdict"] for test, entry in on_gpu.items() if test.endswith(f"[{family}]")), "-")
-        cases = [format_cases(columns.get(column, {}).get(family)) for column in ("trace", "engine")]
+        cases = [format_cases(columns.get(column, {}).get(family)) for column in ("trace", "engine", "cuda")]
         cells = [f"`{family}`", RELEASED[family], verified, *cases, gpu, ", ".join(recipes.get(family, ["-"]))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
