@@ -59,7 +59,7 @@ def estimate_open_bytes(config: Config, shape: ModelShape | None) -> int:
 
 @evaluate_rules
 def find_refit_remarks(config: Config, shape: ModelShape | None = None) -> Iterator[Rule]:
-    """Check that what a refit needs fits beside vLLM's share of a GPU."""
+    """Check that the memory of a refit fits beside vLLM's share."""
     share = config.generation.engine.gpu_memory_utilization
     nccl = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
     if config.cluster.gpus_per_node == 0 or config.generation.is_colocated:

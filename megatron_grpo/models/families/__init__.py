@@ -238,7 +238,7 @@ def _find_stored_form(shape: ModelShape, folder: Path) -> ModelShape:
 
 
 def _list_names(shape: ModelShape) -> Set[str]:
-    """List names of tensors; those of one expert tell as much as all."""
+    """List the names of a model's tensors, with one expert a layer."""
     form = shape if shape.experts is None else replace(shape, experts=replace(shape.experts, count=1))
     return index_tensors(build_weight_map(form), form).keys()
 

@@ -89,7 +89,7 @@ def test_a_send_takes_the_link_between_its_ranks() -> None:
 
 def test_passes_hide_what_the_configuration_overlaps() -> None:
     ring = (0, 1)
-    found = Counter(
+    times = Counter(
         {
             work(kind="matmul", flops=0.0): 2,
             work(nbytes=int(3.35e12)): 4,
@@ -101,14 +101,14 @@ def test_passes_hide_what_the_configuration_overlaps() -> None:
         }
     )
     passes = {("train", 0): 2}
-    plain = sum_phase(found, passes, "train", H100, Overlap())
+    plain = sum_phase(times, passes, "train", H100, Overlap())
     assert plain.passes[0, False].compute_seconds() == pytest.approx(
         2 + 1
     )  # of two microbatches, each message takes a second
     assert plain.passes[0, True].compute_seconds() == pytest.approx(0.5)  # half of what is gathered
     assert plain.outside == pytest.approx(3.0)
     assert plain.gradients == pytest.approx(0.5 / 450)
-    overlapped = sum_phase(found, passes, "train", H100, Overlap(tensor=True))
+    overlapped = sum_phase(times, passes, "train", H100, Overlap(tensor=True))
     assert overlapped.passes[0, False].compute_seconds() == pytest.approx(2.0)
 
 

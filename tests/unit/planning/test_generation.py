@@ -30,17 +30,17 @@ FOLDER = "tests/data/hf_configs"
 
 
 def test_log_normal_lengths_have_the_mean_and_the_spread() -> None:
-    found = make_log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
-    assert found.responses.mean() == pytest.approx(1000, rel=2e-3)
-    assert np.log(found.responses).std() == pytest.approx(0.5, rel=2e-3)
+    lengths = make_log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
+    assert lengths.responses.mean() == pytest.approx(1000, rel=2e-3)
+    assert np.log(lengths.responses).std() == pytest.approx(0.5, rel=2e-3)
 
 
 @pytest.mark.parametrize("mean", [300.0, 700.0, 1200.0, 1490.0])
 def test_the_mean_is_that_of_the_responses_that_were_cut(mean: float) -> None:
-    found = make_log_normal_lengths(mean, 0.6, 2000, 1500, 0.0).responses
-    assert found.mean() == pytest.approx(mean, abs=1)
-    assert found.max() == 1500
-    uncut = np.log(found[found < 1500])
+    responses = make_log_normal_lengths(mean, 0.6, 2000, 1500, 0.0).responses
+    assert responses.mean() == pytest.approx(mean, abs=1)
+    assert responses.max() == 1500
+    uncut = np.log(responses[responses < 1500])
     normal = np.sort(np.random.default_rng(0).normal(size=2_000_000))[: int(len(uncut) * 1000)]
     assert uncut.std() / normal.std() == pytest.approx(0.6, rel=0.05)  # below the cut the spread is as configured
 
@@ -132,12 +132,12 @@ def test_the_host_works_for_every_sequence_of_a_decoding_step() -> None:
     assert busy.time_step(7, 50) - free.time_step(7, 50) == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize(("tensor", "whole"), [(1, False), (8, False), (8, True)])
-def test_thin_slices_of_experts_are_slower_than_their_bytes(tensor: int, whole: bool) -> None:
+@pytest.mark.parametrize(("tensor", "is_whole"), [(1, False), (8, False), (8, True)])
+def test_thin_slices_of_experts_are_slower_than_their_bytes(tensor: int, is_whole: bool) -> None:
     shape = read_model_shape(f"{FOLDER}/qwen3_30b_a3b")
-    ideal, slow = (Decoder(shape, _only(decode_inner=inner), tensor, 2, 2, whole) for inner in (0, 192))
+    ideal, slow = (Decoder(shape, _only(decode_inner=inner), tensor, 2, 2, is_whole) for inner in (0, 192))
     # The last of three matrices has a slice of 768 features as inner dimension, and takes as long as with 192 more.
-    features = 768 if whole else 768 // tensor
+    features = 768 if is_whole else 768 // tensor
     bytes_of_last = 48 * 128 * 768 * shape.hidden * 2 / tensor  # every expert is touched by so many tokens
     more = slow._count_read_bytes(10_000) - ideal._count_read_bytes(10_000)
     assert more == pytest.approx(bytes_of_last * 192 / features)
@@ -149,8 +149,8 @@ def test_engines_over_nodes_wait_for_the_network_in_every_layer() -> None:
     tree = 14e-6 + 2 * (7 * 1.25e-6 + 2 * 8.5e-6)  # NCCL: seven more GPUs of a node, two levels of nodes
     nbytes = 3 * DENSE.hidden * 2
     messages = 2 * layers * (tree + 2 * nbytes * 31 / 32 / 400e9 - 2 * nbytes * 7 / 8 / 450e9)
-    found = over.time_step(3, 1) - inside.time_step(3, 1)
-    assert found == pytest.approx(messages, rel=1e-3)  # the slices of matrices are 2 ns smaller
+    difference = over.time_step(3, 1) - inside.time_step(3, 1)
+    assert difference == pytest.approx(messages, rel=1e-3)  # the slices of matrices are 2 ns smaller
 
 
 class Counted(Decoder):

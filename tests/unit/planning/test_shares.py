@@ -122,11 +122,11 @@ def test_engines_do_not_cut_blocks_of_fp8(policy_gpus: int) -> None:
     """Four ranks would, which share an expert's width of 768."""
     shape = MODELS["qwen3_30b_a3b_4nodes"]
     config = composed("qwen3_30b_a3b_4nodes", 2, "+precision=fp8_engines")
-    refusals, others = Refusals(), Refusals()
+    refusals, without_blocks = Refusals(), Refusals()
     engines = find_best_engines(config, shape, H100, policy_gpus, 12, refusals)
     assert engines is not None
     assert next(iterate_legal_layouts(engines, shape, 4), None) is not None
     config.refit.fp8_blocks = False
-    assert find_best_engines(config, shape, H100, policy_gpus, 12, others) is not None
-    (only_of_blocks,) = refusals.counts.keys() - others.counts.keys()
+    assert find_best_engines(config, shape, H100, policy_gpus, 12, without_blocks) is not None
+    (only_of_blocks,) = refusals.counts.keys() - without_blocks.counts.keys()
     assert "ranks would share a block of 128 x 128" in only_of_blocks.text

@@ -87,15 +87,15 @@ def test_memory_of_the_communicator_is_bounded_by_peers_on_the_same_machine() ->
 
 
 def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> None:
-    made = on_gpus()
-    assert list(find_refit_remarks(made)) == []
-    made.generation.engine.gpu_memory_utilization = 0.98
-    [remark] = find_refit_remarks(made)
+    config = on_gpus()
+    assert list(find_refit_remarks(config)) == []
+    config.generation.engine.gpu_memory_utilization = 0.98
+    [remark] = find_refit_remarks(config)
     assert remark.subject == "generation.engine.gpu_memory_utilization=0.98"
     text = "leaves 1.6 GB of a GPU with 80 GB, and a refit takes up to 3.0 GB of that (NCCL 2.9, buffers 0.1, a layer "
     assert remark.text.startswith(text)
-    made.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
-    assert list(find_refit_remarks(made)) == []
+    config.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
+    assert list(find_refit_remarks(config)) == []
 
 
 def test_a_layer_of_experts_that_is_converted_is_counted() -> None:

@@ -74,10 +74,10 @@ def count_open_layers(pieces: Pieces) -> int:
             [keys[piece["tensor"]].layer for piece in message if entries[piece["entry"]].per_expert]
             for message in messages
         ]
-        last = {layer: number for number, found in enumerate(layers) for layer in found}
+        last = {layer: number for number, message_layers in enumerate(layers) for layer in message_layers}
         open_layers: set[int] = set()
-        for number, found in enumerate(layers):
-            open_layers |= set(found)
+        for number, message_layers in enumerate(layers):
+            open_layers |= set(message_layers)
             most = max(most, len(open_layers))
             open_layers -= {layer for layer in open_layers if last[layer] == number}
     return most
