@@ -32,9 +32,9 @@ def test_a_missing_torchvision_is_named_with_what_installs_it() -> None:
     assert problems("debug.rollouts_from=recorded", "data.val_path=null") == {}, "no engines"
     assert problems("cluster.gpus_per_node=8") == {}, "vLLM's CUDA build installs it"
     config = compose_config(["+exp=quickstart_hybrid", "policy.model.path=m"])
-    problems = engine_checks.find_engine_problems(config, parse_model_shape(ENGINE_CONFIGS["ministral3_vision"]))
+    rules = engine_checks.find_engine_problems(config, parse_model_shape(ENGINE_CONFIGS["ministral3_vision"]))
     text = "is a model that sees images, whose module in vLLM imports torchvision"
-    assert any(text in problem.text for problem in problems)
+    assert any(text in problem.text for problem in rules)
 
 
 def test_only_delta_heads_of_128_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
