@@ -12,9 +12,10 @@ from typing import Any, Literal
 TRITON = ("triton",)
 RANKS = ("megatron.core", "pydantic", "hydra", "omegaconf", "antlr4", "xxhash", "transformers", "safetensors")
 """Modules that a rank of a model is made of, beside torch."""
-LAYERS = (*RANKS, "transformer_engine_torch")
+LAYERS = (*RANKS, "transformer_engine.pytorch", "transformer_engine_torch")
+"""Looking for the first of the last two imports the package around it, which loads the second, its extension for torch."""
 ENGINES = (*RANKS, "ray", "vllm")
-CUDA_ONLY = ("transformer_engine_torch",)
+CUDA_ONLY = ("transformer_engine.pytorch", "transformer_engine_torch")
 """Modules that a dry run does without."""
 PARTS = ("torch_only", "image")
 """`torch_only`: for a machine with torch and Triton, and as much of RANKS as was brought there; `image`: the rest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Literal, override
 
@@ -81,7 +82,10 @@ def _warn_of_family(family: str) -> None:
 def _has_transformer_engine(platform: Literal["cuda", "cpu", "dry"]) -> bool:
     if platform != "cuda":
         return platform == "dry"  # a dry run assumes a GPU with Transformer Engine
-    # The extension for torch, because the package transformer_engine may be installed without it.
+    # Importing the package loads its extension for torch, which its wheel keeps in a folder off Python's path. The package
+    # may also be installed without the extension.
+    with suppress(ImportError):
+        importlib.import_module("transformer_engine")
     is_installed = importlib.util.find_spec("transformer_engine_torch") is not None
     if not is_installed:
         logger.warning("transformer_engine_torch is not installed: layers fall back to plain torch, which is slower")
