@@ -13,7 +13,7 @@ TRITON = ("triton",)
 RANKS = ("megatron.core", "pydantic", "hydra", "omegaconf", "antlr4", "xxhash", "transformers", "safetensors")
 """Modules that a rank of a model is made of, beside torch."""
 LAYERS = (*RANKS, "transformer_engine.pytorch", "transformer_engine_torch")
-"""Looking for the first of the last two imports the package around it, which loads the second, its extension for torch."""
+"""Looking for the last but one imports the package around it, which loads the last, its extension for torch."""
 ENGINES = (*RANKS, "ray", "vllm")
 CUDA_ONLY = ("transformer_engine.pytorch", "transformer_engine_torch")
 """Modules that a dry run does without."""

@@ -57,7 +57,8 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
   there.
 - *cuda-check*: a refit fills vLLM's class for CUDA, in bfloat16 and FP8, on a device that computes nothing; cases.
   [gpu.md](gpu.md) lists what else `make cuda-check` holds for every family.
-- *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed.
+- *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed there,
+  and more on an H200.
 - *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
 
 DeepSeek-V3.2's and GLM-5's sparse attention has no engine on a CPU; [layouts.md](layouts.md#sparse-attention) says how

@@ -96,7 +96,7 @@ class RankActor:
 
         from megatron_grpo.models.source import require_folder
         from megatron_grpo.platform.device import connect_store, detect_platform
-        from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
+        from megatron_grpo.trainer.parallel import forbid_tf32, initialize_parallel, make_deterministic
         from megatron_grpo.trainer.rank import PolicyRank, ValueRank
 
         require_folder(settings.folder)
@@ -104,6 +104,8 @@ class RankActor:
             torch.set_num_threads(self.threads)
         elif settings.config.deterministic:
             make_deterministic()
+        if settings.config.precision == "float32":
+            forbid_tf32()
         timeout_s = settings.config.timeout_s
         store = connect_store(*store_address, timeout_s)
         initialize_parallel(

@@ -35,6 +35,7 @@ from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
 from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker, sum_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model, build_reference
 from megatron_grpo.trainer.model.experts import StepRouting
+from megatron_grpo.trainer.model.layer_spec import warn_of_unfused_attention
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
@@ -138,6 +139,7 @@ class ModelRank(ABC):
                 by_microbatch[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
         memory_gib = 0.0
         if torch.cuda.is_available():
+            warn_of_unfused_attention()
             memory_gib = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
         return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=memory_gib)

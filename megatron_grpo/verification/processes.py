@@ -17,7 +17,7 @@ from torch.multiprocessing import ProcessContext, ProcessExitedException, Proces
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import connect_store, open_store
-from megatron_grpo.trainer.parallel import initialize_parallel
+from megatron_grpo.trainer.parallel import forbid_tf32, initialize_parallel
 
 T = TypeVar("T")
 Enter = Callable[[str], object]
@@ -109,6 +109,7 @@ def _run_rank(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = numbers[rank] if gpus else ""
+    forbid_tf32()
     torch.set_num_threads(threads)  # otherwise every rank would take all cores
     store = connect_store("127.0.0.1", port, timeout_s)
     initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)

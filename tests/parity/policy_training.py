@@ -83,11 +83,12 @@ def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
     """Gradients under the names and in the shapes of transformers: exported the way weights are."""
     trained = [parameter for parameter in parameters_of(engine) if parameter.requires_grad]
     weights = [parameter.detach().clone() for parameter in trained]
-    for parameter in trained:
-        parameter.data.copy_(parameter.main_grad)
-    gradients = whole_tensors(engine)
-    for parameter, weight in zip(trained, weights, strict=True):
-        parameter.data.copy_(weight)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.copy_(parameter.main_grad)
+        gradients = whole_tensors(engine)
+        for parameter, weight in zip(trained, weights, strict=True):
+            parameter.copy_(weight)
     return gradients
 
 

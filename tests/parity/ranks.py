@@ -23,7 +23,7 @@ from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import connect_store, environment, open_store
 from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
-from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.trainer.parallel import destroy_parallel, forbid_tf32, initialize_parallel
 
 SEED = 1234
 START_TIMEOUT_S = 60.0
@@ -183,6 +183,7 @@ def _start(number: int) -> _Rank:
 def _serve(number: int, connection: Connection) -> None:
     """A rank: take requests until the parent is gone."""
     torch.set_num_threads(1)
+    forbid_tf32()
     while True:
         try:
             layout, port, function, args = pickle.loads(connection.recv_bytes())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.trainer.model.sparse_attention import choose_highest
 from megatron_grpo.verification.problem import SMALL, TINY, make_model
 from tests.parity.adapters import make_lora_rank
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, train_arguments
@@ -28,7 +29,7 @@ _ODD = {
     "v_head_dim": 14,
     "q_lora_rank": 20,
     "index_head_dim": 10,
-    "index_n_heads": 3,
+    "index_n_heads": 16,
     "index_topk": 3,
     "n_group": 1,
     "num_local_experts": 6,
@@ -64,6 +65,17 @@ def test_gradients_of_odd_sizes(layout: Layout, settings: dict[str, Any], models
     chosen, packing = list(models.values()), settings.pop("packing", True)
     by_rank = run_on_ranks(layout, gradients_on_rank, chosen, packing, settings)
     expect_gradients_of_transformers(by_rank, chosen, tolerance=GRADIENT)
+
+
+def test_of_equal_scores_the_first_are_chosen() -> None:
+    """In rows of any length, which `topk` does not do."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randint(-1, 3, (4, 5, 70), generator=generator).float()
+    scores[:, :, 60:] = -torch.inf
+    for width in (8, 61, 70):
+        rows = scores[..., :width]
+        ranked = rows.sort(dim=-1, descending=True, stable=True).indices[..., :7]
+        assert torch.equal(choose_highest(rows, 7), torch.zeros_like(rows, dtype=torch.bool).scatter(-1, ranked, True))
 
 
 def test_training_continues_and_leaves_the_indexer_as_it_is(models: dict[str, TinyModel], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Literal, override
@@ -82,14 +83,27 @@ def _warn_of_family(family: str) -> None:
 def _has_transformer_engine(platform: Literal["cuda", "cpu", "dry"]) -> bool:
     if platform != "cuda":
         return platform == "dry"  # a dry run assumes a GPU with Transformer Engine
-    # Importing the package loads its extension for torch, which its wheel keeps in a folder off Python's path. The package
-    # may also be installed without the extension.
+    # Importing the package loads its extension for torch, which its wheel keeps in a folder off Python's path. There
+    # may be the package without the extension.
     with suppress(ImportError):
         importlib.import_module("transformer_engine")
     is_installed = importlib.util.find_spec("transformer_engine_torch") is not None
     if not is_installed:
         logger.warning("transformer_engine_torch is not installed: layers fall back to plain torch, which is slower")
     return is_installed
+
+
+@cache
+def warn_of_unfused_attention() -> None:
+    """Warn if Transformer Engine has no fused kernel for this model's attention.
+
+    It then keeps all scores of a sequence, and says so only where NVTE_DEBUG is set. Called after a step.
+    """
+    package = "transformer_engine.pytorch.attention.dot_product_attention"
+    attention = sys.modules.get(f"{package}.dot_product_attention")
+    if attention is not None and attention._attention_backends["use_unfused_attention"]:
+        text = "Transformer Engine attends without a fused kernel: memory grows with the square of a sequence's length"
+        logger.warning("%s. Often another cuDNN is loaded than torch's; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why", text)
 
 
 def build_layer_specs(

@@ -58,7 +58,6 @@ class AttentionRectangle:
     first: Tensor
     """[parts], int64: position of the first query minus that of the first key, which is 0 without a window."""
     square: bool  # true if every part has as many queries as keys, both from position 0: the mask is simply causal
-    lengths: tuple[int, ...] = ()  # [parts]: tokens of each part's sequence, without padding; empty with a window
 
     def make_causal_mask(self, window: int | None = None) -> Tensor:
         """Make the mask of visible keys, [parts, queries, keys].
@@ -270,7 +269,6 @@ def build_attention_calls(
                 keys=move(layout.gathered_index[key]),
                 first=move(keys[members] - queries[members]),
                 square=layout.size == 1 and bool((keys[members] == queries[members]).all()),
-                lengths=() if window else tuple(layout.lengths[members % len(layout.lengths)].tolist()),
             )
         )
         begin = end

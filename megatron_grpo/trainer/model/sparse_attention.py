@@ -124,15 +124,20 @@ class SparseCoreAttention(TorchCoreAttention):
             scores = compute_index_scores(query, select_rows(keys, rectangle.keys), weight)
             visible = rectangle.make_causal_mask()
             scores.masked_fill_(~visible, -torch.inf)
-            width, longest = scores.shape[-1], max(rectangle.lengths)
-            is_chosen = torch.zeros(*scores.shape[:2], max(width, longest), dtype=torch.bool, device=scores.device)
-            # Which of equal scores torch takes depends on the length of the row, which therefore is the sequence's,
-            # whatever it is packed with. Scores are equal where no head has a positive product.
-            for marks, rows, length in zip(is_chosen, scores, rectangle.lengths, strict=True):
-                rows = F.pad(rows, (0, max(length - width, 0)), value=-torch.inf)[:, :length]
-                marks.scatter_(-1, rows.topk(min(self._top_k, length), dim=-1).indices, value=True)
-            chosen.append((is_chosen[..., :width] & visible)[:, None])
+            chosen.append((choose_highest(scores, self._top_k) & visible)[:, None])
         return chosen
+
+
+def choose_highest(scores: Tensor, count: int) -> Tensor:
+    """Mark the `count` highest scores of each row, among equal ones the first.
+
+    Scores are equal where no head has a positive product. Which of them `topk` takes depends on the device and on the
+    length of the row, thus on what a sequence is packed with and on context parallelism.
+    """
+    lowest = scores.topk(count, dim=-1).values[..., -1:]
+    is_higher, is_equal = scores > lowest, scores == lowest
+    room = count - is_higher.sum(dim=-1, keepdim=True)
+    return is_higher | (is_equal & (is_equal.cumsum(dim=-1) <= room))
 
 
 def compute_index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:

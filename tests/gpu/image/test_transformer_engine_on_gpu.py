@@ -25,21 +25,27 @@ RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
 LAYERS = [0, 1]
 
 
-def attention_on_rank(layout: Layout, tiny: TinyModel) -> list[tuple[bool, bool, bool, bool]]:
+def attention_on_rank(layout: Layout, tiny: TinyModel) -> tuple[list[tuple[bool, bool, bool, bool]], list[str]]:
     """Of each selection of an attention in a packed step: whether sequences are padded in between, and whether
-    FlashAttention, cuDNN's and the unfused attention may be used."""
+    FlashAttention, cuDNN's and the unfused attention may be used; then why cuDNN's may not."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     found, select = [], utils.get_attention_backend
+    reasons, ask = [], utils._get_fused_attn_backend
+
+    def asked(**parameters: Any) -> Any:
+        backend, reason = ask(**parameters)
+        reasons.append(f"{backend} {reason}")
+        return backend, reason
 
     def selected(parameters: Any) -> Any:
         result = select(parameters)
         found.append((parameters.pad_between_seqs, bool(result[0]), bool(result[2]), bool(result[4])))
         return result
 
-    utils.get_attention_backend = selected
+    utils.get_attention_backend, utils._get_fused_attn_backend = selected, asked
     make_engine(layout, tiny, precision="bfloat16").train(*train_arguments(layout))
-    return found
+    return found, reasons
 
 
 @pytest.mark.parametrize("layout", [ONE, Layout(context=2)], ids=str)
@@ -48,11 +54,11 @@ def test_packed_sequences_have_no_padding_in_between(
 ) -> None:
     """Otherwise FlashAttention is excluded, or the host waits in every layer to find out."""
     ends_dry(layout, model)
-    for selections in run_on_ranks(layout, attention_on_rank, model):
+    for selections, reasons in run_on_ranks(layout, attention_on_rank, model):
         record_property("flash, fused, unfused", selections[0][1:])
         assert selections
         assert not any(padded for padded, *_ in selections)
-        assert any(flash or fused for _, flash, fused, _ in selections)
+        assert any(flash or fused for _, flash, fused, _ in selections), reasons
 
 
 def require_recipe(fp8: Fp8Config) -> None:
@@ -94,7 +100,9 @@ def test_a_checkpoint_of_fp8_continues(recipe: str, parameters: bool, model: Tin
     arguments = (model, tmp_path, {"precision": "bfloat16", "fp8": fp8})
     saved, loaded = (merged(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
     for name, tensor in saved.items():
-        torch.testing.assert_close(loaded[name], tensor, atol=2e-2, rtol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
+        # An FP8 parameter at the middle between two neighbours of its grid may become either.
+        is_off = (loaded[name] - tensor).abs() > (0.13 * tensor.abs() if parameters else 0) + 2e-2 * (1 + tensor.abs())
+        assert not is_off.any(), f"{name}: {is_off.sum()} of {is_off.numel()} elements differ"
 
 
 @pytest.mark.parametrize("name", ["qwen3_untied", "qwen3_moe"])

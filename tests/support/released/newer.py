@@ -381,7 +381,7 @@ GLM5 = Layout(
         "architectures": ["GlmMoeDsaForCausalLM"],
         "eos_token_id": _GLM4_ENDS,
         "index_head_dim": 8,
-        "index_n_heads": 2,
+        "index_n_heads": 16,
         "index_topk": 4,
         "indexer_rope_interleave": True,
         "max_position_embeddings": 202752,

@@ -63,6 +63,19 @@ def test_transformer_engine_without_its_extension_for_torch_is_not_used(packages
     assert not uses_transformer_engine(SHAPE, CUDA, "bfloat16")
 
 
+@pytest.mark.parametrize("unfused", [True, False])
+def test_attention_without_a_fused_kernel_is_warned_of(
+    unfused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    layer_spec.warn_of_unfused_attention.cache_clear()
+    monkeypatch.setitem(sys.modules, name, Mock(_attention_backends={"use_unfused_attention": unfused}))
+    with caplog.at_level("WARNING"):
+        layer_spec.warn_of_unfused_attention()
+    layer_spec.warn_of_unfused_attention.cache_clear()
+    assert ("square of a sequence's length" in caplog.text) == unfused
+
+
 def test_boundaries_that_are_one_tensor_stay_one_on_the_device() -> None:
     layout = lay_out([3, 5], rank=0, size=1)
     copy = build_packed_sequences(layout, transformer_engine=True, move=lambda array: torch.from_numpy(array).clone())
