@@ -25,7 +25,7 @@ from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
-from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
+from megatron_grpo.planning.dry.kernels import ShapedLogprobs, replaced_names
 from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedModules
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
@@ -295,8 +295,6 @@ def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool
     longest = min(config.max_total_sequence_length, most_tokens)
     lengths = [longest] * (most_tokens // longest)
     number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
-    part = rank.maker.lay_out(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
-    STAGE_SHAPE[:] = part, 1, rank.shape.hidden
     with _disable_current_modes():
         zeros = torch.zeros(sum(lengths) * number)
         fields = TokenFields(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,16 +55,23 @@ class MicrobatchMaker:
 
     def lay_out(self, lengths: Sequence[int]) -> packs.PackedLayout:
         """Lay sequences of these lengths out on this rank."""
+        return packs.lay_out(lengths, rank=parallel_state.get_context_parallel_rank(), **self._choose_padding(lengths))
+
+    def count_stage_tokens(self, lengths: Sequence[int]) -> int:
+        """Count the tokens between stages, on a rank, of a microbatch of these lengths; none: the dummy's."""
+        lengths = lengths or [1]
+        tokens = int(packs.pad_lengths(lengths, **self._choose_padding(lengths)).sum()) // self._parallel.context
+        return tokens // (self._parallel.tensor if self._parallel.sequence else 1)
+
+    def _choose_padding(self, lengths: Sequence[int]) -> dict[str, Any]:
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
-        return packs.lay_out(
-            lengths,
-            rank=parallel_state.get_context_parallel_rank(),
-            size=parallel.context,
+        return {
+            "size": parallel.context,
             # A rank's tokens, after sequence parallelism, are a multiple of what FP8 products require.
-            tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self._config.fp8.token_multiple,
+            "tensor_multiple": (parallel.tensor if parallel.sequence else 1) * self._config.fp8.token_multiple,
             # Packed sequences are padded only as the layout needs, others to the longest of the microbatch.
-            width=None if self._config.packing else -(-max(lengths) // multiple) * multiple,
-        )
+            "width": None if self._config.packing else -(-max(lengths) // multiple) * multiple,
+        }
 
     def make(self, batch: TokenBatch, indices: list[int], mask_field: MaskField) -> Microbatch:
         """Make a microbatch of these sequences; of one dummy token if there are none."""

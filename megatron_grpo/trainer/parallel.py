@@ -1,17 +1,18 @@
-"""Process groups of a rank, and the exchange of shapes between pipeline stages."""
+"""Process groups of a rank, and the exchange of tensors between pipeline stages."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.pipeline_parallel import p2p_communication as p2p
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import Store
 
@@ -20,55 +21,45 @@ from megatron_grpo.platform.adamw_state import patch_state_of_adamw
 from megatron_grpo.platform.device import Platform, detect_platform
 
 
-@cache
-def exchange_shapes_in_order() -> None:
-    """Make interleaved stages exchange shapes in the order of their tensors; idempotent.
+class StageCommunicator(P2PCommunicator):
+    """Exchanges hidden states and gradients between the pipeline stages of a step.
 
-    Packed microbatches differ in length, so a stage must learn the shape [tokens, 1, hidden] of a tensor before it can
-    receive it. Without interleaving, Megatron-Core's own exchange works and is used: a batch of sends and receives,
-    then a wait for all of it. Interleaved, it breaks twice. A step sends an activation to the next stage and a gradient
-    to the previous one, and with two stages these are the same peer: a batch matches messages by their order on that
-    connection, so the shape of the activation arrives as that of the gradient. And a stage of the interleaved schedule
-    may send now what its peer receives only in its next step; when each waits for its sends, both wait for ever. Here
-    shapes go through the same function as the tensors, `_p2p_ops`, which orders sends and receives by even and odd
-    ranks, and only receives are waited for.
+    Packed microbatches differ in length, so Megatron-Core's own communicator sends the shape of each tensor before it,
+    and waits for the device to read it: launches then cannot run ahead of the device. All stages have the same
+    microbatches, thus know the shapes of what comes, if they know in which order it comes. A stage receives the hidden
+    states of a group of `microbatch_group_size_per_vp_stage` microbatches for one of its chunks, then for the next; the
+    first chunk of the first stage receives none. Gradients come in the same order of microbatches, but for the last
+    chunk of the last stage.
     """
-    original = p2p.P2PCommunicator._communicate_shapes
-    in_flight: deque[Any] = deque(maxlen=16)  # tensors of the latest exchanges, whose sends may not have ended
 
-    def communicate_shapes(
-        self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    def __init__(self, config: Any, shapes: Sequence[Sequence[int]], *, forward_only: bool) -> None:
+        """Take the shape of each microbatch's hidden states on this rank, [tokens, 1, hidden]."""
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        size = config.microbatch_group_size_per_vp_stage if chunks > 1 else len(shapes)
+        groups = [list(shapes[begin : begin + size]) for begin in range(0, len(shapes), size)]
+        states, gradients = chunks - self.is_pp_first_stage, chunks - self.is_pp_last_stage
+        self._states = deque(shape for group in groups for shape in group * states)
+        self._gradients = deque(shape for group in groups for shape in group * (0 if forward_only else gradients))
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        if self.virtual_pipeline_model_parallel_size is None:
-            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-        device = self.config.platform.device
-        previous, following = (
-            torch.empty(3, dtype=torch.int64, device=device) if receives else None
-            for receives in (recv_prev, recv_next)
-        )
-        to_previous, to_next = (
-            None if tensor is None else torch.tensor(tensor.shape, device=device)
-            for tensor in (tensor_send_prev, tensor_send_next)
-        )
-        requests = p2p._p2p_ops(
-            tensor_send_prev=to_previous,
-            tensor_recv_prev=previous,
-            tensor_send_next=to_next,
-            tensor_recv_next=following,
-            group=self.pp_group,
-            prev_pipeline_rank=self.prev_rank,
-            next_pipeline_rank=self.next_rank,
-        )
-        for name in ("recv_prev", "recv_next"):  # never for sends: the peer may have to send first
-            if name in requests:
-                requests.pop(name).wait()
-        in_flight.append((requests, to_previous, to_next))
         return (
-            [0, 0, 0] if previous is None else previous.tolist(),
-            [0, 0, 0] if following is None else following.tolist(),
+            list(self._states.popleft()) if recv_prev else [0, 0, 0],
+            list(self._gradients.popleft()) if recv_next else [0, 0, 0],
         )
 
-    p2p.P2PCommunicator._communicate_shapes = communicate_shapes
+    def end(self) -> None:
+        """Check that all tensors of the step have come."""
+        left = len(self._states), len(self._gradients)
+        assert left == (0, 0), f"hidden states and gradients that have not come: {left}"
+
+
+def collect_schedule_groups() -> ProcessGroupCollection:
+    """Collect the process groups that Megatron-Core's schedules want beside a communicator."""
+    names = ["tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 def initialize_parallel(
@@ -85,7 +76,6 @@ def initialize_parallel(
 
         if not distrib_optimizer.HAVE_APEX_OR_TE:
             patch_state_of_adamw()
-    exchange_shapes_in_order()
     # One hardware queue orders a layer's communication before its computation; Megatron-Core checks it even on CPUs.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if platform.name == "cuda":

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.utils import get_model_config
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from megatron_grpo.trainer.model.layer_spec import warn_of_unfused_attention
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
+from megatron_grpo.trainer.parallel import StageCommunicator, collect_schedule_groups
 from megatron_grpo.trainer.step_record import StepRecorder
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.head import HeadKernel
@@ -222,11 +224,9 @@ class ModelRank(ABC):
     ) -> list[Any]:
         # Returns the third value of `finish` per microbatch. It is called on the last stage only, with the rows of its
         # hidden states; other stages return an empty list.
-        # Stages do not know the length of a microbatch beforehand, because packed microbatches all differ. With
-        # variable_seq_lengths each stage first sends the shape of its output, [tokens, 1, hidden], then the tensor;
-        # seq_length and micro_batch_size below are ignored. The stages run 1F1B: forward passes fill the pipeline, then
-        # each stage alternates one forward with one backward, so at most `pipeline` microbatches of activations live at
-        # once (more with a virtual pipeline).
+        # The stages run 1F1B: forward passes fill the pipeline, then each stage alternates one forward with one
+        # backward, so at most `pipeline` microbatches of activations live at once (more with a virtual pipeline).
+        # Shapes of what a stage receives come from its communicator; seq_length and micro_batch_size are ignored.
         padded = [*microbatches, *[[]] * self._count_empty_microbatches(len(microbatches))]
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -240,6 +240,12 @@ class ModelRank(ABC):
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.
         mask_field: MaskField = "sampled" if forward_only else "loss_mask"
         iterator = (self.maker.make(batch, indices, mask_field) for indices in padded)
+        groups: dict[str, Any] = {}
+        if self.config.parallel.pipeline > 1:
+            counts = [self.maker.count_stage_tokens([batch.lengths[index] for index in part]) for part in padded]
+            shapes = [[count, 1, self.shape.hidden] for count in counts]
+            communicator = StageCommunicator(get_model_config(chunks[0]), shapes, forward_only=forward_only)
+            groups = {"p2p_communicator": communicator, "pg_collection": collect_schedule_groups()}
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(itertools.tee(iterator, len(chunks))),  # every chunk iterates over all microbatches
@@ -248,7 +254,10 @@ class ModelRank(ABC):
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
+            **groups,
         )
+        if groups:
+            communicator.end()
         return results[: len(microbatches)]
 
     def _count_empty_microbatches(self, count: int) -> int:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 from torch import Tensor
@@ -361,17 +360,6 @@ def _run_l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: An
     return lists[0][0].new_empty(1, dtype=torch.float32), None
 
 
-STAGE_SHAPE = [0, 0, 0]
-"""Shape of the tensors that pipeline stages exchange: all microbatches of a phase have the same."""
-
-
-def _list_shapes(
-    self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
-) -> tuple[list[int], list[int]]:
-    # In a run the neighbours of a pipeline stage announce these shapes by messages.
-    return list(STAGE_SHAPE), list(STAGE_SHAPE)
-
-
 def _gather_objects(gathered: list[Any], local: Any, group: Any = None) -> None:
     # All ranks are taken to send what this rank sends.
     gathered[:] = [local] * len(gathered)
@@ -413,7 +401,6 @@ def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
             stack.enter_context(patch.object(importlib.import_module(module), name, value, create=True))
         counts = partialmethod(_count_tokens, skew=expert_skew)
         stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
-        stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _list_shapes))
         for name in ("forward_step", "backward_step"):
             marked = partial(getattr(log, name), getattr(schedules, name))
             stack.enter_context(patch.object(schedules, name, marked))

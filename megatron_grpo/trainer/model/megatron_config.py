@@ -295,7 +295,7 @@ def _list_platform_settings(
         # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
         # a batch mixes them up.
         "batch_p2p_comm": cuda and config.parallel.virtual_pipeline == 1,
-        "batch_p2p_sync": cuda,
+        "batch_p2p_sync": False,  # torch needed it once
     }
     if fp8.is_on_device:
         settings |= {

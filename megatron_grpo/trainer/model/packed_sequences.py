@@ -188,6 +188,15 @@ class PackedLayout:
         return before[is_local] - self.rank * self.local_tokens, tokens[is_local]
 
 
+def pad_lengths(lengths: Sequence[int], size: int, tensor_multiple: int, width: int | None) -> Ints:
+    """Pad the lengths of packed sequences, as `lay_out` says; over all context-parallel ranks."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    chunks = 2 * size if size > 1 else 1
+    widths: Ints = -(-np.full_like(tokens, width) // chunks) * chunks if width else -(-tokens // chunks) * chunks
+    widths[-1] += -int(widths.sum()) % math.lcm(chunks, size * tensor_multiple)
+    return widths
+
+
 def lay_out(
     lengths: Sequence[int], *, rank: int = 0, size: int = 1, tensor_multiple: int = 1, width: int | None = None
 ) -> PackedLayout:
@@ -196,11 +205,8 @@ def lay_out(
     A rank's number of tokens is padded to a multiple of `tensor_multiple`, and every sequence to `width`, or without it
     only as the split needs. There is at least one sequence of at least one token.
     """
-    tokens = np.asarray(lengths, dtype=np.int64)
+    tokens, widths = np.asarray(lengths, dtype=np.int64), pad_lengths(lengths, size, tensor_multiple, width)
     chunks = 2 * size if size > 1 else 1
-    widths = -(-np.full_like(tokens, width) // chunks) * chunks if width else -(-tokens // chunks) * chunks
-    unit = math.lcm(chunks, size * tensor_multiple)
-    widths[-1] += -int(widths.sum()) % unit
     columns = np.cumsum(widths) - widths
     sequence = np.repeat(np.arange(len(widths)), widths)
     position = np.arange(len(sequence)) - columns[sequence]

@@ -1,7 +1,7 @@
 """A rank of the policy on the stand-in device: one rank of a job of any size, whose other ranks are made up.
 
 Collectives go through torch's fake process group: they return at once, and tensors that other ranks would have filled
-have any content. Where such content is a size, a plausible one is put there (`_known_shapes`, `_even_experts`).
+have any content. Where such content is a size, a plausible one is put there (`_even_experts`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import p2p_communication as p2p
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -121,7 +120,6 @@ def make_trial(
     with (answers := Answers(top_k)):
         settings = RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=10, reference=reference)
         rank = PolicyRank(settings)
-    _known_shapes(rank, lengths[0])
     _even_experts()
     numbers = iter(range(sum(map(len, lengths))))
     microbatches = [[next(numbers) for _ in one] for one in lengths]
@@ -158,20 +156,6 @@ def _fake_groups() -> Iterator[None]:
     dist.init_process_group, dist.all_gather_object = fake, all_gather_object
     yield
     dist.init_process_group = init_process_group
-
-
-def _known_shapes(rank: PolicyRank, lengths: Sequence[int]) -> None:
-    """After each exchange of shapes between stages, return the shape of a microbatch of these lengths."""
-    parallel = rank.config.parallel
-    tokens = rank.maker.lay_out(list(lengths)).local_tokens // (parallel.tensor if parallel.sequence else 1)
-    shape = [tokens, 1, rank.shape.hidden]
-    exchange = p2p.P2PCommunicator._communicate_shapes
-
-    def communicate_shapes(self: Any, *arguments: Any, **keywords: Any) -> tuple[list[int], list[int]]:
-        exchange(self, *arguments, **keywords)
-        return shape, shape
-
-    p2p.P2PCommunicator._communicate_shapes = communicate_shapes
 
 
 def _even_experts() -> None:
