@@ -11,7 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ class Links(ABC):
     Between processes of one machine that compute on its CPUs, or on the same GPUs, messages are handed over in shared
     memory: the engine's rank reads the buffer of the policy's rank. Only a notice with the index of the buffer goes
     through the group, and the same notice comes back when the buffer has been read.
+
+    Where engines and policy have the same GPUs on several nodes, a message from another node has a relay: the policy's
+    rank on the engine rank's GPU receives it in a group of the policy's ranks, then hands it over in shared memory.
     """
 
     side: ClassVar[Side]
@@ -46,13 +49,14 @@ class Links(ABC):
         self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]  # on the wire, by row of the weight map
         # The rank's messages by turn: their pieces, the rank at the other end, the pieces' positions, and their bytes.
         self.messages = split_messages(np.frombuffer(zlib.decompress(store.get(f"{self.side}/{rank}")), dtype=PIECE))
-        self._peers = [int(pieces[self.peer_side][0]) for pieces in self.messages]
+        self._peers = [self._find_peer(pieces[0]) for pieces in self.messages]
         layouts = [lay_out_pieces(pieces, self.dtypes) for pieces in self.messages]
         self.packed_pieces = [packed for packed, _ in layouts]
         self.sizes = [size + TRAILER_BYTES for _, size in layouts]
         # The kind of shared memory that links may use. With one, tensors that go through the group are on the CPU.
         self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
         self._group_device = device if self._memory is None else torch.device("cpu")
+        self._has_relays: bool = plan["relays"]
         self._first_members = {"source": 0, "target": plan["sources"]}  # rank in the group of each side's rank 0
         self._group: TransferGroup | None = None
         self._watch = Watch(store, rendezvous.timeout_s)
@@ -68,6 +72,10 @@ class Links(ABC):
             member = self._first_members[self.side] + self._rank
             self._group = self._watch.call(join_group, rendezvous, member, size, self._group_device)
             self._open_links()
+
+    @abstractmethod
+    def _find_peer(self, piece: Any) -> int:
+        """Find the rank at the other end of the link of a message that begins with `piece`."""
 
     @abstractmethod
     def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
@@ -125,7 +133,7 @@ class Links(ABC):
 
     def _open_links(self) -> None:
         """Exchange a first notice over every link, which tests it."""
-        for peer in dict.fromkeys(self._peers):
+        for peer in self._list_linked_peers():
             link = [self._rank, peer] if self.side == "source" else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._group_device)
             try:
@@ -138,6 +146,9 @@ class Links(ABC):
                 )
             if memory is not None:
                 self._shared[peer] = memory
+
+    def _list_linked_peers(self) -> list[int]:
+        return list(dict.fromkeys(self._peers))
 
     def _move_first(self, peer: int, notice: Tensor, *, sends: bool) -> None:
         """Move the first notice: NCCL connects then, and blocks until the peer does."""

@@ -42,6 +42,7 @@ PIECE = np.dtype(
     [
         ("source", np.int32),  # rank of the policy
         ("target", np.int32),  # rank among those of all engines, engine by engine
+        ("relay", np.int32),  # rank of the policy that hands the message over, or NO_RELAY
         ("entry", np.int16),  # row of the weight map
         ("tensor", np.int32),  # number of the tensor (`TensorKey`)
         ("section", np.int8),  # index in `WeightEntry.list_slices`
@@ -52,6 +53,7 @@ PIECE = np.dtype(
     ]
 )
 Pieces = NDArray[Any]  # [pieces], PIECE
+NO_RELAY = -1
 
 
 def find_ranges(part: WeightSlice) -> Ranges:

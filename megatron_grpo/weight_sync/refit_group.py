@@ -136,11 +136,13 @@ def record_failure(store: Store, reason: str) -> None:
     store.compare_set(FAILURE, "", reason)
 
 
-def join_group(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> TransferGroup:
-    """Join the group of a refit; blocks until `size` members have joined."""
+def join_group(
+    rendezvous: Rendezvous, rank: int, size: int, device: torch.device, name: str = "group"
+) -> TransferGroup:
+    """Join a group of a refit; blocks until `size` members have joined."""
     if device.type == "cuda":
-        return _make_nccl_group(PrefixStore("group", rendezvous.connect()), rank, size, device)
-    return GlooGroup(make_gloo_group(rendezvous, "group", rank, size), (rank + 1) % size)
+        return _make_nccl_group(PrefixStore(name, rendezvous.connect()), rank, size, device)
+    return GlooGroup(make_gloo_group(rendezvous, name, rank, size), (rank + 1) % size)
 
 
 class NcclConfig(ctypes.Structure):

@@ -16,7 +16,7 @@ from megatron_grpo.weight_sync.boxes import Box, to_slices
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 from megatron_grpo.weight_sync.links import BUFFERS, Links
 from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.pieces import find_checksum_problem, read_ranges
+from megatron_grpo.weight_sync.pieces import NO_RELAY, find_checksum_problem, read_ranges
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
 
 
@@ -70,6 +70,9 @@ class TargetLinks(Links):
         peer = self._peers[number]
         destination = self._notices[number % BUFFERS] if peer in self._shared else self.view_buffer(number)
         return [self._start(peer, destination, sends=False)]
+
+    def _find_peer(self, piece: Any) -> int:
+        return int(piece["source"] if piece["relay"] == NO_RELAY else piece["relay"])
 
     def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
         self._move_first(peer, notice, sends=False)

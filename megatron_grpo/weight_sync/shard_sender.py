@@ -16,8 +16,8 @@ from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightSlice, index_tensors
 from megatron_grpo.weight_sync.boxes import Range, to_slices
 from megatron_grpo.weight_sync.links import BUFFERS, Links
-from megatron_grpo.weight_sync.pieces import PackedPiece, find_ranges, read_ranges, write_checksum
-from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer
+from megatron_grpo.weight_sync.pieces import NO_RELAY, PackedPiece, find_ranges, read_ranges, write_checksum
+from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer, TransferGroup, join_group
 from megatron_grpo.weight_sync.shared_memory import SharedMemory
 from megatron_grpo_kernels.fp8_blocks import quantise
 
@@ -38,7 +38,13 @@ class SourceLinks(Links):
             self._buffers = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
         else:
             self._buffers = self._offered.tensor
+        self._relays: TransferGroup | None = None  # of all ranks of the policy
+        self.is_relayed = [int(pieces[0]["relay"]) == rank for pieces in self.messages]  # filled by another rank
         self._connect(rendezvous)
+        if self._has_relays:
+            with self._fail_together():
+                size = self._first_members["target"]
+                self._relays = self._watch.call(join_group, rendezvous, rank, size, device, "relays")
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Send one version: `fill` writes a payload while the previous one is sent.
@@ -52,8 +58,11 @@ class SourceLinks(Links):
                 if number >= BUFFERS:
                     self._finish(number - BUFFERS, pending)
                 buffer = self.view_buffer(number)
-                fill(number, buffer)
-                write_checksum(buffer, version)
+                if self.is_relayed[number]:
+                    self._wait(self._relay(number, sends=False))
+                else:
+                    fill(number, buffer)
+                    write_checksum(buffer, version)
                 pending[number] = self.begin(number)
             for number in list(pending):
                 self._finish(number, pending)
@@ -61,11 +70,37 @@ class SourceLinks(Links):
     def begin(self, number: int) -> list[Transfer]:
         """Start sending a message, or the notice that it can be read."""
         peer = self._peers[number]
+        if self._is_far(number):
+            return [self._relay(number, sends=True)]
         if self._memory is None or peer not in self._shared:
             return [self._start(peer, self.view_buffer(number), sends=True)]
         self._memory.synchronize()  # the message has been written
         notice, answer = self._notices[number % BUFFERS], self._answers[number % BUFFERS]
         return [self._start(peer, notice, sends=True), self._start(peer, answer, sends=False)]
+
+    def close(self) -> None:
+        """Leave the groups, which ends all transfers of this process."""
+        super().close()
+        relays, self._relays = self._relays, None
+        if relays is not None:
+            relays.abort()
+
+    def _is_far(self, number: int) -> bool:
+        return int(self.messages[number][0]["relay"]) not in (NO_RELAY, self._rank)
+
+    def _relay(self, number: int, *, sends: bool) -> Transfer:
+        if self._relays is None:
+            raise RuntimeError("the links of this rank failed before and were not made anew")
+        first = self.messages[number][0]
+        start, peer = (self._relays.send, "relay") if sends else (self._relays.recv, "source")
+        return start([self.view_buffer(number)], int(first[peer]), 0)
+
+    def _find_peer(self, piece: Any) -> int:
+        return int(piece["target"])
+
+    def _list_linked_peers(self) -> list[int]:
+        numbers = (number for number in range(len(self.messages)) if not self._is_far(number))
+        return list(dict.fromkeys(self._peers[number] for number in numbers))
 
     def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
         # The target answers the notice only where the source offers memory, because messages there are answered too.
@@ -101,7 +136,10 @@ class ShardSender:
         self._rank, self._shard, self.links = rank, shard, links
         self._entries = build_weight_map(rank.shape)
         self._tensors = list(index_tensors(self._entries, rank.shape).values())
-        self._positions = [[self._locate(piece) for piece in pieces] for pieces in links.messages]
+        self._positions = [
+            [] if is_relayed else [self._locate(piece) for piece in pieces]
+            for pieces, is_relayed in zip(links.messages, links.is_relayed, strict=True)
+        ]
         self._bound: dict[_Key, BoundEntry] = {}  # the model's parameters at the start of the current send
         self._split_key: _Key | None = None  # the parameter that was split last, into `_split_tensors`
         self._split_tensors: list[Tensor] = []
@@ -116,7 +154,8 @@ class ShardSender:
         }
         self.links.send(self._fill, version)
         self._split_key, self._split_tensors = None, []
-        return sum(self.links.sizes), sum(map(len, self._positions)), len(self._positions)
+        filled = [number for number, is_relayed in enumerate(self.links.is_relayed) if not is_relayed]
+        return sum(self.links.sizes[number] for number in filled), sum(map(len, self._positions)), len(filled)
 
     def _fill(self, number: int, message: Tensor) -> None:
         for position, packed in zip(self._positions[number], self.links.packed_pieces[number], strict=True):

@@ -129,7 +129,8 @@ class LinkMode(TransferMode):
         self.trace_engines(engines)
         settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
         shape, receivers = settings.shape, generation.parallel.ranks_per_engine * len(engines)
-        same_gpus = generation.is_colocated
+        # Ranks on CPUs are all on one machine.
+        machine = settings.ranks_per_machine or settings.config.parallel.world_size
         policy_shards = split_policy(settings.config.parallel, shape)
         if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
             engine_boxes = [list_full_boxes(self.tensors)]
@@ -145,7 +146,7 @@ class LinkMode(TransferMode):
                 engine_count,
                 dtypes,
                 self.bucket_bytes,
-                same_devices=same_gpus,
+                devices_per_node=machine if generation.is_colocated else None,
                 by_layer=needs_layer_order(shape, generation, fp8_blocks=config.fp8_blocks),
             )
         except ValueError as error:
@@ -156,7 +157,7 @@ class LinkMode(TransferMode):
         except (OSError, RuntimeError, RayError) as error:  # torch's errors of a store are RuntimeErrors
             reason = str(error).partition("\n")[0]  # torch adds a stack of calls in C++
             raise AttemptError(f"the store of the refit failed: {type(error).__name__}: {reason}", {}) from error
-        rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, same_gpus)
+        rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, generation.is_colocated)
         sends = self.calls.policy.submit(connect_shards, rendezvous)
         self.connect_engines(sends, engines, {"rendezvous": asdict(rendezvous)})
 

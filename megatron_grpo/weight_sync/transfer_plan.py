@@ -23,7 +23,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, can_travel_in_fp8, cut_sections, index_tensors
 from megatron_grpo.weight_sync.boxes import Box, Range, Ranges, count_elements, find_overlap
-from megatron_grpo.weight_sync.pieces import FP8, PIECE, SCALE_BYTES, Pieces, align, find_ranges, mark_changes
+from megatron_grpo.weight_sync.pieces import FP8, NO_RELAY, PIECE, SCALE_BYTES, Pieces, align, find_ranges, mark_changes
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 # Parameters in float32 whatever the precision: the bias that experts are chosen with, and the decay of delta nets.
@@ -49,7 +49,7 @@ def plan_messages(
     dtypes: Sequence[str],
     bucket_bytes: int,
     *,
-    same_devices: bool = False,
+    devices_per_node: int | None = None,
     by_layer: bool = False,
 ) -> Pieces:
     """Plan the pieces that make up each engine rank's shard, and their messages.
@@ -60,8 +60,8 @@ def plan_messages(
         engine_count: number of engines, which all have this layout.
         dtypes: dtype in which tensors are sent, by row of the weight map.
         bucket_bytes: most bytes of a message, unless a single row (in FP8, the rows of a block) is longer than half.
-        same_devices: whether policy rank n and engine rank n share a device; a part that both hold is then sent by that
-            policy rank and no other.
+        devices_per_node: given, policy rank n and engine rank n share a device. A part that both hold is then sent by
+            that policy rank and no other, and a part that no rank on the target's node holds goes through that rank.
         by_layer: whether a worker gets one layer after another (`needs_layer_order`), instead of its links advancing
             together.
 
@@ -81,9 +81,9 @@ def plan_messages(
     pieces = np.tile(engine_pieces, engine_count)
     pieces["target"] += np.repeat(np.arange(engine_count, dtype=np.int32) * len(engine), len(engine_pieces))
     pieces["source"] = holders.assign_senders(holder_sets, engine_pieces["bytes"], engine_count)
-    if same_devices:
-        is_local = holders.contain(np.tile(holder_sets, engine_count), pieces["target"])
-        pieces["source"][is_local] = pieces["target"][is_local]
+    pieces["relay"] = NO_RELAY
+    if devices_per_node is not None:
+        holders.choose_nearest(pieces, np.tile(holder_sets, engine_count), devices_per_node)
     if not by_layer:
         return schedule_messages(pieces, bucket_bytes)
     layers = np.array([key.layer for key in index_tensors(build_weight_map(shape), shape).values()])[pieces["tensor"]]
@@ -221,13 +221,24 @@ class _HolderSets:
             senders[:, pieces] = np.array(ranks)[(middles * len(ranks) / (engine_count * ends[-1])).astype(np.int64)]
         return senders.reshape(-1)
 
-    def contain(self, numbers: NDArray[np.int64], ranks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """True where the set `numbers[i]` contains `ranks[i]`: [n]."""
-        is_member = np.zeros(len(numbers), dtype=np.bool_)
-        for number, members in enumerate(self._sets):
-            in_set = numbers == number
-            is_member[in_set] = np.isin(ranks[in_set], members)
-        return is_member
+    def choose_nearest(self, pieces: Pieces, numbers: NDArray[np.int64], devices_per_node: int) -> None:
+        """Let pieces come from their target's device, else its node, else through it.
+
+        `numbers`: [pieces], number of the set that holds each piece. Senders are replaced where one is nearer.
+        """
+        sources, targets, nodes = pieces["source"], pieces["target"], pieces["target"] // devices_per_node
+        for number, ranks in enumerate(self._sets):
+            in_set, members = numbers == number, np.array(ranks)
+            is_own = in_set & np.isin(targets, members)
+            sources[is_own] = targets[is_own]
+            is_far = in_set & (sources // devices_per_node != nodes)
+            for node in np.unique(nodes[is_far]):
+                near, chosen = members[members // devices_per_node == node], np.flatnonzero(is_far & (nodes == node))
+                if len(near):  # their bytes lie on a line, as in `assign_senders`
+                    ends = np.cumsum(pieces["bytes"][chosen])
+                    middles = ends - pieces["bytes"][chosen] / 2
+                    sources[chosen] = near[(middles * len(near) / ends[-1]).astype(np.int64)]
+        pieces["relay"] = np.where(sources // devices_per_node != nodes, targets, NO_RELAY)
 
 
 def schedule_messages(pieces: Pieces, bucket_bytes: int, order: NDArray[np.int64] | None = None) -> Pieces:
@@ -265,13 +276,16 @@ def _assign_turns(first_pieces: Pieces, numbers: np.ndarray, order: np.ndarray) 
     # smallest turn: neither of its two ranks has an earlier message left, so both have reached it and it can proceed.
     # By induction all messages are sent.
     turns = np.empty(len(first_pieces), dtype=np.int32)
+    # A message that goes through a relay has the same turn there, too.
     free_turns: defaultdict[tuple[str, int], int] = defaultdict(int)
-    sources, targets = first_pieces["source"], first_pieces["target"]
+    sources, targets, relays = first_pieces["source"], first_pieces["target"], first_pieces["relay"]
     # Links advance together. In a round, neighbouring ranks have different peers, as in a round robin.
     for message in np.lexsort((sources, targets - sources, numbers, order)).tolist():
-        source, target = ("source", int(sources[message])), ("target", int(targets[message]))
-        turns[message] = max(free_turns[source], free_turns[target])
-        free_turns[source] = free_turns[target] = int(turns[message]) + 1
+        ranks = [("source", int(sources[message])), ("target", int(targets[message]))]
+        if relays[message] != NO_RELAY:
+            ranks.append(("source", int(relays[message])))
+        turns[message] = max(free_turns[rank] for rank in ranks)
+        free_turns |= dict.fromkeys(ranks, int(turns[message]) + 1)
     return turns
 
 
@@ -283,10 +297,14 @@ def write_plan(
     `sources` and `targets` are the numbers of ranks of the policy and of all engines. `dtypes` are by row of the weight
     map. With `shared_memory`, ranks of one machine use shared memory where possible.
     """
-    store.set("plan", json.dumps({"sources": sources, "dtypes": dtypes, "shared_memory": shared_memory}))
-    for side, ranks in (("source", sources), ("target", targets)):
-        order = np.argsort(scheduled[side], kind="stable")
-        ends = np.cumsum(np.bincount(scheduled[side], minlength=ranks))
+    relayed, everything = np.flatnonzero(scheduled["relay"] != NO_RELAY), np.arange(len(scheduled))
+    settings = {"sources": sources, "dtypes": dtypes, "shared_memory": shared_memory, "relays": len(relayed) > 0}
+    store.set("plan", json.dumps(settings))
+    senders = np.append(scheduled["source"], scheduled["relay"][relayed]), np.append(everything, relayed)
+    members = {"source": (sources, *senders), "target": (targets, scheduled["target"], everything)}
+    for side, (ranks, owners, numbers) in members.items():
+        order = numbers[np.lexsort((numbers, owners))]
+        ends = np.cumsum(np.bincount(owners, minlength=ranks))
         for rank, indices in enumerate(np.split(order, ends[:-1])):
             # Many pieces are equal but for a number or two, and all plans go through the driver's one store.
             packed: Any = zlib.compress(scheduled[indices].tobytes(), level=1)  # torch's stubs want a text

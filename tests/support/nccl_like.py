@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from megatron_grpo.weight_sync import links
 from megatron_grpo.weight_sync.refit_group import Rendezvous
@@ -34,10 +34,10 @@ def install() -> None:
     links.join_group = join
 
 
-def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> NcclLikeGroup:
+def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device, name: str = "group") -> NcclLikeGroup:
     """In place of `refit_group.join_group`."""
     assert device.type == "cpu"
-    return NcclLikeGroup(rendezvous.connect(), rank, size)
+    return NcclLikeGroup(PrefixStore(name, rendezvous.connect()), rank, size)
 
 
 class NcclLikeTransfer:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync import links
+from megatron_grpo.weight_sync import links, shard_sender
 from megatron_grpo.weight_sync.links import BUFFERS, Side
+from megatron_grpo.weight_sync.pieces import NO_RELAY
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_receiver import TargetLinks
 from megatron_grpo.weight_sync.shard_sender import SourceLinks
@@ -78,6 +80,49 @@ def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
         assert (ranks["target", target]._buffers is None) == (way == "handed over"), (
             "who is handed all needs no buffers"
         )
+
+
+@pytest.mark.parametrize("one_stream", [False, True], ids=["gloo", "one stream"])
+def test_messages_of_another_node_come_through_the_rank_beside_the_engine(
+    one_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of a policy on nodes of their own, and an engine on each node: every message goes over the nodes once."""
+    if one_stream:
+        monkeypatch.setattr(shard_sender, "join_group", nccl_like.join)
+    store = open_store("127.0.0.1", 60.0)
+    training, generation = ParallelConfig(tensor=2, pipeline=2), GenerationParallelConfig(tensor=2)
+    dtypes = ["float32"] * len(build_weight_map(SHAPE))
+    places = split_policy(training, SHAPE), table_boxes(generation, SHAPE)
+    scheduled = plan_messages(SHAPE, *places, 2, dtypes, 1024, devices_per_node=2)
+    assert np.array_equal(scheduled["relay"] != NO_RELAY, scheduled["source"] // 2 != scheduled["target"] // 2)
+    write_plan(store, scheduled, 4, 4, dtypes, shared_memory=True)
+    rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=4, timeout_s=60.0, same_gpus=True)
+    members: list[tuple[Side, int]] = [(side, number) for side in LINKS for number in range(4)]
+    with ThreadPoolExecutor(len(members)) as pool:
+        made = [pool.submit(LINKS[side], rendezvous, number, CPU, build_weight_map(SHAPE)) for side, number in members]
+        ends: dict[tuple[Side, int], Any] = {member: one.result() for member, one in zip(members, made, strict=True)}
+        run = {
+            member: pool.submit(_send_numbered if member[0] == "source" else _receive, one)
+            for member, one in ends.items()
+        }
+        came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
+    for target, messages in came.items():
+        assert ends["target", target]._buffers is None, "all is handed over in memory"
+        for pieces, content in zip(ends["target", target].messages, messages, strict=True):
+            source, turn = int(pieces[0]["source"]), int(pieces[0]["turn"])
+            assert torch.equal(content, _content(source, target, turn, len(content)))
+    sent = [len(one.messages) - sum(one.is_relayed) for (side, _), one in ends.items() if side == "source"]
+    relayed = [sum(one.is_relayed) for (side, _), one in ends.items() if side == "source"]
+    assert sum(sent) == sum(map(len, came.values()))
+    assert min(relayed) > 2 * BUFFERS, "buffers of relays are used several times"
+
+
+def _send_numbered(one: SourceLinks) -> None:
+    def fill(number: int, buffer: Tensor) -> None:
+        first = one.messages[number][0]
+        buffer[:-16] = _content(one._rank, int(first["target"]), int(first["turn"]), len(buffer) - 16)
+
+    one.send(fill, VERSION)
 
 
 def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Any]) -> None:

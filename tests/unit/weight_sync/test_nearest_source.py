@@ -28,7 +28,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     engine = table_boxes(GenerationParallelConfig(**generation), shape)
     dtypes = ["float32"] * len(build_weight_map(shape))
     engines = generation["data"]
-    plans = [plan_messages(shape, sources, engine, engines, dtypes, 2**21, same_devices=same) for same in (True, False)]
+    plans = [plan_messages(shape, sources, engine, engines, dtypes, 2**21, devices_per_node=node) for node in (4, None)]
     near, far = (plan["source"] == plan["target"] for plan in plans)
     assert far.mean() < near.mean() or "tensor" in training, "else the shares have it so already"
     if "tensor" not in training:
