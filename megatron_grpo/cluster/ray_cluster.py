@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -114,10 +115,10 @@ class RayCluster:
         groups = (self._policy_group, self._value_group, *self._engine_groups)
         self._await_groups([group for group in groups if group], needs)
 
-    def reserve_shared(self, ranks: int, guests: int) -> None:
-        """Reserve a GPU a rank on one node, shared with `guests` processes."""
+    def reserve_shared(self, ranks: int, guests: Sequence[int]) -> None:
+        """Reserve a GPU a rank; `guests`: policy rank on the first GPU of each process that shares GPUs."""
         if self.config.gpus:
-            self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
+            self._policy_group = _fill_nodes(ranks, self.config.gpus, guests)
             self._await_groups([self._policy_group], {"the policy": ranks})
 
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
@@ -144,7 +145,7 @@ class RayCluster:
     def build_value_options(self, rank: int) -> dict[str, Any]:
         """Build the Ray options of a rank of the value model."""
         if self._shared_gpus:
-            return self._build_guest_options([self._shared_gpus[rank]])
+            return self._build_guest_options(rank, [self._shared_gpus[rank]])
         return self._build_rank_options(self._value_group, rank)
 
     def _build_rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
@@ -156,10 +157,13 @@ class RayCluster:
     def build_engine_options(self, engine: int) -> dict[str, Any]:
         """Build the Ray options of a generation engine."""
         if self._shared_gpus:
-            # The engine sees the GPUs of all policy ranks: its ranks use the first ones, and read weights from all.
+            # The engine sees the GPUs of all policy ranks on its node: its ranks use the first ones, and read weights
+            # from all.
             first = engine * self._ranks_per_engine
+            begin = first // self.config.gpus * self.config.gpus
+            on_node = self._shared_gpus[begin : begin + self.config.gpus]
             used = self._shared_gpus[first : first + self._ranks_per_engine]
-            return self._build_guest_options([*used, *(gpu for gpu in self._shared_gpus if gpu not in used)])
+            return self._build_guest_options(first, [*used, *(gpu for gpu in on_node if gpu not in used)])
         if not self._engine_groups:
             return {"num_cpus": 0}
         group = self._engine_groups[engine]
@@ -168,12 +172,13 @@ class RayCluster:
         gpus = int(group.bundle_specs[0]["GPU"])
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _schedule_in(group, 0)}
 
-    def _build_guest_options(self, devices: list[str]) -> dict[str, Any]:
+    def _build_guest_options(self, rank: int, devices: list[str]) -> dict[str, Any]:
+        # `rank`: of the policy, on the same node.
         assert self._policy_group is not None, "reserve_shared() comes first"
         return {
             "num_cpus": 1,
             "num_gpus": 0,
-            "scheduling_strategy": _schedule_in(self._policy_group, 0),
+            "scheduling_strategy": _schedule_in(self._policy_group, rank // self.config.gpus),
             "runtime_env": {"env_vars": dict.fromkeys(("CUDA_VISIBLE_DEVICES", SHARED_GPUS), ",".join(devices))},
         }
 
@@ -211,9 +216,12 @@ def _explain_failed_join(error: BaseException) -> str:
     )
 
 
-def _fill_nodes(ranks: int, per_node: int) -> PlacementGroup:
-    sizes = [min(per_node, ranks - start) for start in range(0, ranks, per_node)]
-    return placement_group([{"GPU": n, "CPU": n} for n in sizes], strategy="PACK")
+def _fill_nodes(ranks: int, per_node: int, guests: Sequence[int] = ()) -> PlacementGroup:
+    bundles = []
+    for begin in range(0, ranks, per_node):
+        gpus = min(per_node, ranks - begin)
+        bundles.append({"GPU": gpus, "CPU": gpus + sum(begin <= rank < begin + per_node for rank in guests)})
+    return placement_group(bundles, strategy="PACK")
 
 
 def _schedule_in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

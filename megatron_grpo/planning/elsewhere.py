@@ -68,10 +68,7 @@ def iterate_node_counts(config: Config, shape: ModelShape, gpu: Hardware, deadli
 
 
 def _place_on_nodes(config: Config, nodes: int) -> Config:
-    placed = config  # engines can share GPUs with the policy on one node only
-    if nodes > 1 and config.generation.is_colocated:
-        placed = replace(config, generation=replace(config.generation, placement="separate"))
-    return replace(placed, cluster=replace(placed.cluster, num_nodes=nodes))
+    return replace(config, cluster=replace(config.cluster, num_nodes=nodes))
 
 
 def iterate_run_layouts(

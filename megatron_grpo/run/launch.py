@@ -41,8 +41,9 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
     engines, value_model = config.generation.parallel, config.value_model
     generation: VllmGeneration | None = None
     if colocated:
-        value_ranks = value_model.parallel.world_size if value_model else 0
-        cluster.reserve_shared(config.policy.parallel.world_size, engines.data + value_ranks)
+        guests = [engine * engines.ranks_per_engine for engine in range(engines.data)]
+        guests += range(value_model.parallel.world_size if value_model else 0)
+        cluster.reserve_shared(config.policy.parallel.world_size, guests)
     else:
         has_own_engines = config.needs_generation and not config.generation.server.urls
         value_parallel = value_model.parallel if value_model else None

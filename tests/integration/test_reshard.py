@@ -126,6 +126,23 @@ def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folde
         policy.shutdown()
 
 
+def test_engines_beside_a_policy_on_two_nodes_get_what_only_the_other_node_has(tmp_path: Path) -> None:
+    """Each stage of the policy counts as a node, so that an engine's halves come from a rank and through it."""
+    base, trained = (make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("base", "trained")))
+    policy = start_policy(trained, ParallelConfig(pipeline=2))
+    try:
+        with engines(base, data=2, colocated=True) as generation:
+            policy.wait_ready()
+            policy.settings = replace(policy.settings, ranks_per_machine=1)
+            assert not np.array_equal(answers(generation), after("reshard", policy, generation, version=1))
+            assert_serves(generation, Oracle(trained), version=1)
+            become(policy, base)
+            after("reshard", policy, generation, version=2)
+            assert_serves(generation, Oracle(base), version=2)
+    finally:
+        policy.shutdown()
+
+
 BLOCKED = {
     "hidden_size": 256,
     "intermediate_size": 512,

@@ -35,10 +35,10 @@ def test_every_value_in_a_text_exists(config: Config) -> None:
 
 
 def test_a_conflict_names_the_first_key_with_its_value_and_fills_its_text(config: Config) -> None:
-    config.generation.placement, config.cluster.gpus_per_node, config.cluster.num_nodes = "colocated", 8, 2
-    (problem,) = find_broken_rules(config, list_conflicts(config, "colocated"))
-    assert problem.subject == "generation.placement=colocated"
-    assert "the run has cluster.num_nodes=2; use separate" in problem.text
+    config.generation.engine.dtype, config.refit.fp8_blocks, config.refit.mode = "bfloat16", True, "files"
+    (problem,) = find_broken_rules(config, list_conflicts(config, "fp8_blocks"))
+    assert problem.subject == "refit.fp8_blocks=true"
+    assert "refit.mode=files sends tensors as vLLM's loader reads them; use reshard" in problem.text
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,27 @@ def test_nothing_samples_ahead_of_training() -> None:
         assert f"use separate, or {algorithm}.async_grpo.enabled=false" in problem.text
 
 
+@pytest.mark.parametrize(
+    ("tensor", "engines", "is_refused"), [(3, 5, True), (3, 2, False), (4, 4, False), (16, 1, True)]
+)
+def test_engines_beside_a_policy_on_two_nodes_have_gpus_of_one(tensor: int, engines: int, is_refused: bool) -> None:
+    """Of 8 GPUs, which an engine of 3 would leave for the next node."""
+    overrides = [
+        "cluster.gpus_per_node=8",
+        "cluster.num_nodes=2",
+        "policy.parallel.pipeline=2",
+        "policy.parallel.data=8",
+    ]
+    layout = [
+        "generation.parallel.pipeline=1",
+        f"generation.parallel.tensor={tensor}",
+        f"generation.parallel.data={engines}",
+    ]
+    config = compose_config(["+exp=quickstart", COLOCATED, *overrides, *layout])
+    texts = [problem.text for problem in find_placement_problems(config)]
+    assert any("do not divide the 8 of a node" in text for text in texts) == is_refused
+
+
 def test_on_a_cpu_layouts_are_free() -> None:
     """There is no device that two could want."""
     assert compose_config(["+exp=quickstart", COLOCATED, "generation.parallel.data=2"]).generation.is_colocated
