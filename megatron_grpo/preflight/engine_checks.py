@@ -141,6 +141,12 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     advice = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
     text = f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle}"
     yield ranks != policy, "generation.parallel", f"{text}; use {advice}"
+    # Engine n has the GPUs of the policy's ranks from n * ranks_per_engine on, and sees those of one node.
+    text = (
+        f"{engines.ranks_per_engine} GPUs of an engine do not divide the {config.cluster.gpus} of a node; use a divisor"
+    )
+    spans = policy > config.cluster.gpus and config.cluster.gpus % engines.ranks_per_engine > 0
+    yield spans and ranks == policy, "generation.parallel", text
     ranks = 0 if config.value_model is None else config.value_model.parallel.world_size
     text = f"has {ranks} ranks, more than the {policy} GPUs of the policy that it shares; make it smaller"
     yield ranks > policy, "value.parallel", text

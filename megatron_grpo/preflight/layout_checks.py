@@ -262,13 +262,7 @@ def check_devices(
 def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, ParallelConfig]]) -> Iterator[Rule]:
     """Check that engines which fit a node get GPUs of one node."""
     node_gpus, ranks = config.cluster.gpus, config.generation.parallel.ranks_per_engine
-    if config.generation.is_colocated:
-        # Engine n has the GPUs of the policy's ranks from n * ranks on, of which its first process sees one node's.
-        text = f"{ranks} GPUs of an engine beside the policy do not divide the {node_gpus} of a node; use a divisor"
-        spans = node_gpus % ranks > 0 and ranks * config.generation.parallel.data > node_gpus
-        yield spans, "generation.parallel=", text
-        return
-    if ranks > node_gpus:
+    if config.generation.is_colocated or ranks > node_gpus:
         return
     # Models fill the nodes rank by rank before the engines start.
     free = [node_gpus] * config.cluster.num_nodes

@@ -37,7 +37,7 @@ def test_every_value_in_a_text_exists(config: Config) -> None:
 def test_a_conflict_names_the_first_key_with_its_value_and_fills_its_text(config: Config) -> None:
     config.generation.engine.dtype, config.refit.fp8_blocks, config.refit.mode = "bfloat16", True, "files"
     (problem,) = find_broken_rules(config, list_conflicts(config, "fp8_blocks"))
-    assert problem.subject == "refit.fp8_blocks=true"
+    assert problem.subject == "refit.fp8_blocks=True"
     assert "refit.mode=files sends tensors as vLLM's loader reads them; use reshard" in problem.text
 
 
