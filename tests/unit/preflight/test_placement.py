@@ -61,18 +61,23 @@ def test_apart_the_same_layouts_take_two_gpus() -> None:
     assert "1 node(s) have 1 GPUs, but policy.parallel takes 1 and generation.parallel 1" in text
 
 
-ENGINES_OF_TWO = ["generation.parallel.tensor=2", "generation.parallel.data=3"]
+SIX_RANKS = [
+    "policy.parallel.data=2",
+    "policy.parallel.pipeline=3",
+    "generation.parallel.tensor=2",
+    "generation.parallel.data=3",
+]
 
 
 def test_engines_beside_a_policy_may_be_on_several_nodes() -> None:
-    assert not said("cluster.num_nodes=3", "cluster.gpus_per_node=2", "policy.parallel.data=6", *ENGINES_OF_TWO)
+    assert not said("cluster.num_nodes=3", "cluster.gpus_per_node=2", *SIX_RANKS)
 
 
 @pytest.mark.parametrize(
     ("changes", "subject", "text"),
     [
         (
-            ["cluster.num_nodes=2", "cluster.gpus_per_node=3", "policy.parallel.data=6", *ENGINES_OF_TWO],
+            ["cluster.num_nodes=2", "cluster.gpus_per_node=3", *SIX_RANKS],
             "generation.parallel",
             "2 GPUs of an engine do not divide the 3 of a node; use a divisor",
         ),
