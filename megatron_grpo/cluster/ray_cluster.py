@@ -116,7 +116,10 @@ class RayCluster:
         self._await_groups([group for group in groups if group], needs)
 
     def reserve_shared(self, ranks: int, guests: Sequence[int]) -> None:
-        """Reserve a GPU a rank; `guests`: policy rank on the first GPU of each process that shares GPUs."""
+        """Reserve a GPU for each rank of the policy.
+
+        `guests`: of each process that shares GPUs, the policy's rank on its first one.
+        """
         if self.config.gpus:
             self._policy_group = _fill_nodes(ranks, self.config.gpus, guests)
             self._await_groups([self._policy_group], {"the policy": ranks})

@@ -58,7 +58,10 @@ class MicrobatchMaker:
         return packs.lay_out(lengths, rank=parallel_state.get_context_parallel_rank(), **self._choose_padding(lengths))
 
     def count_stage_tokens(self, lengths: Sequence[int]) -> int:
-        """Count the tokens between stages, on a rank, of a microbatch of these lengths; none: the dummy's."""
+        """Count the tokens that a rank's pipeline stages exchange.
+
+        `lengths`: of the microbatch's sequences; none: it has the dummy's.
+        """
         lengths = lengths or [1]
         tokens = int(packs.pad_lengths(lengths, **self._choose_padding(lengths)).sum()) // self._parallel.context
         return tokens // (self._parallel.tensor if self._parallel.sequence else 1)

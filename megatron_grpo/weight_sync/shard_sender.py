@@ -59,7 +59,7 @@ class SourceLinks(Links):
                     self._finish(number - BUFFERS, pending)
                 buffer = self.view_buffer(number)
                 if self.is_relayed[number]:
-                    self._wait(self._relay(number, sends=False))
+                    self._wait(self._start_relay(number, sends=False))
                 else:
                     fill(number, buffer)
                     write_checksum(buffer, version)
@@ -71,7 +71,7 @@ class SourceLinks(Links):
         """Start sending a message, or the notice that it can be read."""
         peer = self._peers[number]
         if self._is_far(number):
-            return [self._relay(number, sends=True)]
+            return [self._start_relay(number, sends=True)]
         if self._memory is None or peer not in self._shared:
             return [self._start(peer, self.view_buffer(number), sends=True)]
         self._memory.synchronize()  # the message has been written
@@ -88,7 +88,7 @@ class SourceLinks(Links):
     def _is_far(self, number: int) -> bool:
         return int(self.messages[number][0]["relay"]) not in (NO_RELAY, self._rank)
 
-    def _relay(self, number: int, *, sends: bool) -> Transfer:
+    def _start_relay(self, number: int, *, sends: bool) -> Transfer:
         if self._relays is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         first = self.messages[number][0]
