@@ -113,8 +113,8 @@ def make_deterministic() -> None:
 def forbid_tf32() -> None:
     """Make libraries multiply float32 in float32.
 
-    Called before CUDA starts. Transformer Engine asks cuBLAS for TF32 whatever torch's setting is, and Megatron-Core's routers use its products:
-    on an H200 log-probabilities of mixtures in float32 were off by 2e-4 to 9e-4.
+    Called before CUDA starts. Transformer Engine asks cuBLAS for TF32 whatever torch's setting is, and Megatron-Core's
+    routers use its products: on an H200 log-probabilities of mixtures in float32 were off by 2e-4 to 9e-4.
     """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 

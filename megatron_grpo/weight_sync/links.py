@@ -75,7 +75,10 @@ class Links(ABC):
 
     @abstractmethod
     def _find_peer(self, piece: Any) -> int:
-        """Find the rank at the other end of the link of a message that begins with `piece`."""
+        """Find the rank at the other end of a message's link.
+
+        `piece`: the message's first.
+        """
 
     @abstractmethod
     def _open_link(self, peer: int, notice: Tensor) -> Tensor | None:
