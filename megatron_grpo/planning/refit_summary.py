@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import assume_boxes
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.preflight.refit_memory import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.weight_sync.boxes import Box
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
@@ -102,6 +102,8 @@ def summarize_refit(
     bucket_bytes: int,
     fp8_blocks: bool = False,
     engine: Sequence[Sequence[Box]] | None = None,
+    *,
+    by_layer: bool = False,
 ) -> RefitSummary:
     """Plan a refit and count what it moves.
 
@@ -113,11 +115,11 @@ def summarize_refit(
         bucket_bytes: most bytes of a message.
         fp8_blocks: whether matrices of the layers are sent in FP8.
         engine: traced boxes of an engine's ranks; None: those of `assume_boxes`.
+        by_layer: whether engines convert layers (`refit_memory.converts_weights`), one after another.
     """
     began = time.perf_counter()
     sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
-    by_layer = fp8_blocks and shape.experts is not None
     scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes, by_layer=by_layer)
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data

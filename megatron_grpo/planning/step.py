@@ -14,10 +14,11 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
 from megatron_grpo.planning.generation_cost import Lengths, build_decoder, simulate_generation, size_engine
-from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
 from megatron_grpo.planning.refit_summary import summarize_refit
+from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.layout_checks import count_gpus
+from megatron_grpo.preflight.refit_memory import converts_weights
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.trace import RankTrace
@@ -285,7 +286,13 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
     policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
     bucket = int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(
-        shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
+        shape,
+        policy.parallel,
+        generation.parallel,
+        policy.precision,
+        bucket,
+        config.refit.fp8_blocks,
+        by_layer=converts_weights(config, shape, hardware),
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
