@@ -32,7 +32,7 @@ from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.platform.hardware import find_hardware
-from megatron_grpo.preflight.refit_memory import converts_weights
+from megatron_grpo.preflight.refit_memory import needs_conversion
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker
@@ -222,7 +222,7 @@ class DryLinks:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
         dtypes = choose_wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
         engine = assume_boxes(shape, generation)
-        by_layer = converts_weights(config, shape, find_hardware(config))
+        by_layer = needs_conversion(config, shape, find_hardware(config))
         scheduled = plan_messages(shape, shards, engine, generation.data, dtypes, bucket, by_layer=by_layer)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
         layouts = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]

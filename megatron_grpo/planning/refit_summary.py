@@ -115,7 +115,7 @@ def summarize_refit(
         bucket_bytes: most bytes of a message.
         fp8_blocks: whether matrices of the layers are sent in FP8.
         engine: traced boxes of an engine's ranks; None: those of `assume_boxes`.
-        by_layer: whether engines convert layers (`refit_memory.converts_weights`), one after another.
+        by_layer: whether engines convert layers (`refit_memory.needs_conversion`), one after another.
     """
     began = time.perf_counter()
     sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)

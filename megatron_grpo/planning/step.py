@@ -18,7 +18,7 @@ from megatron_grpo.planning.pipeline import Timeline, run_schedule
 from megatron_grpo.planning.refit_summary import summarize_refit
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.layout_checks import count_gpus
-from megatron_grpo.preflight.refit_memory import converts_weights
+from megatron_grpo.preflight.refit_memory import needs_conversion
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.trace import RankTrace
@@ -292,7 +292,7 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
         policy.precision,
         bucket,
         config.refit.fp8_blocks,
-        by_layer=converts_weights(config, shape, hardware),
+        by_layer=needs_conversion(config, shape, hardware),
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain

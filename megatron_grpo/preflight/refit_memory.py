@@ -35,10 +35,10 @@ def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     return NCCL_POOL + peers_on_machine * per_peer
 
 
-def converts_weights(config: Config, shape: ModelShape, gpu: Hardware | None) -> bool:
+def needs_conversion(config: Config, shape: ModelShape, gpu: Hardware | None) -> bool:
     """True if engines compute with another form of the weights than they receive.
 
-    Workers of a run report this themselves (`engine_layers.converts_weights`). `gpu`: that of the plan; None: Hopper.
+    Workers report it themselves (`engine_layers.has_converted_layers`). `gpu`: of the plan; None: Hopper.
     """
     arguments = config.generation.engine_args
     if config.cluster.gpus_per_node == 0:
@@ -58,7 +58,7 @@ def estimate_open_bytes(config: Config, shape: ModelShape, gpu: Hardware | None)
     they arrive, and their converted form before that is copied into the memory of the previous weights. 0: engines
     compute with the weights that they receive.
     """
-    if not converts_weights(config, shape, gpu):
+    if not needs_conversion(config, shape, gpu):
         return 0
     is_quantised = config.generation.engine_args.get("quantization") is not None
     width = 1 if config.refit.fp8_blocks else 2 if config.engine_dtype == "bfloat16" else 4
@@ -80,7 +80,7 @@ def _count_rank_elements(entry: WeightEntry, shape: ModelShape, ranks: int) -> i
 
 
 def list_refit_parts(config: Config, shape: ModelShape | None, gpu: Hardware | None) -> dict[str, int]:
-    """List the bytes of a refit on an engine's GPU, by purpose; shape None: unknown."""
+    """List a refit's bytes on an engine's GPU; shape None: unknown."""
     return {
         "NCCL": estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING),
         "buffers": 2 * int(config.refit.bucket_mib * 2**20),

@@ -101,7 +101,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
     return is_packed or not isinstance(method, UnquantizedLinearMethod)
 
 
-def converts_on_gpu(model: nn.Module) -> bool:
+def has_converted_layers(model: nn.Module) -> bool:
     """True if layers on a GPU have plain weights only during a refit."""
     on_gpu = (layer for layer in model.modules() if any(parameter.is_cuda for parameter in layer.parameters()))
     return any(map(is_derived, on_gpu))

@@ -76,7 +76,7 @@ class RefitWorker(Worker):
     @phase("trace loaders")
     def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> LoaderTrace | str:
         """Trace the model's loaders; `needs_boxes`: return the boxes too."""
-        from megatron_grpo.weight_sync.engine_layers import converts_on_gpu
+        from megatron_grpo.weight_sync.engine_layers import has_converted_layers
         from megatron_grpo.weight_sync.weight_trace import trace_model
 
         try:
@@ -88,7 +88,7 @@ class RefitWorker(Worker):
                 if mode == "reshard":
                     raise ValueError(f"refit.mode=reshard cannot fill {text}; use broadcast")
                 logger.warning("weights are not compared with the policy's in %s", text)
-            packed, converts = pack_boxes(trace.boxes), converts_on_gpu(model)
+            packed, converts = pack_boxes(trace.boxes), has_converted_layers(model)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
         boxes = packed if needs_boxes else ""

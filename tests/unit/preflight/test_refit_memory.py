@@ -15,11 +15,11 @@ from megatron_grpo.planning.engine_layouts import find_room_problems
 from megatron_grpo.platform.hardware import load_hardware
 from megatron_grpo.preflight.refit_memory import (
     NCCL_RECEIVING,
-    converts_weights,
     estimate_nccl_bytes,
     estimate_open_bytes,
     find_refit_remarks,
     list_refit_parts,
+    needs_conversion,
 )
 
 H100, B200 = load_hardware("h100"), load_hardware("b200")
@@ -77,7 +77,7 @@ def test_engines_convert_what_their_kernels_do_not_take(
     family: str, arguments: dict[str, Any], on_hopper: bool, on_blackwell: bool
 ) -> None:
     made, shape = on_gpus(engine_args=arguments), read_shape(family)
-    assert [converts_weights(made, shape, gpu) for gpu in (None, H100, B200)] == [on_hopper, on_hopper, on_blackwell]
+    assert [needs_conversion(made, shape, gpu) for gpu in (None, H100, B200)] == [on_hopper, on_hopper, on_blackwell]
 
 
 def test_a_layer_that_is_converted_is_counted_before_and_after_its_conversion() -> None:

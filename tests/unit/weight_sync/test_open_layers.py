@@ -14,7 +14,7 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import can_travel_in_fp8, index_tensors
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.hardware import load_hardware
-from megatron_grpo.preflight.refit_memory import converts_weights, estimate_open_bytes
+from megatron_grpo.preflight.refit_memory import estimate_open_bytes, needs_conversion
 from megatron_grpo.weight_sync.boxes import Box, count_elements
 from megatron_grpo.weight_sync.pieces import Pieces, read_ranges
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
@@ -32,7 +32,7 @@ def list_cases() -> list[tuple[tuple[str, ...], str]]:
         if len(command) > 1 and "quantization" in recipe_config(command[0]).generation.engine_args:
             continue  # its engines are in FP8 anyway
         shape = read_model_shape(config.policy.model.path)
-        gpus = [gpu for gpu in ("h100", "b200") if converts_weights(config, shape, load_hardware(gpu))]
+        gpus = [gpu for gpu in ("h100", "b200") if needs_conversion(config, shape, load_hardware(gpu))]
         cases += [(command, gpus[0])] if gpus else []
     return cases
 
