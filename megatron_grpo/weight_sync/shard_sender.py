@@ -139,7 +139,7 @@ class ShardSender:
             tensors = split_parameter(self._entries[key[0]], weight, slices, self._rank.shape)
             if any(tensor.untyped_storage() is not weight.untyped_storage() for tensor in tensors):
                 return tensors  # copies, since the slices are no views of the parameter
-            self._views[form] = [(part.shape, part.stride(), part.storage_offset() - begin) for part in tensors]
+            self._views[form] = [(part.shape, part.stride(), int(part.storage_offset() - begin)) for part in tensors]
         return [weight.as_strided(sizes, strides, begin + offset) for sizes, strides, offset in self._views[form]]
 
     def _locate(self, piece: Any) -> _Position:
