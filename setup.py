@@ -9,10 +9,9 @@ setup(
     package_dir={"megatron_grpo.conf": "conf", "megatron_grpo_kernels": "kernels"},
     package_data={
         "megatron_grpo.observability.page": ["assets/*"],
-        "megatron_grpo.platform": ["hooks.yaml"],
+        "megatron_grpo.platform": ["*.yaml"],
         "megatron_grpo.prepare": ["recipes.yaml"],
         "megatron_grpo.models": ["prepared_models.yaml"],
-        "megatron_grpo.planning": ["*.yaml"],
         "megatron_grpo.verification": ["*.yaml", "doctor/*.yaml"],
         "megatron_grpo.conf": ["**/*.yaml"],
         "megatron_grpo.config": ["*.yaml"],

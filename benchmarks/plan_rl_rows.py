@@ -25,8 +25,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.generation_cost import find_lengths
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.step import StepTimes, build_step_times
+from megatron_grpo.platform.hardware import load_hardware
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport

@@ -27,9 +27,9 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.planning.generation_cost import Lengths
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.step import build_step_times
 from megatron_grpo.planning.trace import RankTrace, _extrapolate_work, _run_dry, extrapolate_report, start_trace_pool
+from megatron_grpo.platform.hardware import load_hardware
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport

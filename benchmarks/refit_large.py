@@ -90,7 +90,7 @@ def main() -> None:
         shape = parse_model_shape(raw)
         arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
         assert not any(find_cut_blocks(shape, training, generation))
-        summary, in_fp8 = summarize_refit(*arguments), summarize_refit(*arguments, fp8_blocks=True)
+        summary, in_fp8 = summarize_refit(*arguments), summarize_refit(*arguments, fp8_blocks=True, by_layer=True)
         whole = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(
             {

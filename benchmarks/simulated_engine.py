@@ -19,7 +19,7 @@ from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_interface import EngineStart, TensorShapes
+from megatron_grpo.generation.engine_interface import EngineStart, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.models.families import read_model_shape
@@ -188,12 +188,14 @@ class SimulatedEngine:
         counts, self._decoder.counts = self._decoder.counts, EngineCounts()
         return counts
 
-    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[LoaderTrace]:
         """Assume what vLLM's loaders do."""
         self._require_alive()
         shape = read_model_shape(self._settings.model_path)
         engine = assume_boxes(shape, self._settings.config.parallel)
-        return [{"digest": "", "boxes": pack_boxes(boxes) if needs_boxes else ""} for boxes in engine]
+        return [
+            LoaderTrace(digest="", boxes=pack_boxes(boxes) if needs_boxes else "", converts=False) for boxes in engine
+        ]
 
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Read the plan of each of the engine's ranks."""

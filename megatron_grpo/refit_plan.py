@@ -12,7 +12,9 @@ from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.meta_engine import trace_run
 from megatron_grpo.planning.refit_summary import estimate_nccl, summarize_refit
+from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.refit_memory import needs_conversion
 
 USAGE = """\
 python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--json]
@@ -40,7 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     layouts = policy.parallel, config.generation.parallel
     bucket, boxes = int(config.refit.bucket_mib * 2**20), trace_run(config, shape)
-    summary = summarize_refit(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks, boxes)
+    by_layer = needs_conversion(config, shape, find_hardware(config))
+    summary = summarize_refit(
+        shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks, boxes, by_layer=by_layer
+    )
     nccl = estimate_nccl(config, summary)
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))

@@ -27,7 +27,7 @@ from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, needs_machines
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
-from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, TensorShapes
+from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import (
     await_alive,
     death_as_engine_loss,
@@ -187,7 +187,7 @@ class VllmEngine(Engine):
         return self._statistics.take()
 
     @phase("trace loaders")
-    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[LoaderTrace]:
         return await self._call_workers(EngineWorker.trace_weights, mode, tensors, needs_boxes)
 
     @phase("connect the refit")

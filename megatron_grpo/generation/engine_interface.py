@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.config.generation_schema import RefitMode
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 TensorShapes = Mapping[str, Sequence[int]]
 """Shapes of a model's Hugging Face tensors by name, in the order of export."""
+
+
+class LoaderTrace(TypedDict):
+    """A worker's trace of vLLM's loaders (`RefitWorker.trace_weights`)."""
+
+    digest: str
+    boxes: str
+    """Packed boxes; empty: they were not asked for."""
+    converts: bool
+    """Whether a layer on a GPU has plain weights only during a refit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +60,8 @@ class Engine(Protocol):
     def take_counts(self) -> EngineCounts:
         """Return the counts of the work since the last call."""
 
-    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
-        """Trace the loaders of every worker: `digest` and packed `boxes` (`RefitWorker.trace_weights`)."""
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[LoaderTrace]:
+        """Trace the loaders of every worker."""
 
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         """Connect every worker to the senders of the weights.
@@ -84,7 +94,7 @@ class EngineWorker(Protocol):
     They return the text of an error and never raise.
     """
 
-    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> dict[str, str] | str: ...
+    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> LoaderTrace | str: ...
 
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None: ...
 

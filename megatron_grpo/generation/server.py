@@ -27,7 +27,7 @@ from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
-from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, TensorShapes
+from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import list_own_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.vllm_requests import iterate_finished, make_sampling_arguments, require_answers
@@ -127,7 +127,7 @@ class ServerEngine(Engine):
         return self._statistics.take()
 
     @phase("trace loaders")
-    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[dict[str, str]]:
+    async def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> list[LoaderTrace]:
         await self._wait_until_up()
         return await self._call_workers(EngineWorker.trace_weights, mode, tensors, needs_boxes)
 

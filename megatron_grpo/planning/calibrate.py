@@ -11,8 +11,8 @@ from statistics import median
 import yaml
 
 from megatron_grpo.observability.run_files import read_lines
-from megatron_grpo.planning.hardware import Efficiency, Hardware
 from megatron_grpo.planning.step import StepTimes
+from megatron_grpo.platform.hardware import Efficiency, Hardware
 
 WARM_UP_STEPS = 2
 """First steps of a run, which are left out because kernels, caches and communicators start in them."""

@@ -20,7 +20,7 @@ from megatron_grpo.planning.policy_layouts import (
 )
 from megatron_grpo.planning.whole import Plan
 from megatron_grpo.preflight.config_checks import find_problems
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, estimate_nccl_bytes
+from megatron_grpo.preflight.refit_memory import find_largest_share, list_refit_parts
 
 _USUAL_SHARE = 0.9  # vLLM's default of gpu_memory_utilization
 Changes = dict[str, Any]
@@ -159,13 +159,15 @@ def find_engine_changes(plan: Plan) -> Changes | None:
 
 
 def _list_memory_shares(plan: Plan) -> list[float]:
-    # gpu_memory_utilization of the run, vLLM's default, and the largest that leaves room to NCCL and to the models.
+    # gpu_memory_utilization of the run, vLLM's default, and the largest that leaves room to a refit and to the models.
     share, available = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
-    nccl_bytes = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
-    largest = int(100 * (1 - nccl_bytes / available)) / 100
-    if plan.config.generation.is_colocated:
-        largest = min(largest, int(100 * (1 - plan.beside_engine / available)) / 100)
-        return [largest] if largest < share else [share, largest]
+    is_colocated = plan.config.generation.is_colocated
+    refit = sum(list_refit_parts(plan.config, plan.shape, plan.hardware).values())
+    largest = find_largest_share(plan.beside_engine if is_colocated else refit, available)
+    if largest < share:
+        return [largest]
+    if is_colocated:
+        return [share, largest]
     return [share, *(larger for larger in (_USUAL_SHARE, largest) if share < larger <= largest)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_grpo.planning.hardware import Efficiency, Hardware
+from megatron_grpo.platform.hardware import Efficiency, Hardware
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry.work import Work

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.trace import RankTrace, name_phase_before_refit
-from megatron_grpo.preflight.engine_checks import NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.platform.hardware import Hardware
+from megatron_grpo.preflight.refit_memory import NCCL_SENDING, estimate_nccl_bytes
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport
@@ -106,7 +106,8 @@ def build_rank_memory(
         config: the run's configuration.
         trace: the rank's dry run.
         hardware: the GPU and its reserve.
-        engine_weights: bytes of an engine rank's weights, which are on a shared GPU during a refit.
+        engine_weights: bytes of an engine rank's weights, and of a layer's conversion, which are on a shared GPU
+            during a refit.
         model: policy, or value model.
         beside: bytes that the other model holds on the same GPU.
     """

@@ -31,6 +31,8 @@ from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import Platform
+from megatron_grpo.platform.hardware import find_hardware
+from megatron_grpo.preflight.refit_memory import needs_conversion
 from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker
@@ -41,7 +43,7 @@ from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, Valu
 from megatron_grpo.weight_sync.links import BUFFERS
 from megatron_grpo.weight_sync.pieces import align, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, needs_layer_order, plan_messages
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class DryLinks:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
         dtypes = choose_wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
         engine = assume_boxes(shape, generation)
-        by_layer = needs_layer_order(shape, config.generation, fp8_blocks=config.refit.fp8_blocks)
+        by_layer = needs_conversion(config, shape, find_hardware(config))
         scheduled = plan_messages(shape, shards, engine, generation.data, dtypes, bucket, by_layer=by_layer)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
         layouts = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]

@@ -14,7 +14,6 @@ from megatron_grpo.planning.changes import Changes, apply_changes, merge_changes
 from megatron_grpo.planning.device_memory import GIB
 from megatron_grpo.planning.engine_layouts import find_best_engines
 from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes
-from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.policy_layouts import (
     ENGINE_SIZES,
     POLICY_SIZES,
@@ -25,6 +24,7 @@ from megatron_grpo.planning.policy_layouts import (
 )
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.whole import Plan
+from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.config_checks import find_problems
 
 _SPLITS = 24

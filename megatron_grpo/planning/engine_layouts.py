@@ -10,9 +10,10 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, simulate_generation, size_engine
-from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.refusals import Refusals
+from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.config_checks import find_problems
+from megatron_grpo.preflight.refit_memory import find_refit_remarks
 
 _STAGES = 8
 """Most pipeline stages of an engine that are tried."""
@@ -74,7 +75,11 @@ def is_of_engines(problem: Problem) -> bool:
 
 
 def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:
-    """Find that the engines' cache does not hold the longest sequence."""
+    """Find that an engine lacks memory for its longest sequence, or for a refit."""
+    return [*_find_cache_problems(config, shape, hardware), *find_refit_remarks(config, shape, hardware)]
+
+
+def _find_cache_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:
     size, parallel = size_engine(config, shape, hardware), config.generation.parallel
     longest, share = config.policy.max_total_sequence_length, config.generation.engine.gpu_memory_utilization
     if size.count_sequences(longest) >= 1:

@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import MambaShape, ModelShape
 from megatron_grpo.planning.costs import time_collective, time_tree
 from megatron_grpo.planning.engine_shards import split_engine
-from megatron_grpo.planning.hardware import Hardware
+from megatron_grpo.platform.hardware import Hardware
 
 BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default on GPUs."""

@@ -15,9 +15,9 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import assume_boxes
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.preflight.refit_memory import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.weight_sync.boxes import Box
-from megatron_grpo.weight_sync.pieces import Pieces
+from megatron_grpo.weight_sync.pieces import NO_RELAY, Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 
 MOST_LINKS = 32  # more links are not listed one by one
@@ -47,6 +47,8 @@ class RefitSummary:
     sending: RankLoad
     receiving: RankLoad
     bytes: int
+    relayed_bytes: int
+    """Most that a rank of the policy sends to another node, or receives from there, beside engines on its GPUs."""
     pieces: int
     messages: int
     turns: int
@@ -102,6 +104,9 @@ def summarize_refit(
     bucket_bytes: int,
     fp8_blocks: bool = False,
     engine: Sequence[Sequence[Box]] | None = None,
+    *,
+    by_layer: bool = False,
+    devices_per_node: int | None = None,
 ) -> RefitSummary:
     """Plan a refit and count what it moves.
 
@@ -113,12 +118,24 @@ def summarize_refit(
         bucket_bytes: most bytes of a message.
         fp8_blocks: whether matrices of the layers are sent in FP8.
         engine: traced boxes of an engine's ranks; None: those of `assume_boxes`.
+        by_layer: whether engines convert layers (`refit_memory.needs_conversion`), one after another.
+        devices_per_node: of engines on the policy's devices; None: they have their own.
     """
     began = time.perf_counter()
     sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)
     dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
-    by_layer = fp8_blocks and shape.experts is not None
-    scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes, by_layer=by_layer)
+    scheduled = plan_messages(
+        shape,
+        sources,
+        engine,
+        generation.data,
+        dtypes,
+        bucket_bytes,
+        devices_per_node=devices_per_node,
+        by_layer=by_layer,
+    )
+    relayed = scheduled[scheduled["relay"] != NO_RELAY]
+    far = (np.bincount(relayed[side], weights=relayed["bytes"], minlength=1) for side in ("source", "relay"))
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data
     # Pairs of ranks as one number, and messages, which are pieces of one source and turn, too: sorting is fast then.
@@ -132,6 +149,7 @@ def summarize_refit(
         sending=_load(scheduled, "source", len(sources), codes // targets),
         receiving=_load(scheduled, "target", targets, codes % targets),
         bytes=int(scheduled["bytes"].sum()),
+        relayed_bytes=int(max(loads.max() for loads in far)),
         pieces=len(scheduled),
         messages=len(np.unique(message_keys)),
         turns=int(scheduled["turn"].max()) + 1,

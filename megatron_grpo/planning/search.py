@@ -16,7 +16,6 @@ from megatron_grpo.planning.device_memory import GIB
 from megatron_grpo.planning.engine_layouts import find_best_engines
 from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes, estimate_step_s
 from megatron_grpo.planning.generation_cost import find_lengths
-from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.policy_layouts import (
     Candidate,
     count_idle_gpus,
@@ -29,6 +28,7 @@ from megatron_grpo.planning.policy_layouts import (
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.trace import LateError
 from megatron_grpo.planning.whole import PendingPlan, Plan, as_planned, find_profile, submit_plan
+from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.load import compose_checked
 
 _RANKING = 0.7

@@ -14,10 +14,11 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
 from megatron_grpo.planning.generation_cost import Lengths, build_decoder, simulate_generation, size_engine
-from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
 from megatron_grpo.planning.refit_summary import summarize_refit
+from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.layout_checks import count_gpus
+from megatron_grpo.preflight.refit_memory import needs_conversion
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.trace import RankTrace
@@ -285,7 +286,14 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
     policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
     bucket = int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(
-        shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
+        shape,
+        policy.parallel,
+        generation.parallel,
+        policy.precision,
+        bucket,
+        config.refit.fp8_blocks,
+        by_layer=needs_conversion(config, shape, hardware),
+        devices_per_node=(config.cluster.gpus or policy.parallel.world_size) if generation.is_colocated else None,
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
@@ -294,7 +302,8 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
         if together
         else hardware.network_bytes_per_s * efficiency.network
     )
-    return summary.compute_seconds(speed), summary.bytes
+    over_nodes = summary.relayed_bytes / (hardware.network_bytes_per_s * efficiency.network)
+    return summary.compute_seconds(speed) + over_nodes, summary.bytes
 
 
 def _time_generation(

@@ -18,11 +18,12 @@ from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_mem
 from megatron_grpo.planning.engine_layouts import find_room_problems
 from megatron_grpo.planning.estimates import count_host_bytes
 from megatron_grpo.planning.generation_cost import EngineSize, find_lengths, size_engine
-from megatron_grpo.planning.hardware import Hardware, list_profiles, load_hardware
 from megatron_grpo.planning.policy_layouts import count_idle_gpus, has_own_engines
 from megatron_grpo.planning.step import StepTimes, build_step_times
 from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
+from megatron_grpo.platform.hardware import Hardware, find_hardware, list_profiles
 from megatron_grpo.preflight.layout_checks import count_gpus
+from megatron_grpo.preflight.refit_memory import estimate_open_bytes, list_refit_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,9 @@ class Plan:
                 f"{self.engine.activation_bytes / GIB:.1f} GiB of activations and graphs, and a cache of "
                 f"{self.engine.cache_tokens} tokens"
             )
+            refit = list_refit_parts(self.config, self.shape, self.hardware)
+            sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in refit.items() if size)
+            assumptions.append(f"a refit takes of an engine's GPU, in GiB: {sizes}")
         return assumptions + ([] if self.times is None else self.times.assumptions)
 
 
@@ -221,10 +225,9 @@ def find_profile(config: Config) -> Hardware:
     Raises:
         ValueError: neither is given, or the file holds no profile.
     """
-    name = config.plan.hardware or config.cluster.gpu
-    if name is None:
+    gpu = find_hardware(config)
+    if gpu is None:
         raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(list_profiles())}")
-    gpu = load_hardware(name)
     # A node may have fewer GPUs than NVLink could join, such as four of eight; a rack's domain reaches over nodes.
     domain = gpu.gpus_per_domain
     per_node = config.cluster.gpus or domain
@@ -295,7 +298,7 @@ class PendingPlan:
         value_traces = [pending.wait(deadline) for pending in self.value_traces]
         has_engines = has_own_engines(config)
         engine = size_engine(config, shape, gpu) if has_engines else None
-        beside = 0 if engine is None else engine.weight_bytes
+        beside = 0 if engine is None else engine.weight_bytes + estimate_open_bytes(config, shape, gpu)
         # Models that share GPUs with engines also share them with each other, and are there together while they learn.
         together = config.generation.is_colocated and has_engines
         of_policy, of_value = (

@@ -1,1 +1,1 @@
-"""Differences between CUDA and CPU, and hooks into libraries."""
+"""Differences between CUDA and CPU, profiles of GPUs, and hooks into libraries."""

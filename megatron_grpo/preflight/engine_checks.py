@@ -14,14 +14,6 @@ from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 from megatron_grpo_kernels.fp8_format import BLOCK
 
-# Bytes that a communicator of NCCL takes on a GPU for all peers on other machines together, measured with NCCL 2.28 and
-# 64 channels (github.com/NVIDIA/nccl/issues/2363); half of that with 32 channels.
-NCCL_POOL = 512 * 2**20
-# Bytes that NCCL takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB
-# or of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685).
-NCCL_SENDING, NCCL_RECEIVING = 32 * 2 * 2**20, 32 * 10 * 2**20
-# Memory of the GPU that remarks assume.
-GPU_BYTES = 80e9
 # Sizes of attention heads that vLLM's CPU build has kernels for.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -29,51 +21,6 @@ CPU_DELTA_SIZES = (128, 128)
 """Sizes of a delta net's keys and values that vLLM's CPU build has kernels for."""
 TORCHVISION_FAMILIES = ("qwen3_5", "qwen3_5_moe")
 """Families whose module in vLLM imports torchvision, as all models that see images do; its CPU build lacks it."""
-
-
-def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
-    """Estimate the memory of a refit's communicator on a rank's GPU, in bytes.
-
-    `peers`: number of ranks that the rank exchanges messages with; `per_peer`: NCCL_SENDING or NCCL_RECEIVING.
-    """
-    if config.cluster.gpus_per_node == 0 or config.generation.is_colocated or config.refit.mode == "files":
-        return 0
-    # Only peers on the same machine have buffers of their own, so the bytes do not grow with the number of machines.
-    peers_on_machine = min(peers, (config.cluster.gpus or 8) - 1)
-    return NCCL_POOL + peers_on_machine * per_peer
-
-
-def estimate_open_bytes(config: Config, shape: ModelShape | None) -> int:
-    """Estimate a worker's plain weights beside converted ones in a refit.
-
-    Those are of the one layer of experts that is converted at a time (`transfer_plan.plan_messages`). 0 where engines
-    compute with plain weights, for an unknown shape, and while engines are without their KV cache.
-    """
-    experts = None if shape is None else shape.experts
-    quantization = config.generation.engine_args.get("quantization")
-    if experts is None or shape is None or quantization is None or config.generation.is_colocated:
-        return 0
-    width = 1 if config.refit.fp8_blocks else 2 if config.engine_dtype == "bfloat16" else 4
-    return 3 * shape.hidden * experts.ffn_hidden * experts.count * width // config.generation.parallel.tensor
-
-
-@evaluate_rules
-def find_refit_remarks(config: Config, shape: ModelShape | None = None) -> Iterator[Rule]:
-    """Check that the memory of a refit fits beside vLLM's share."""
-    share = config.generation.engine.gpu_memory_utilization
-    nccl = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
-    if config.cluster.gpus_per_node == 0 or config.generation.is_colocated:
-        return
-    buffers, plain = 2 * int(config.refit.bucket_mib * 2**20), estimate_open_bytes(config, shape)
-    needed = nccl + buffers + plain
-    free, usable = (1 - share) * GPU_BYTES, int((1 - needed / GPU_BYTES) * 100) / 100
-    text = f"leaves {free / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and a refit takes up to "
-    text += (
-        f"{needed / 1e9:.1f} GB of that (NCCL {nccl / 1e9:.1f}, buffers {buffers / 1e9:.1f}, a layer of experts before "
-    )
-    text += f"its conversion {plain / 1e9:.1f}); use at most {usable:g}"
-    is_full = config.needs_generation and free < needed
-    yield is_full, "generation.engine.gpu_memory_utilization=", text
 
 
 @evaluate_rules

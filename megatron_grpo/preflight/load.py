@@ -13,10 +13,11 @@ from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.source import find_model_shape
+from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.data_checks import count_training_rows, read_recorded_max_num_steps
-from megatron_grpo.preflight.engine_checks import find_refit_remarks
 from megatron_grpo.preflight.machine_checks import examine_machine
+from megatron_grpo.preflight.refit_memory import find_refit_remarks
 from megatron_grpo.preflight.remarks import find_remarks
 
 # Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has.
@@ -102,7 +103,8 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
             loop.max_num_steps = max(per_epoch * loop.max_num_epochs, 1)
-    return problems, [*find_remarks(config), *find_refit_remarks(config, find_model_shape(config)), *remarks]
+    refit_remarks = find_refit_remarks(config, find_model_shape(config), find_hardware(config))
+    return problems, [*find_remarks(config), *refit_remarks, *remarks]
 
 
 def compose_checked(overrides: Sequence[str]) -> ComposedConfig:

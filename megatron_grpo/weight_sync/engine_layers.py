@@ -101,6 +101,12 @@ def is_derived(layer: torch.nn.Module) -> bool:
     return is_packed or not isinstance(method, UnquantizedLinearMethod)
 
 
+def has_converted_layers(model: nn.Module) -> bool:
+    """True if layers on a GPU have plain weights only during a refit."""
+    on_gpu = (layer for layer in model.modules() if any(parameter.is_cuda for parameter in layer.parameters()))
+    return any(map(is_derived, on_gpu))
+
+
 def _has_plain_experts(method: Any) -> bool:
     # vLLM's kernel of experts for Hopper, in Triton, computes with the weights as they were loaded. Converting them
     # would allocate each layer a second time.

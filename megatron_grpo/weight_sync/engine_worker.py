@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
     from megatron_grpo.config.generation_schema import RefitMode
-    from megatron_grpo.generation.engine_interface import EngineWorker, TensorShapes
+    from megatron_grpo.generation.engine_interface import EngineWorker, LoaderTrace, TensorShapes
     from megatron_grpo.weight_sync.fingerprints import Fingerprint
 
     class Worker(VllmWorker, EngineWorker): ...
@@ -74,8 +74,9 @@ class RefitWorker(Worker):
     boxes: Sequence[Box] = ()
 
     @phase("trace loaders")
-    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> dict[str, str] | str:
-        """Trace the model's loaders; return digest and, if needed, packed boxes."""
+    def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> LoaderTrace | str:
+        """Trace the model's loaders; `needs_boxes`: return the boxes too."""
+        from megatron_grpo.weight_sync.engine_layers import has_converted_layers
         from megatron_grpo.weight_sync.weight_trace import trace_model
 
         try:
@@ -87,10 +88,11 @@ class RefitWorker(Worker):
                 if mode == "reshard":
                     raise ValueError(f"refit.mode=reshard cannot fill {text}; use broadcast")
                 logger.warning("weights are not compared with the policy's in %s", text)
-            packed = pack_boxes(trace.boxes)
+            packed, converts = pack_boxes(trace.boxes), has_converted_layers(model)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
-        return {"digest": compute_digest(packed), "boxes": packed if needs_boxes else ""}
+        boxes = packed if needs_boxes else ""
+        return {"digest": compute_digest(packed), "boxes": boxes, "converts": converts}
 
     @phase("connect the refit")
     def connect_refit(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> str | None:

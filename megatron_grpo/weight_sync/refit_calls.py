@@ -51,6 +51,8 @@ class RefitCalls:
         self.store: TCPStore | None = None
         self.engine_boxes: list[str] = []
         """Packed boxes of an engine's ranks, once they are traced; all engines have these."""
+        self.engines_convert = False
+        """Whether engines convert layers on GPUs (`engine_layers.has_converted_layers`)."""
 
     def wait(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, phase_name: str

@@ -127,6 +127,9 @@ def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
 _Key = tuple[int, int, int]
 # Position of a piece in this rank's parameters: (parameter, index of one of its slices, indices there).
 _Position = tuple[_Key, int, tuple[slice, ...]]
+# Layout of a parameter: (row of the weight map, sizes, strides); of a slice in it: (sizes, strides, first element).
+_Form = tuple[int, tuple[int, ...], tuple[int, ...]]
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class ShardSender:
@@ -143,6 +146,7 @@ class ShardSender:
         self._bound: dict[_Key, BoundEntry] = {}  # the model's parameters at the start of the current send
         self._split_key: _Key | None = None  # the parameter that was split last, into `_split_tensors`
         self._split_tensors: list[Tensor] = []
+        self._views: dict[_Form, list[_View]] = {}
 
     def send(self, version: int) -> tuple[int, int, int]:
         """Send a version; return its bytes (with checksums), pieces and messages."""
@@ -161,10 +165,21 @@ class ShardSender:
         for position, packed in zip(self._positions[number], self.links.packed_pieces[number], strict=True):
             key, section, indices = position
             if key != self._split_key:  # an adapter is merged once for all pieces of its matrix
-                bound, slices = self._bound[key], self._list_slices(key)
-                self._split_tensors = split_parameter(bound.entry, bound.compute_weight(), slices, self._rank.shape)
-                self._split_key = key
+                self._split_key, self._split_tensors = key, self._split(key)
             pack_piece(packed, message, self._split_tensors[section][indices])
+
+    def _split(self, key: _Key) -> list[Tensor]:
+        """Split a parameter into the slices of its tensors."""
+        weight = self._bound[key].compute_weight()
+        # Thousands of experts are split alike, and finding the slices takes longer than the GPU takes to copy them.
+        form, begin = (key[0], weight.shape, weight.stride()), weight.storage_offset()
+        if form not in self._views:
+            slices = self._list_slices(key)
+            tensors = split_parameter(self._entries[key[0]], weight, slices, self._rank.shape)
+            if any(tensor.untyped_storage() is not weight.untyped_storage() for tensor in tensors):
+                return tensors  # copies, since the slices are no views of the parameter
+            self._views[form] = [(part.shape, part.stride(), int(part.storage_offset() - begin)) for part in tensors]
+        return [weight.as_strided(sizes, strides, begin + offset) for sizes, strides, offset in self._views[form]]
 
     def _locate(self, piece: Any) -> _Position:
         _, row, _, layer, expert = self._tensors[piece["tensor"]]

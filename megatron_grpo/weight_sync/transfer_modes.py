@@ -31,7 +31,7 @@ from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, needs_layer_order, plan_messages, write_plan
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, write_plan
 from megatron_grpo.weight_sync.weights_folder import MANIFEST, Manifest, WrittenTensor, compute_text_digest
 
 # When the files have more than this many times the bytes of a version, the next version is written completely.
@@ -106,6 +106,7 @@ class TransferMode(ABC):
                 text = f"{ENGINE_NAME(engine)} loads weights in other places than {ENGINE_NAME(engines[0])}"
                 raise AttemptError(f"{text}; engines need one version of vLLM and one configuration", {})
         self.calls.engine_boxes = [worker["boxes"] for worker in answers[0]]
+        self.calls.engines_convert = any(worker["converts"] for worker in answers[0])
 
     def connect_engines(self, sends: list[ray.ObjectRef], engines: tuple[int, ...], source: dict[str, Any]) -> None:
         """Connect engines to a source, in types of JSON; wait for both sides."""
@@ -147,7 +148,7 @@ class LinkMode(TransferMode):
                 dtypes,
                 self.bucket_bytes,
                 devices_per_node=machine if generation.is_colocated else None,
-                by_layer=needs_layer_order(shape, generation, fp8_blocks=config.fp8_blocks),
+                by_layer=self.calls.engines_convert,
             )
         except ValueError as error:
             raise AttemptError(str(error), {}) from error

@@ -1,6 +1,7 @@
 """Runs on the driver: plans which slice of which tensor goes from which policy rank to which engine rank, and when.
 
-The plan depends on the configuration alone. The driver makes it once when links are connected; no rank negotiates.
+The plan depends on the configuration, and on the boxes that workers report. The driver makes it once when links are
+connected; no rank negotiates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import Store
 
-from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
@@ -62,8 +62,8 @@ def plan_messages(
         bucket_bytes: most bytes of a message, unless a single row (in FP8, the rows of a block) is longer than half.
         devices_per_node: given, policy rank n and engine rank n share a device. A part that both hold is then sent by
             that policy rank and no other, and a part that no rank on the target's node holds goes through that rank.
-        by_layer: whether a worker gets one layer after another (`needs_layer_order`), instead of its links advancing
-            together.
+        by_layer: whether a worker gets one layer after another, instead of its links advancing together. A layer whose
+            weights vLLM converts also has its plain weights while it is incomplete: gigabytes in the largest models.
 
     Returns:
         Pieces by turn of their message (`schedule_messages`).
@@ -90,14 +90,6 @@ def plan_messages(
     # Each engine begins at another layer, so that all stages of the policy have something to send.
     starts = pieces["target"] // len(engine) * shape.layers // engine_count
     return schedule_messages(pieces, bucket_bytes, (layers + starts) % shape.layers)
-
-
-def needs_layer_order(shape: ModelShape, generation: GenerationConfig, *, fp8_blocks: bool) -> bool:
-    """True if engines on GPUs convert the weights of experts, layer by layer.
-
-    A layer that is converted has its plain weights, too, while it is incomplete: gigabytes in the largest models.
-    """
-    return shape.experts is not None and (fp8_blocks or generation.engine_args.get("quantization") is not None)
 
 
 def _plan_engine(

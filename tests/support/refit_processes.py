@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
+from megatron_grpo.generation.engine_interface import LoaderTrace
 from megatron_grpo.models.families import build_weight_map, measure_tensors, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.weight_sync.boxes import compute_digest, pack_boxes
@@ -176,10 +177,11 @@ class Worker(Member):
     received: int | None = None
     served: int | None = None
 
-    def trace_weights(self, mode: str, tensors: dict[str, Any], needs_boxes: bool) -> list[dict[str, str]]:
+    def trace_weights(self, mode: str, tensors: dict[str, Any], needs_boxes: bool) -> list[LoaderTrace]:
         """As the engine's."""
         [boxes] = table_boxes(GenerationParallelConfig(), SHAPE)
-        return [{"digest": compute_digest(pack_boxes(boxes)), "boxes": pack_boxes(boxes) if needs_boxes else ""}]
+        packed = pack_boxes(boxes)
+        return [LoaderTrace(digest=compute_digest(packed), boxes=packed if needs_boxes else "", converts=False)]
 
     def connect_weights(self, mode: str, source: dict[str, Any], first: int) -> None:
         """As the engine's."""

@@ -14,7 +14,7 @@ from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollou
 from megatron_grpo.config.command_line import FAILED, MISTAKE
 from megatron_grpo.planning.calibrate import write_profile
 from megatron_grpo.planning.check import check_fit
-from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.platform.hardware import load_hardware
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.directory import record_start

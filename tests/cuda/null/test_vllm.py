@@ -27,6 +27,7 @@ from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS, VllmSett
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_policy
+from megatron_grpo.weight_sync.engine_layers import has_converted_layers
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
@@ -128,6 +129,7 @@ def test_a_refit_fills_every_parameter(
     folder = models(family)
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)
+    assert has_converted_layers(model) == (quantization is not None)
     dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks)
     policy, before = split_policy(ParallelConfig(), shape), addresses(model)
     with set_current_vllm_config(config), torch.no_grad():

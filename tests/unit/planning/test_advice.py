@@ -23,9 +23,9 @@ from megatron_grpo.planning.changes import (
 from megatron_grpo.planning.device_memory import GIB, Holder, RankMemory
 from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes
 from megatron_grpo.planning.generation_cost import size_engine
-from megatron_grpo.planning.hardware import Hardware, load_hardware
 from megatron_grpo.planning.policy_layouts import count_idle_gpus
 from megatron_grpo.planning.whole import Advice, Plan
+from megatron_grpo.platform.hardware import Hardware, load_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 
 DENSE = read_model_shape("tests/data/hf_configs/qwen3_8b")

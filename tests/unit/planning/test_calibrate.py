@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.planning.calibrate import Measured, fit_hardware, read_measurements, write_profile
-from megatron_grpo.planning.hardware import Hardware, load_hardware
 from megatron_grpo.planning.pipeline import Timeline
 from megatron_grpo.planning.step import StepTimes
+from megatron_grpo.platform.hardware import Hardware, load_hardware
 
 
 def planned(gpu: Hardware) -> StepTimes:

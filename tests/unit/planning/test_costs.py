@@ -11,7 +11,7 @@ import yaml
 
 from megatron_grpo.planning.costs import Overlap, sum_phase, time_collective, time_message, time_operator, time_product
 from megatron_grpo.planning.dry.work import Work
-from megatron_grpo.planning.hardware import Efficiency, load_hardware
+from megatron_grpo.platform.hardware import Efficiency, load_hardware
 
 IDEAL = Efficiency(
     matmul=1, matmul_fp8=1, inner=0, grouped=1, attention=1, memory=1, nvlink=1, network=1, kernel_s=0, launch_s=0,

@@ -12,7 +12,7 @@ from megatron_grpo.planning.estimates import (
     estimate_activation_bytes,
     estimate_step_s,
 )
-from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.platform.hardware import load_hardware
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 from tests.unit.planning.test_layouts import recipe
 

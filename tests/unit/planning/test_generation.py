@@ -20,7 +20,7 @@ from megatron_grpo.planning.generation_cost import (
     simulate_generation,
     size_engine,
 )
-from megatron_grpo.planning.hardware import Hardware, load_hardware
+from megatron_grpo.platform.hardware import Hardware, load_hardware
 from tests.support.config_problems import SMALL
 from tests.support.qwen3_5_configs import QWEN3_5_27B
 from tests.unit.planning.test_costs import H100

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_grpo.config.schema import ClusterConfig, Config
 from megatron_grpo.planning.costs import time_collective
-from megatron_grpo.planning.hardware import list_profiles, load_hardware
 from megatron_grpo.planning.whole import find_fp8_problems, find_host_memory, find_profile
+from megatron_grpo.platform.hardware import list_profiles, load_hardware
 from megatron_grpo.preflight.model_checks import find_fp8_machine_problems
 
 # NVIDIA's data sheets: GB of memory, TB/s, dense TFLOPS in bfloat16 and FP8, GB/s of NVLink in both directions.
@@ -52,7 +52,7 @@ def test_without_nvlink_messages_within_a_node_go_over_pcie() -> None:
 
 
 def hardware_of(changes: dict[str, float]) -> None:
-    from megatron_grpo.planning.hardware import _build_hardware
+    from megatron_grpo.platform.hardware import _build_hardware
 
     _build_hardware(
         "ours", {key: value for key, value in load_hardware("l40s").as_dict().items() if key != "efficiency"} | changes

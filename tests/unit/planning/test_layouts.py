@@ -12,7 +12,6 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.engine_layouts import find_best_engines
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.policy_layouts import (
     count_idle_gpus,
     iterate_legal_layouts,
@@ -21,6 +20,7 @@ from megatron_grpo.planning.policy_layouts import (
     split_gpus,
 )
 from megatron_grpo.planning.refusals import Refusals
+from megatron_grpo.platform.hardware import load_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, small_run
 

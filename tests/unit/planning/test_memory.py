@@ -7,10 +7,10 @@ from collections import Counter
 from megatron_grpo.config.schema import Config
 from megatron_grpo.planning.device_memory import GIB, GRAPHS_GIB, RankMemory, build_rank_memory
 from megatron_grpo.planning.dry_run import DryReport
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.trace import RankTrace
 from megatron_grpo.planning.whole import Plan
-from megatron_grpo.preflight.engine_checks import NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.platform.hardware import load_hardware
+from megatron_grpo.preflight.refit_memory import NCCL_SENDING, estimate_nccl_bytes
 from tests.unit.planning.test_dry_run import DENSE
 
 H100 = load_hardware("h100")

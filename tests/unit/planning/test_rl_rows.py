@@ -12,8 +12,8 @@ import yaml
 
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.planning.generation_cost import find_lengths
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.step import _time_generation
+from megatron_grpo.platform.hardware import load_hardware
 
 BENCHMARKS = Path("benchmarks").resolve()
 

@@ -11,10 +11,10 @@ from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.engine_layouts import find_best_engines, find_room_problems, iterate_engine_layouts
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.policy_layouts import iterate_legal_layouts, split_gpus
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.search import Share, _build_share, _iterate_shares, compose_for_search
+from megatron_grpo.platform.hardware import load_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 
 H100 = load_hardware("h100")

@@ -14,9 +14,9 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.generation_cost import Lengths, make_log_normal_lengths
-from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.step import build_step_times, find_overlap
 from megatron_grpo.planning.trace import RankTrace
+from megatron_grpo.platform.hardware import load_hardware
 from tests.unit.planning.test_costs import H100, work
 
 SHAPE = read_model_shape("tests/data/hf_configs/qwen3_0_6b")

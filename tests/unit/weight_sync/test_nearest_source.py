@@ -10,6 +10,7 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import index_tensors
+from megatron_grpo.planning.refit_summary import summarize_refit
 from megatron_grpo.weight_sync.pieces import find_ranges, read_ranges
 from megatron_grpo.weight_sync.transfer_plan import plan_messages
 from tests.support.engine_table import table_boxes
@@ -46,3 +47,16 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
         assert piece["source"] % 2 != piece["target"] % 2
     unchanged = [name for name in plans[0].dtype.names or () if name != "source"]
     assert all(np.array_equal(plans[0][name], plans[1][name]) for name in unchanged)
+
+
+@pytest.mark.parametrize(
+    ("training", "is_apart"), [({"tensor": 2, "data": 2}, False), ({"tensor": 2, "pipeline": 2}, True)]
+)
+def test_what_another_node_has_is_counted_apart(training: dict[str, int], is_apart: bool) -> None:
+    """Two nodes of two GPUs, with an engine of two ranks on each; a stage of the policy is on one of them."""
+    shape, generation = parse_model_shape(DENSE), GenerationParallelConfig(tensor=2, data=2)
+    summary = summarize_refit(shape, ParallelConfig(**training), generation, "float32", 2**21, devices_per_node=2)
+    crossing = {link: size for link, size in summary.links.items() if link[0] // 2 != link[1] // 2}
+    by_rank = [sum(size for link, size in crossing.items() if link[end] == rank) for end in (0, 1) for rank in range(4)]
+    assert summary.relayed_bytes == max(by_rank)
+    assert (summary.relayed_bytes > 0) == is_apart

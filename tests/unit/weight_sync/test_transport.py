@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
+from megatron_grpo.generation.engine_interface import LoaderTrace
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.weight_sync import transfer_modes
 from megatron_grpo.weight_sync.boxes import pack_boxes
@@ -208,3 +209,28 @@ def test_links_without_a_store_are_tried_again_and_end_as_a_refit_does(
         transport.publish(4)
     assert len(attempts) == retries + 1
     assert not generation.replaced
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_engines_that_convert_layers_get_one_after_another(converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = read_model_shape("tests/data/hf_configs/qwen3_8b")
+    orders = []
+
+    class Traced(Answered):
+        def wait(self, sends: Any, receives: Mapping[int, Any], deadline: float, phase_name: str) -> list[Any]:
+            boxes = [pack_boxes(boxes) for boxes in table_boxes(self.generation.config.parallel, shape)]
+            workers = [LoaderTrace(digest="", boxes=text, converts=False) for text in boxes]
+            workers[-1]["converts"] = converts
+            return [workers for _ in receives]
+
+    def plan(*_arguments: Any, by_layer: bool, **_keywords: Any) -> None:
+        orders.append(by_layer)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(transfer_modes, "plan_messages", plan)
+    policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape))
+    generation: Any = FakeGeneration()
+    mode = LinkMode(Traced(policy, generation), RefitConfig())
+    with pytest.raises(AttemptError, match="far enough"):
+        mode.connect((0, 1, 2), anew=True)
+    assert orders == [converts]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from megatron_grpo.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +111,24 @@ class Hardware:
         return entries
 
 
+def find_hardware(config: Config) -> Hardware | None:
+    """Find the GPU that a configuration names: plan.hardware, else cluster.gpu.
+
+    Raises:
+        ValueError: the file of plan.hardware holds no profile.
+    """
+    name = config.plan.hardware or config.cluster.gpu
+    return None if name is None else load_hardware(name)
+
+
 def list_profiles() -> list[str]:
     """List the names of the package's profiles."""
     return list(_read_profiles())
 
 
+@cache
 def _read_profiles() -> dict[str, dict[str, Any]]:
-    text = files("megatron_grpo.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    text = files("megatron_grpo.platform").joinpath("hardware.yaml").read_text(encoding="utf-8")
     profiles: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return profiles
 
