@@ -106,7 +106,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def make_speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:
-    # Without a model of its own, "mtp" takes its layers from the engine's folder, and embedding and head from the model.
+    # vLLM reads the layers of "mtp" from the engine's folder, and they share embedding and head with the model.
     if speculative.method == "mtp":
         return {"method": "mtp", "num_speculative_tokens": speculative.num_speculative_tokens}
     return asdict(speculative)
