@@ -17,7 +17,7 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, PretrainedConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import PretrainedConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_grpo.batch.generation_requests import SamplingSettings, compute_engine_metrics
 from megatron_grpo.batch.trajectory import Span
@@ -28,6 +28,7 @@ from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import ray_cluster, start_policy
 from tests.integration.test_refit_delta_nets import qwen3_next
 from tests.integration.test_refit_families import glm4_moe
+from tests.integration.test_reshard import FAMILIES
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
@@ -39,12 +40,10 @@ MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=PROPOSED)
 SAMPLING: list[dict[str, float]] = [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 5, "top_p": 0.9}]
 
 
-def deepseek_v3(**sizes: object) -> PretrainedConfig:
-    sizes |= {"tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 64}
-    heads = {"q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
-    choice = {"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    return DeepseekV3Config(**sizes, **heads, **experts, **choice, first_k_dense_replace=1)
+def qwen3_next_sparse(**sizes: object) -> PretrainedConfig:
+    config = qwen3_next(**sizes)
+    config.mlp_only_layers = []  # vLLM's layer that proposes has experts, as released ones
+    return config
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Case:
 
 CASES = {
     "glm4_moe": Case(glm4_moe),
-    "deepseek_v3": Case(deepseek_v3, mode="broadcast", tensor=2),
-    "qwen3_next": Case(qwen3_next, precision="bfloat16", tolerance=0.15),
+    "deepseek_v3": Case(FAMILIES["latent"], mode="broadcast", tensor=2),
+    "qwen3_next": Case(qwen3_next_sparse, precision="bfloat16", tolerance=0.15),
 }
 
 
@@ -71,13 +70,13 @@ def make_bigram_model(path: Path, seed: int, family: Callable[..., PretrainedCon
     tensors = load_file(file)
     outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
     for name, tensor in tensors.items():
-        tensor *= 0.1 if name.endswith(outputs) else 3 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1
+        tensor *= 0.05 if name.endswith(outputs) else 3 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1
     last = f"model.layers.{LAYERS - 1}."
     layer = {name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     for name, tensor in layer.items():
         tensor *= 0 if name.endswith(outputs) else 1
     norm, only_embedding = tensors["model.norm.weight"].clone(), torch.eye(HIDDEN, 2 * HIDDEN)
-    if family is qwen3_next:  # whose norms multiply by 1 + weight
+    if family is qwen3_next_sparse:  # whose norms multiply by 1 + weight
         tensors |= {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()}
         tensors |= {"mtp.fc.weight": only_embedding, "mtp.norm.weight": norm}
         tensors |= {f"mtp.pre_fc_norm_{part}.weight": torch.zeros(HIDDEN) for part in ("hidden", "embedding")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -75,7 +76,7 @@ ICEPOP = (
                 "generation.engine.speculative.num_speculative_tokens=3",
                 "generation.engine_args.logits_processors=[a.b]",
             ],
-            "generation.engine_args.logits_processors=[a.b]",
+            "generation.engine_args.logits_processors=['a.b']",
             "vLLM has no logits processors with speculative decoding; leave them out",
         ),
         (
@@ -184,10 +185,14 @@ def test_a_filter_that_training_does_not_repeat_is_told_of(given: list[str]) -> 
     assert "because generation.structured changes the logits before it" in told["generation.min_p=0.02"]
 
 
-@pytest.mark.parametrize("switch", [(), MTP], ids=["no speculation", "mtp"])
-def test_n_grams_that_nobody_looks_up_are_idle(given: list[str], switch: tuple[str, ...]) -> None:
-    overrides = [*given, *switch, "generation.engine.speculative.prompt_lookup_max=5"]
-    (told,) = find_remarks(compose_config(overrides))
+@pytest.mark.parametrize(("proposed", "method"), [(0, "ngram"), (2, "mtp")])
+def test_n_grams_that_nobody_looks_up_are_idle(
+    given: list[str], proposed: int, method: Literal["ngram", "mtp"]
+) -> None:
+    config = compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"])
+    config.generation.engine.speculative.num_speculative_tokens = proposed
+    config.generation.engine.speculative.method = method
+    (told,) = find_remarks(config)
     assert told.subject == "generation.engine.speculative.prompt_lookup_max=5"
 
 
