@@ -58,19 +58,28 @@ class GenerationParallelConfig(Section):
 
 
 class SpeculativeConfig(Section):
-    """N-gram speculative decoding: proposes tokens that followed the same n-gram before.
+    """Speculative decoding: the model checks several proposed tokens in one forward pass.
 
     The distribution stays the same, but a fixed seed gives other tokens than without it.
     """
 
     num_speculative_tokens: NonNegative = 0
-    """Tokens proposed at a time, on GPUs; 0: no speculative decoding."""
+    """Tokens proposed at a time; 0: no speculative decoding."""
+
+    method: Literal["ngram", "mtp"] = "ngram"
+    """ngram: proposes tokens that followed the same n-gram before. mtp: the layers for further tokens in the model's
+    own folder (multi-token prediction), which are neither trained nor refitted (docs/generation.md)."""
 
     prompt_lookup_min: Positive = 2
     """Length of the shortest n-gram that is looked up."""
 
     prompt_lookup_max: Positive = 4
     """Length of the longest n-gram that is looked up."""
+
+    @property
+    def uses_mtp(self) -> bool:
+        """True if the model's own layers propose tokens."""
+        return self.num_speculative_tokens > 0 and self.method == "mtp"
 
 
 class EngineConfig(Section):

@@ -28,6 +28,7 @@ from megatron_grpo.platform.device import environment
 from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -113,15 +114,17 @@ def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str
 
 
 def patch_vllm() -> None:
-    """Make vLLM's queues sleep, and fork its processes.
+    """Make vLLM's queues sleep, fork its processes, and mend its speculative decoding.
 
     Called in the actor, this sets how the core is started; called in the core, how the workers are started.
     """
     from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.utils import cpu_triton_utils
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     check_hooks("cpu")
+    cpu_triton_utils._expand_kernel_impl = repeat_per_token
     # The queues spin for a second after each message, on cores that a CPU run needs for training and sampling.
     shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
@@ -130,6 +133,16 @@ def patch_vllm() -> None:
     for executor in (multiproc_executor, uniproc_executor):
         # The workers' rendezvous file: vLLM would make it in the system's temporary folder and leave it there.
         executor.get_file_store_init_method = lambda: f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
+
+
+def repeat_per_token(output: Tensor, values: Tensor, ends: Tensor, replaced: float, value: float, *_: Any) -> None:
+    """Repeat requests' sampling settings for their proposed tokens; `replaced` becomes `value`.
+
+    vLLM's function converts `output`, [tokens], to integers, and so writes into a copy. Temperatures were then whatever
+    the memory held. `values` is [requests]; `ends`, [requests], counts the tokens up to each request's last one.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1)).long()
+    output.copy_(values.masked_fill(values == replaced, value).repeat_interleave(counts))
 
 
 class ForkedCore(ForkServerProcess):

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from megatron_grpo.config import paths
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
@@ -73,7 +74,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
     }
     if config.engine.speculative.num_speculative_tokens:
-        arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
+        arguments["speculative_config"] = make_speculative_config(config.engine.speculative)
     if detect_platform().name == "cpu":
         from megatron_grpo.generation.cpu_engine import make_cpu_arguments
 
@@ -102,6 +103,13 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "dummy"
     return arguments | passed
+
+
+def make_speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:
+    # vLLM reads the layers of "mtp" from the engine's folder, and they share embedding and head with the model.
+    if speculative.method == "mtp":
+        return {"method": "mtp", "num_speculative_tokens": speculative.num_speculative_tokens}
+    return asdict(speculative)
 
 
 def add_model_settings(arguments: dict[str, Any], path: str) -> None:

@@ -11,8 +11,12 @@ from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements
 from megatron_grpo.weight_sync.pieces import find_ranges
 
 
-def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
-    """Split the model over an engine's ranks, in vLLM's order."""
+def split_engine(parallel: GenerationParallelConfig, shape: ModelShape, *, has_draft: bool = False) -> list[RankShard]:
+    """Split the model over an engine's ranks, in vLLM's order.
+
+    `has_draft`: the last stage has its last layer twice, for a layer of the same size that proposes tokens (MTP). It
+    lacks that layer's matrix [hidden, 2 hidden], which joins an embedding and a hidden state.
+    """
     tensor, stages, has_expert_parallelism = parallel.tensor, parallel.pipeline, parallel.expert > 1
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
     sizes = [shape.layers // stages] * stages
@@ -25,9 +29,11 @@ def split_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[
     shards = []
     for stage in range(stages):
         begin = sum(sizes[:stage])
+        layers = tuple(range(begin, begin + sizes[stage]))
+        draft = (shape.layers - 1,) if has_draft and stage == stages - 1 else ()
         shards += [
             RankShard(
-                layers=tuple(range(begin, begin + sizes[stage])),
+                layers=(*layers, *draft),
                 # A tied head is the embedding: the last stage has it too.
                 has_embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
                 has_output=stage == stages - 1,

@@ -139,9 +139,9 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     # pass of max_num_batched_tokens tokens: the widest feed-forward, and logits in float32 of max_num_seqs tokens.
     generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
     width, matrix_width = _find_widths(config)
-    weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in split_engine(parallel, shape))
+    shards = split_engine(parallel, shape, has_draft=engine.speculative.uses_mtp)
+    weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in shards)
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
-    shards = split_engine(parallel, shape)
     layers = max(1, *(len(list_attention_layers(shape, shard.layers)) for shard in shards))
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
     tokens = engine.max_num_batched_tokens or _PROFILED_TOKENS

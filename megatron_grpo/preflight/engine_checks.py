@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families import FAMILIES, build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import can_travel_in_fp8
 from megatron_grpo.preflight.layout_checks import find_layout_problems
@@ -28,6 +28,11 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
     yield from list_conflicts(config, "engines")
     has_engines = config.needs_generation and not config.generation.server.urls
+    if has_engines and shape is not None and config.generation.engine.speculative.uses_mtp:
+        families = ", ".join(family.name for family in FAMILIES.values() if family.proposes_tokens)
+        text = f"proposes tokens with layers of the model that vLLM has for {families}, and the model is {shape.family}"
+        is_unsupported = not FAMILIES[shape.family].proposes_tokens
+        yield is_unsupported, "generation.engine.speculative.method=", f"{text}; use ngram"
     if config.cluster.gpus == 0 and shape is not None and shape.indexer is not None:
         text = f"is a {shape.family} model, whose sparse attention vLLM has on GPUs alone; use them, or"
         yield has_engines, "policy.model.path=", f"{text} generation.server.urls"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,14 @@ from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
-from megatron_grpo.models.families import FAMILIES, as_value_model, build_weight_map, is_carried, read_model_shape
+from megatron_grpo.models.families import (
+    FAMILIES,
+    as_value_model,
+    build_weight_map,
+    is_carried,
+    predicts_further,
+    read_model_shape,
+)
 from megatron_grpo.models.quantized_weights import describe_values, read_quantization
 from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
@@ -56,7 +62,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
         derived.append(HEAD)
     unknown = tensors.keys() - {name for name, _, _ in _list_tensors(shape)}
     unread = [name for name in sorted(unknown) if not name.endswith(tuple(derived))]
-    unread = [name for name in unread if not _is_extra_prediction(name, shape) and not is_carried(name, shape)]
+    unread = [name for name in unread if not is_carried(name, shape)]
     if unread:
         text = f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be"
         advice = "correct architectures in config.json, or remove them from the files"
@@ -70,24 +76,12 @@ def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], boo
         yield name, key.tensor.measure(sizes), not entries[key.row].zero_if_absent
 
 
-def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
-    """True for layers that predict further tokens."""
-    if not FAMILIES[shape.family].has_further_predictions:
-        return False
-    layer = re.match(r"model\.layers\.(\d{1,6})\.", name)  # DeepSeek's are behind the last layer, Nemotron's beside all
-    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= shape.layers)
-
-
 def list_unused_tensors(config: Config) -> Iterator[Problem]:
-    """Remark on layers in the policy's folder that are not trained."""
+    """Remark on tensors in the policy's folder that are not trained."""
     path = config.policy.model.path
     if source.is_hub_name(path) or source.is_made_before_run(config, path):
         return
     shape = read_model_shape(path)
-    extra = [name for name in list_stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
-    if extra:
-        text = f"holds {len(extra)} tensor(s) of layers that predict further tokens (num_nextn_predict_layers), which"
-        yield Problem(f"policy.model.path={path}", f"{text} are neither trained nor exported: {sorted(extra)[0]}, …")
     carried = [name for name in list_stored_tensors(Path(path)) if is_carried(name, shape)]
     if carried:
         text = f"holds {len(carried)} tensor(s) beside the language model, which are not trained, and which an export"
@@ -117,7 +111,33 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
             text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
             yield Problem(subject, text)
         if not is_value_model:
+            yield from find_draft_problems(config, folder, shape)
             yield from find_tokenizer_problems(subject, folder, config, shape.vocab)
+
+
+def find_draft_problems(config: Config, folder: Path, shape: ModelShape) -> Iterator[Problem]:
+    """Check that a folder has layers with which engines can propose tokens."""
+    if not (config.generation.engine.speculative.uses_mtp and FAMILIES[shape.family].proposes_tokens):
+        return
+    try:
+        has_layers = any(predicts_further(name, shape) for name in list_stored_tensors(folder))
+        raw = read_config_json(folder / "config.json")
+    except ValueError:  # other checks report files that cannot be read
+        return
+    text = ""
+    if not has_layers:
+        text = f"{folder} has no layers that predict further tokens (MTP); give a folder with them, as the released"
+        text += " models have, or use ngram"
+    elif raw.get("num_nextn_predict_layers") == 0:
+        text = (
+            f"{folder / 'config.json'} has num_nextn_predict_layers=0, and vLLM makes no such layer; write the number"
+        )
+        text += " of layers in the folder, or use ngram"
+    elif "quantization_config" in raw:
+        text = f"{folder} has quantized weights, and engines of a run compute with plain ones; convert the model to"
+        text += " bfloat16 first, as docs/layouts.md shows, or use ngram"
+    if text:
+        yield Problem("generation.engine.speculative.method=mtp", text)
 
 
 def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = False) -> Iterator[Problem]:

@@ -17,6 +17,11 @@ def check_requests(config: Config) -> Iterator[Rule]:
     """Check keys of sampling against each other and against vLLM."""
     yield from _check_structure(config.generation.structured)
     yield from list_conflicts(config, "requests")
+    processors = config.generation.engine_args.get("logits_processors")
+    text = "vLLM has no logits processors with speculative decoding; leave them out, or use"
+    is_speculative = config.generation.engine.speculative.num_speculative_tokens > 0
+    subject = f"generation.engine_args.logits_processors={to_text(processors)}"
+    yield processors and is_speculative, subject, f"{text} generation.engine.speculative.num_speculative_tokens=0"
 
 
 def check_filter_cautions(config: Config) -> Iterator[Rule]:

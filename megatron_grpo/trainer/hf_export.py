@@ -19,16 +19,17 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import (
-    FAMILIES,
     INSIDE,
     find_model_type,
     is_carried,
     is_untied_by_weights,
     list_carried,
+    predicts_further,
 )
 from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape, read_config_json
+from megatron_grpo.models.stored_tensors import FLOATS, list_stored_tensors
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model.build import DecoderModel
@@ -75,7 +76,7 @@ def export_checkpoint(
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization, shape)
             quantized = tensors if quantization is None else quantize_tensors(tensors, quantization)
-            quantized = chain(quantized, read_carried_tensors(source, shape))
+            quantized = chain(quantized, read_carried_tensors(source, shape, getattr(torch, precision)))
             write_hf_folder(quantized, source, output, settings=settings, chat_template=chat_template)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
@@ -104,9 +105,15 @@ def _load_model(
     return chunks
 
 
-def read_carried_tensors(source: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors that a folder has beside the language model."""
-    yield from HFFolderReader(source).iterate(partial(is_carried, shape=shape))
+def read_carried_tensors(source: Path, shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors that an export copies.
+
+    They are as in the folder, but quantized ones, which come as plain numbers of type `dtype`.
+    """
+    stored = list_stored_tensors(source)
+    for name, tensor in HFFolderReader(source).iterate(partial(is_carried, shape=shape)):
+        is_plain = name in stored and stored[name].dtype in FLOATS
+        yield name, tensor if is_plain else tensor.to(dtype)
 
 
 def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
@@ -117,8 +124,8 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
         settings["tie_word_embeddings"] = False
         if shape.text_prefix:
             settings["text_config"] = {**raw["text_config"], "tie_word_embeddings": False}
-    # Layers that predict further tokens (MTP) are neither trained nor exported.
-    if FAMILIES[shape.family].has_further_predictions:
+    # Some folders announce layers that predict further tokens (MTP), and have none.
+    if not any(predicts_further(name, shape) for name in list_stored_tensors(source)):
         settings |= {
             key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)
         }

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig, SpeculativeConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
@@ -146,6 +146,7 @@ def engines(
     environment: dict[str, str] | None = None,
     startup_s: float = START_S,
     awaits_refit: bool = False,
+    speculative: SpeculativeConfig | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout, each on GPUs of its own if there are any; needs Ray.
 
@@ -162,6 +163,7 @@ def engines(
             enforce_eager=True,
             kv_cache_gib=0.1,
             max_num_seqs=1 if ON_GPUS else 32,  # there the last bits depend on what a batch is made of
+            speculative=speculative or SpeculativeConfig(),
         ),
         generation_batch_size=generation_batch_size,
         engine_args=engine_args or {},

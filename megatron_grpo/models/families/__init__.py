@@ -127,17 +127,27 @@ def list_carried(shape: ModelShape) -> tuple[str, ...]:
     """List beginnings of names of tensors that exports copy."""
     family = FAMILIES[shape.family]
     parts = family.vision.parts if shape.text_prefix and family.vision is not None else ()
-    return (*family.carried, *parts, *(f"model.{part}" for part in parts))
+    # Released folders have one further layer behind the last, where they have any.
+    further = ("mtp.", f"model.layers.{shape.layers}.") if family.has_further_predictions else ()
+    return (*further, *parts, *(f"model.{part}" for part in parts))
+
+
+def predicts_further(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is of the layers that predict further tokens (MTP)."""
+    if not FAMILIES[shape.family].has_further_predictions:
+        return False
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name)  # DeepSeek's are behind the last layer, Nemotron's beside all
+    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= shape.layers)
 
 
 def is_carried(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is copied to exports without being trained or served."""
+    """Whether a tensor is copied to exports without being trained."""
     layer = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
     if shape.indexer is not None and layer is not None:
         # Released files have an indexer in each layer, also where layers share a choice.
         number = int(layer[1])
         return number < shape.layers and not shape.indexer.layers[number]
-    return name.startswith(list_carried(shape))
+    return predicts_further(name, shape) or name.startswith(list_carried(shape))
 
 
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:

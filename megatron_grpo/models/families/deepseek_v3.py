@@ -138,4 +138,5 @@ FAMILY = Family(
     tables=(INPUT_NORM, LATENT_ATTENTION, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
     other_model_types=("kimi_k2",),
     has_further_predictions=True,
+    proposes_tokens=True,
 )

@@ -122,6 +122,7 @@ FAMILIES = (
         read=_read_deepseek,
         tables=_TABLES,
         has_further_predictions=True,
+        proposes_tokens=True,
     ),
     Family(
         name="glm_moe_dsa",
@@ -129,5 +130,6 @@ FAMILIES = (
         read=_read_glm,
         tables=_TABLES,
         has_further_predictions=True,
+        proposes_tokens=True,
     ),
 )

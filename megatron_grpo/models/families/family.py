@@ -51,11 +51,12 @@ class Family:
     other_model_types: tuple[str, ...] = ()
     """Values of `model_type` that vLLM takes for it too, and transformers only with code of the model."""
     has_further_predictions: bool = False
-    """Whether folders may have further layers, behind the last or as "mtp.", which predict further tokens (MTP)."""
+    """Whether folders may have further layers, behind the last or as "mtp.", which predict further tokens (MTP). They
+    are not trained; an export copies them."""
+    proposes_tokens: bool = False
+    """Whether the installed vLLM can propose tokens with these layers."""
     vision: VisionModel | None = None
     """Models that have this one as their text part; None: there are none."""
-    carried: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are neither trained nor served; an export copies them."""
     reward_prefix: str | None = None
     """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""
 

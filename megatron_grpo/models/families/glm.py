@@ -93,5 +93,6 @@ FAMILIES = (
         read=_read_mixture,
         tables=(INPUT_NORM, ATTENTION, QKV_BIAS, QK_NORM, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
         has_further_predictions=True,
+        proposes_tokens=True,
     ),
 )

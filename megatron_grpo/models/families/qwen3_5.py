@@ -158,7 +158,7 @@ def _read_qwen3_next(raw: dict[str, Any]) -> ModelShape:
 
 
 _MIXER = (INPUT_NORM, DELTA, DELTA_REST, GATED_ATTENTION, QK_NORM, MLP_NORM)
-_MTP, _VISION = ("mtp.",), ("visual.",)
+_VISION = ("visual.",)
 
 FAMILIES = (
     Family(
@@ -168,7 +168,8 @@ FAMILIES = (
         tables=(*_MIXER, MLP),
         model_type="qwen3_5_text",
         vision=VisionModel(architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5", parts=_VISION),
-        carried=_MTP,
+        has_further_predictions=True,
+        proposes_tokens=True,
         reward_prefix="Qwen3_5Text",
     ),
     Family(
@@ -178,13 +179,15 @@ FAMILIES = (
         tables=(*_MIXER, EXPERTS),
         model_type="qwen3_5_moe_text",
         vision=VisionModel(architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe", parts=_VISION),
-        carried=_MTP,
+        has_further_predictions=True,
+        proposes_tokens=True,
     ),
     Family(
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         read=_read_qwen3_next,
         tables=(INPUT_NORM, DELTA_BY_KEY_HEAD, DELTA_REST, GATED_ATTENTION, QK_NORM, MLP_NORM, MLP, EXPERTS),
-        carried=_MTP,
+        has_further_predictions=True,
+        proposes_tokens=True,
     ),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
-from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig, SpeculativeConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation import vllm_plugin
 from megatron_grpo.generation.engine import prepare_processes
@@ -96,6 +99,28 @@ def test_chosen_experts_are_recorded_and_experts_are_shared_out(family: str, mod
         parallel=GenerationParallelConfig(tensor=1, expert=1),
     )
     assert config.aux_output_config.enable_return_routed_experts
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.proposes_tokens])
+def test_the_models_own_layers_propose_tokens(family: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(models(family), tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
+    proposes = EngineConfig(speculative=SpeculativeConfig(method="mtp", num_speculative_tokens=2))
+    config = engine_config(folder, engine=proposes)
+    assert config.use_v2_model_runner
+    model = loaded_model(config)
+    with set_current_vllm_config(config), torch.no_grad():
+        draft: Any = load_eagle_model(model, config)
+        traced = trace_model(model, measure_tensors(read_model_shape(folder)), torch.bfloat16).boxes
+    inner: Any = model.get_language_model() if hasattr(model, "get_language_model") else model
+    assert draft.model.embed_tokens is inner.model.embed_tokens, "a refit fills the embedding of both"
+    heads = [layer.shared_head.head for layer in draft.model.layers.values()] if "num_nextn" in str(raw) else []
+    assert {draft.lm_head, *heads} == {inner.lm_head}
+    own = addresses(draft).keys() - {"model.embed_tokens.weight", "lm_head.weight"}
+    assert own
+    filled = {model.get_parameter(box.parameter).data_ptr() for box in traced}
+    assert not filled & {addresses(draft)[name] for name in own if "shared_head.head" not in name}
 
 
 # vLLM's sparse attention for CUDA keeps matrices in place of kv_b_proj, of which no test knows what they should be.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
@@ -127,8 +128,6 @@ def test_every_spelling_of_the_dtype_is_that_of_the_weights(spelled: dict[str, s
 
 @pytest.mark.parametrize(("factor", "entries"), [(0.5, {"tie_word_embeddings": False}), (1.0, {})])
 def test_a_head_of_its_own_is_said_to_be_one(factor: float, entries: dict[str, Any], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     source = make_tiny_model("qwen3_tied", tmp_path).path
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
@@ -144,11 +143,15 @@ def test_a_head_of_its_own_is_said_to_be_one(factor: float, entries: dict[str, A
     assert make_engine_arguments(settings)["hf_overrides"] == {**overrides, **entries}
 
 
-def test_layers_that_predict_further_tokens_are_not_announced(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_announced_where_they_are(tmp_path: Path) -> None:
     source = make_tiny_model("deepseek_v3", tmp_path).path
     raw = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(raw))
-    assert find_changed_settings(source, read_model_shape(source))["num_nextn_predict_layers"] == 0
+    shape = read_model_shape(source)
+    assert find_changed_settings(source, shape)["num_nextn_predict_layers"] == 0
+    file = source / "model.safetensors"
+    save_file(load_file(file) | {f"model.layers.{shape.layers}.enorm.weight": torch.ones(2)}, file, {"format": "pt"})
+    assert "num_nextn_predict_layers" not in find_changed_settings(source, shape)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o775, 0o700])

@@ -200,7 +200,7 @@ def test_an_export_copies_what_is_not_the_language_models(tmp_path: Path) -> Non
     extra = make_vision_folder(tmp_path / "source")
     shape = read_model_shape(tmp_path / "source")
     assert list(find_weight_problems(tmp_path / "source", shape)) == []
-    carried = dict(read_carried_tensors(tmp_path / "source", shape))
+    carried = dict(read_carried_tensors(tmp_path / "source", shape, torch.float32))
     trained = {name: torch.ones(size) for name, size in measure_tensors(shape).items()}
     write_hf_folder([*trained.items(), *carried.items()], tmp_path / "source", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")

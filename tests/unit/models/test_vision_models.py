@@ -64,7 +64,7 @@ def test_the_text_part_computes_what_the_whole_model_computes(name: str, is_rena
     assert shape.family == name.removesuffix("_moe" if name == "gemma4_moe" else "")
     assert list(find_weight_problems(tmp_path, shape)) == []
     stored = load_file(tmp_path / FILE)
-    trained, carried = measure_tensors(shape), dict(read_carried_tensors(tmp_path, shape))
+    trained, carried = measure_tensors(shape), dict(read_carried_tensors(tmp_path, shape, torch.float32))
     assert trained.keys() | carried.keys() == stored.keys()
     assert not trained.keys() & carried.keys()
     assert all(torch.equal(stored[key], tensor) for key, tensor in carried.items())
@@ -80,7 +80,7 @@ def test_transformers_loads_an_export_with_all_its_parts(name: str, tmp_path: Pa
     shape = read_model_shape(tmp_path / "source")
     stored = load_file(tmp_path / "source" / FILE)
     tensors: dict[str, Tensor] = {key: stored[key] * 2 for key in measure_tensors(shape)}
-    carried = read_carried_tensors(tmp_path / "source", shape)
+    carried = read_carried_tensors(tmp_path / "source", shape, torch.float32)
     settings = find_changed_settings(tmp_path / "source", shape)
     write_hf_folder([*tensors.items(), *carried], tmp_path / "source", tmp_path / "out", settings=settings)
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)

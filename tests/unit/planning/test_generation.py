@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig, SpeculativeConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.planning.generation_cost import (
@@ -91,6 +91,19 @@ def test_weights_of_an_engine_are_those_of_the_model(model: str, parallel: dict[
     assert size.weight_bytes == pytest.approx(2 * numbers, rel=0.02)
     taken = size.weight_bytes + size.activation_bytes + size.cache_blocks * BLOCK_TOKENS * size.kv_bytes_per_token
     assert taken == pytest.approx(0.9 * 139.8 * 2**30, rel=1e-3)
+
+
+def test_a_layer_that_proposes_tokens_takes_its_share_of_memory() -> None:
+    # Numbers in the released files: 684,531,386,000, of which 671,026,419,200 are the model's, and the layer's own
+    # copies of embedding and head, which vLLM does not keep.
+    numbers = 684_531_386_000 - 671_026_419_200 - 2 * 129280 * 7168
+    config, shape = Config(), read_model_shape(f"{FOLDER}/deepseek_v3")
+    config.generation.parallel = GenerationParallelConfig(tensor=16, expert=16)
+    before = size_engine(config, shape, load_hardware("b200"))
+    config.generation.engine.speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+    after = size_engine(config, shape, load_hardware("b200"))
+    assert after.weight_bytes - before.weight_bytes == pytest.approx(2 * numbers / 16, rel=0.05)
+    assert after.kv_bytes_per_token / before.kv_bytes_per_token == 62 / 61
 
 
 def test_an_engine_that_does_not_fit_has_no_cache() -> None:

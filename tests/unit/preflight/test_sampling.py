@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,6 +15,7 @@ from megatron_grpo.trainer.messages import make_training_filter
 from tests.support.config_problems import problems_of, write_weights
 
 ON_GPUS = "cluster.gpus_per_node=8"
+MTP = ("generation.engine.speculative.num_speculative_tokens=1", "generation.engine.speculative.method=mtp")
 ICEPOP = (
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_type=icepop",
@@ -70,9 +72,23 @@ ICEPOP = (
             "vLLM has no min_p with speculative decoding",
         ),
         (
-            ["generation.engine.speculative.num_speculative_tokens=3"],
-            "generation.engine.speculative.num_speculative_tokens=3",
-            "on a CPU the installed vLLM reports other log-probabilities",
+            [
+                "generation.engine.speculative.num_speculative_tokens=3",
+                "generation.engine_args.logits_processors=[a.b]",
+            ],
+            "generation.engine_args.logits_processors=['a.b']",
+            "vLLM has no logits processors with speculative decoding; leave them out",
+        ),
+        (
+            ["generation.engine.speculative.num_speculative_tokens=3", "generation.top_k=5"],
+            "generation.top_k=5",
+            "fails on a CPU in the installed vLLM with speculative decoding",
+        ),
+        (
+            [ON_GPUS, *MTP],
+            "generation.engine.speculative.method=mtp",
+            "vLLM has for deepseek_v3, deepseek_v32, glm_moe_dsa, glm4_moe, qwen3_5, qwen3_5_moe, qwen3_next, and the "
+            "model is qwen3; use ngram",
         ),
         (
             [
@@ -169,9 +185,20 @@ def test_a_filter_that_training_does_not_repeat_is_told_of(given: list[str]) -> 
     assert "because generation.structured changes the logits before it" in told["generation.min_p=0.02"]
 
 
-def test_n_grams_of_no_speculation_are_idle(given: list[str]) -> None:
-    (told,) = find_remarks(compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"]))
+@pytest.mark.parametrize(("proposed", "method"), [(0, "ngram"), (2, "mtp")])
+def test_n_grams_that_nobody_looks_up_are_idle(
+    given: list[str], proposed: int, method: Literal["ngram", "mtp"]
+) -> None:
+    config = compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"])
+    config.generation.engine.speculative.num_speculative_tokens = proposed
+    config.generation.engine.speculative.method = method
+    (told,) = find_remarks(config)
     assert told.subject == "generation.engine.speculative.prompt_lookup_max=5"
+
+
+def test_a_method_of_no_speculation_is_idle(given: list[str]) -> None:
+    (told,) = find_remarks(compose_config([*given, MTP[1]]))
+    assert told.subject == MTP[1]
 
 
 @pytest.mark.parametrize(("size", "engines", "each"), [(None, 2, 256), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
