@@ -17,7 +17,7 @@ from megatron_grpo.models.families import (
     as_value_model,
     build_weight_map,
     is_carried,
-    predicts_further,
+    is_further_prediction,
     read_model_shape,
 )
 from megatron_grpo.models.quantized_weights import describe_values, read_quantization
@@ -120,7 +120,7 @@ def find_draft_problems(config: Config, folder: Path, shape: ModelShape) -> Iter
     if not (config.generation.engine.speculative.uses_mtp and FAMILIES[shape.family].proposes_tokens):
         return
     try:
-        has_layers = any(predicts_further(name, shape) for name in list_stored_tensors(folder))
+        has_layers = any(is_further_prediction(name, shape) for name in list_stored_tensors(folder))
         raw = read_config_json(folder / "config.json")
     except ValueError:  # other checks report files that cannot be read
         return

@@ -22,9 +22,9 @@ from megatron_grpo.models.families import (
     INSIDE,
     find_model_type,
     is_carried,
+    is_further_prediction,
     is_untied_by_weights,
     list_carried,
-    predicts_further,
 )
 from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
@@ -125,7 +125,7 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
         if shape.text_prefix:
             settings["text_config"] = {**raw["text_config"], "tie_word_embeddings": False}
     # Some folders announce layers that predict further tokens (MTP), and have none.
-    if not any(predicts_further(name, shape) for name in list_stored_tensors(source)):
+    if not any(is_further_prediction(name, shape) for name in list_stored_tensors(source)):
         settings |= {
             key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)
         }

@@ -70,7 +70,9 @@ def make_bigram_model(path: Path, seed: int, family: Callable[..., PretrainedCon
     tensors = load_file(file)
     outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
     for name, tensor in tensors.items():
-        tensor *= 0.05 if name.endswith(outputs) else 3 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1
+        tensor *= (
+            0.05 if name.endswith(outputs) else 3 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1
+        )
     last = f"model.layers.{LAYERS - 1}."
     layer = {name.removeprefix(last): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     for name, tensor in layer.items():

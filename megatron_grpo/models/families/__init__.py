@@ -132,7 +132,7 @@ def list_carried(shape: ModelShape) -> tuple[str, ...]:
     return (*further, *parts, *(f"model.{part}" for part in parts))
 
 
-def predicts_further(name: str, shape: ModelShape) -> bool:
+def is_further_prediction(name: str, shape: ModelShape) -> bool:
     """Whether a tensor is of the layers that predict further tokens (MTP)."""
     if not FAMILIES[shape.family].has_further_predictions:
         return False
@@ -147,7 +147,7 @@ def is_carried(name: str, shape: ModelShape) -> bool:
         # Released files have an indexer in each layer, also where layers share a choice.
         number = int(layer[1])
         return number < shape.layers and not shape.indexer.layers[number]
-    return predicts_further(name, shape) or name.startswith(list_carried(shape))
+    return is_further_prediction(name, shape) or name.startswith(list_carried(shape))
 
 
 def measure_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
