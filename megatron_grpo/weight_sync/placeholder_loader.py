@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
 from megatron_grpo.weight_sync.boxes import count_elements
 from megatron_grpo.weight_sync.weight_trace import trace_weights
@@ -74,7 +75,7 @@ def measure_folder(folder: Path) -> tuple[Shapes, Shapes, bool]:
 def find_unsent(model: nn.Module, sent: Shapes, stored: Shapes, dtype: torch.dtype) -> list[str]:
     """Name the parameters and buffers that the folder fills and a refit does not.
 
-    The model is as vLLM makes it, before it loads any weight. `sent` and `stored`: tensors of a refit and of the folder.
+    The model is as vLLM makes it, before it loads weights. `sent`, `stored`: tensors of a refit and of the folder.
     """
     others = {name: (shape, dtype) for name, shape in stored.items() if name not in sent}
     with _use_plain_loaders(model):
@@ -101,8 +102,9 @@ def make_placeholders(sent: Shapes, dtype: torch.dtype) -> Iterator[tuple[str, T
 @contextmanager
 def _use_plain_loaders(model: nn.Module) -> Iterator[None]:
     """Let parameters that vLLM quantises while it loads have loaders that only load."""
-    parameters: Iterable[Any] = list(model.parameters())
-    loaders = [(parameter, parameter.weight_loader) for parameter in parameters if hasattr(parameter, "weight_loader")]
+    layers = [layer for layer in model.modules() if get_layerwise_info(layer).can_load()]
+    parameters: Iterable[Any] = chain.from_iterable(layer.parameters(recurse=False) for layer in layers)
+    loaders = [(parameter, parameter.weight_loader) for parameter in parameters]
     try:
         for parameter, _ in loaders:
             parameter.weight_loader = _get_original_loader(parameter)

@@ -1,4 +1,4 @@
-"""All tensors and numbers that a model of vLLM holds, wherever it keeps them."""
+"""All tensors, numbers and objects that a model of vLLM holds, wherever it keeps them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_BOOKKEEPING = {"_modules", "_forward_pre_hooks", "_forward_hooks", "training", "prefix", "layer_name"}
-_LEAVES = (int, float, bool, str, type(None))
+_BOOKKEEPING = {"_modules", "prefix", "layer_name", "_do_torchao_reload", "_original_do_torchao_reload"}
+_LEAVES = int | float | bool | str | None
 
 
 def list_state(model: nn.Module) -> dict[str, Any]:
     """Tensors and plain values by the path that leads to them, from each module of the model."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
-        for path, value in _walk(name, vars(module), {id(module)}):
-            state[path] = value
+        state |= dict(_walk(name, vars(module), {id(module)}))
     return state
 
 
-def _walk(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor) or isinstance(value, _LEAVES):
+def list_objects(layers: list[nn.Module]) -> dict[str, Any]:
+    """Objects of vLLM below layers, by the number of the layer and the path that leads to them."""
+    objects: dict[str, Any] = {}
+    for number, layer in enumerate(layers):
+        list(_walk(str(number), vars(layer), {id(layer)}, objects))
+    return objects
+
+
+def _walk(path: str, value: Any, seen: set[int], objects: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor | _LEAVES):
         yield path, value
         return
     if isinstance(value, nn.Module | enum.Enum | type) or id(value) in seen:
@@ -33,8 +40,10 @@ def _walk(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         items = [(str(index), item) for index, item in enumerate(value)]
     elif type(value).__module__.startswith("vllm.model_executor") and hasattr(value, "__dict__"):
-        items = [(key, item) for key, item in vars(value).items()]
+        items = list(vars(value).items())
+        if objects is not None:
+            objects[path] = value
     else:
         return
     for key, item in items:
-        yield from _walk(f"{path}.{key}", item, seen)
+        yield from _walk(f"{path}.{key}", item, seen, objects)
