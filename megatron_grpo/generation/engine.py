@@ -145,6 +145,8 @@ class VllmEngine(Engine):
         async for _ in self.generate([request] * self._settings.config.sequences_per_engine, sampling, "warm-up"):
             pass
         self._statistics.take()  # the warm-up is not part of the first step's counts
+        if self._settings.awaits_refit:
+            await self._gate.close("weights", "no version of the weights has come yet")
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         times.append(time.monotonic())

@@ -59,7 +59,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "tokenizer_mode": "hf",  # where vllm_plugin.py puts the run's tokenizer
         # Mistral's folders hold the model twice, and vLLM would prefer params.json and consolidated.safetensors.
         "config_format": "hf",
-        "load_format": "hf",
+        # "megatron_grpo": weights come with the first refit, and only what it leaves out is read (PlaceholderLoader).
+        "load_format": "megatron_grpo" if settings.awaits_refit else "hf",
         "dtype": config.engine.dtype or settings.precision,
         "tensor_parallel_size": config.parallel.tensor,
         "pipeline_parallel_size": config.parallel.pipeline,
@@ -101,7 +102,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if settings.awaits_refit and is_quantized(settings.model_path):
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
-        passed["load_format"] = "dummy"
+        passed["load_format"] = "megatron_grpo"
     return arguments | passed
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import detect_platform
+from megatron_grpo.weight_sync.kernel_state import KernelState
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
@@ -29,10 +30,12 @@ class ModelReload:
         self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
         # (quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`delete_kernel`).
         self._kernels: list[tuple[Any, Any]] = []
+        self._states: list[KernelState] = []
 
     def begin(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._states = [KernelState(layer) for layer in self._layers]
         for layer in self._layers:
             self._kernels.append((layer.quant_method, delete_kernel(layer)))
             initialize_layerwise_reload(layer)
@@ -48,6 +51,8 @@ class ModelReload:
 
         for layer in self._layers:
             finalize_layerwise_reload(layer, self._config)
+        for state in self._states:
+            state.keep()
         self._restore_kernels()
         finish_model(self._model, self._config.dtype)
 
@@ -55,6 +60,8 @@ class ModelReload:
         """Restore the previous weights of incomplete layers."""
         for layer in self._layers:
             RebuiltLayer(layer).abandon()
+        for state in self._states:
+            state.put_back()
         self._restore_kernels()
 
     def _restore_kernels(self) -> None:
@@ -62,6 +69,7 @@ class ModelReload:
             if kernel is not None and method.moe_kernel is None:
                 method.moe_kernel = kernel
         self._kernels.clear()
+        self._states.clear()
 
 
 # Parameters of vLLM's gpt-oss, by the tensors of all experts that they are loaded from.
@@ -149,6 +157,7 @@ class RebuiltLayer:
         self._fp8_parameters = sorted(fp8_parameters)
         self._reload: Any = layerwise
         self._info = layerwise.get_layerwise_info(layer)
+        self._state: KernelState | None = None  # while the layer is converted
 
     def restore_plain(self) -> Any:
         """Give the layer plain parameters without storage until `abandon`, and return it."""
@@ -179,6 +188,7 @@ class RebuiltLayer:
         layer = self._layer
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
+        self._state = KernelState(layer)
         delete_kernel(layer)
         if self._fp8_parameters:
             self._convert_blocks()
@@ -186,10 +196,15 @@ class RebuiltLayer:
             layer.quant_method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
+        self._state.keep()
+        self._state = None
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
         self._info.reset()
 
     def abandon(self) -> None:
+        if self._state is not None:
+            self._state.put_back()
+            self._state = None
         if self._info.kernel_tensors is not None:
             self._reload._place_kernel_tensors(self._layer, self._info)
             self._info.reset()
@@ -225,24 +240,29 @@ def uses_fp8_blocks(layer: nn.Module) -> bool:
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Recompute weights that attention and tied heads derive from others'."""
+    """Recompute weights that attention, tied heads and Mamba derive from others'."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     is_on_cpu = next(model.parameters()).device.type == "cpu"
-    for layer in model.modules():
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
         if is_deferred_attention_layer(layer):
-            attention: Any = layer
-            attention.process_weights_after_loading(dtype)
+            layer.process_weights_after_loading(dtype)
         elif is_on_cpu and isinstance(layer, ParallelLMHead):
             # A head multiplies by a packed copy of its weight, and a head tied to the embedding is never loaded itself.
             layer.quant_method.process_weights_after_loading(layer)
+        elif is_on_cpu and hasattr(layer, "conv_weights"):
+            # Mamba computes with the memory that the kernels of its convolution had before vLLM packed them.
+            loaded = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
+            if loaded is not None:
+                layer.conv_weights.copy_(loaded)
 
 
 def delete_kernel(layer: torch.nn.Module) -> Any:
     """Delete and return the kernel of experts on a CPU."""
     # vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
-    # On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
+    # On a GPU kernels stay (`KernelState`).
     method: Any = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
     if detect_platform().name == "cuda" or kernel is None:

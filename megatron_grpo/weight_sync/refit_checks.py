@@ -49,8 +49,7 @@ CANARY_LENGTHS = (32, 9, 20, 13)
 # Canaries of a start that are not limited to their share of the time: the first weights and those of three steps, since
 # a refit that goes wrong mostly does so from the first changed weights on.
 FIRST_CANARIES = 4
-# Comparisons of all weights at a start: of the first weights, which engines may have loaded themselves, and of the
-# first that a step has changed.
+# Comparisons of all weights at a start: of the first weights, and of the first that a step has changed.
 FIRST_COMPARISONS = 2
 
 
@@ -195,7 +194,7 @@ class RefitChecks:
         faults = [f"{RANK_NAME(rank)}: {text}" for rank, check in enumerate(checks) for text in check.faults]
         if faults:
             raise RefitError(f"version {version} is not served: {'; '.join(faults)}")
-        self._are_equal = version == 0  # the weights of the model folder, which engines had loaded themselves
+        self._are_equal = False
         if self.canary is None or not self.canary.should_compare_weights(version, new=self.must_compare):
             return
         began = time.monotonic()

@@ -173,11 +173,14 @@ class WeightTrace:
 def trace_weights(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> WeightTrace:
     """Run a model's loaders on tensors without storage, (shape, dtype) by name."""
     # Buffers of whole numbers are maps of experts, by which loaders choose.
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    buffers, maps = {}, {}
+    for name, buffer in model.named_buffers():
+        (buffers if buffer.is_floating_point() else maps)[name] = buffer
     recorder = _Recorder({**dict(model.named_parameters()), **buffers})
     untyped: Any = model
     with torch.no_grad(), recorder:
         untyped.load_weights(recorder.make_tensors(tensors))
+    recorder.refuse_writes(maps)
     numbers = {name: number for number, name in enumerate(("", *tensors))}
     boxes = [box for name, boxes in recorder.boxes.items() if name not in recorder.unexplained for box in boxes]
     distinct = dict.fromkeys(boxes)  # some loaders copy a tensor twice
@@ -219,6 +222,11 @@ class _Recorder(TorchDispatchMode):
             tensor = torch.empty(shape, dtype=dtype, device="meta")
             self._add(_Storage(tensor, tensor=name))
             yield name, tensor
+
+    def refuse_writes(self, buffers: Mapping[str, Tensor]) -> None:
+        """Record buffers that were not to be written, and were."""
+        written = (name for name, buffer in buffers.items() if self._find(buffer) is not None)
+        self.unexplained |= dict.fromkeys(written, "it is a buffer of whole numbers")
 
     def _add(self, storage: _Storage) -> None:
         self._storages[storage.full.untyped_storage()._cdata] = storage

@@ -12,56 +12,32 @@ from typing import Any
 import pytest
 import ray
 import torch
-from torch.distributed import HashStore
 from vllm import envs
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.config import set_current_vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig, SpeculativeConfig
-from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
+from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation import vllm_plugin
 from megatron_grpo.generation.engine import prepare_processes
-from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS, VllmSettings, make_engine_arguments
+from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.weight_sync.engine_layers import has_converted_layers
-from megatron_grpo.weight_sync.model_writer import ModelWriter
-from megatron_grpo.weight_sync.pieces import FP8, lay_out_pieces, split_messages
-from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
+from megatron_grpo.weight_sync.placeholder_loader import PlaceholderLoader
 from megatron_grpo.weight_sync.weight_trace import trace_model
+from tests.cuda.null.engines import LONGEST, addresses, engine_config, loaded_model, refit, settings_of
 from tests.support import engine_table
 from tests.support.engine_table import table_boxes
 
-LONGEST = 1024
 TABLED = {*engine_table.FAMILIES, "glm4", "glm4_moe", "minimax_m2", "mistral", "seed_oss"}
 
 
 @pytest.fixture(autouse=True)
 def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: ["0"])
-
-
-def settings_of(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmSettings:
-    return VllmSettings(
-        index=0,
-        model_path=str(folder),
-        config=GenerationConfig(**generation),
-        precision="bfloat16",
-        max_total_sequence_length=min(LONGEST, read_model_shape(folder).max_positions),
-        routed=routed,
-    )
-
-
-def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
-    """vLLM's configuration of an engine, from our arguments."""
-    arguments = make_engine_arguments(settings_of(folder, routed=routed, **generation))
-    return AsyncEngineArgs(**arguments, skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
@@ -151,41 +127,17 @@ def test_a_refit_fills_every_parameter(
 ) -> None:
     if quantization is None:  # Hopper's kernels compute with weights as they are, those of experts too
         monkeypatch.setattr(layerwise, "materialize_layer", lambda *_: pytest.fail("a second copy of a layer"))
+    monkeypatch.setattr(PlaceholderLoader, "_get_weights_iterator", lambda *_: pytest.fail("the folder was read"))
     folder = models(family)
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)
     assert has_converted_layers(model) == (quantization is not None)
-    dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks)
-    policy, before = split_policy(ParallelConfig(), shape), addresses(model)
+    before = addresses(model)
     with set_current_vllm_config(config), torch.no_grad():
         trace = trace_model(model, measure_tensors(shape), torch.bfloat16)
-        assert trace.unexplained == {}
-        assert addresses(model) == before
-        if family in TABLED:  # the loaders of the others are compared with their boxes in tests without a GPU
-            assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])
-        messages = split_messages(plan_messages(shape, policy, [trace.boxes], 1, dtypes, 1 << 20))
-        scaled = {number for number, dtype in enumerate(dtypes) if dtype == FP8}
-        writer = ModelWriter(model, torch.bfloat16, trace.boxes, messages, scaled)  # raises for unfilled parameters
-        writer.begin()
-        for number, message in enumerate(messages):
-            packed, size = lay_out_pieces(message, [getattr(torch, dtype) for dtype in dtypes])
-            sent = torch.zeros(size, dtype=torch.uint8, device="cuda")
-            for position, piece in enumerate(packed):
-                writer.write(number, position, piece.view_values(sent), piece.view_scales(sent))
-        writer.finish()
+    assert trace.unexplained == {}
+    assert addresses(model) == before
+    if family in TABLED:  # the loaders of the others are compared with their boxes in tests without a GPU
+        assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])
+    refit(model, config, shape, trace.boxes, fp8_blocks=fp8_blocks)  # raises for unfilled parameters
     assert addresses(model) == before, "captured graphs read the old memory"
-
-
-def loaded_model(config: VllmConfig) -> torch.nn.Module:
-    """vLLM's model of one GPU, as its loader leaves it, with weights of any content."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with set_current_vllm_config(config):
-        init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
-        initialize_model_parallel(backend="gloo")
-        config.load_config.load_format = "dummy"
-        return get_model(vllm_config=config)
-
-
-def addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Address of every parameter, by name."""
-    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
