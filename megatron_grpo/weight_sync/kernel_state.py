@@ -72,8 +72,11 @@ def _walk(
     path: str, value: Any, visit: Callable[[Any], None], above: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Yield tensors, numbers and closed objects by path, and visit each object that is looked into."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
     is_open = hasattr(value, "__dict__") and type(value).__module__.startswith(_PACKAGES)
-    if not above or (is_open and not isinstance(value, nn.Module | Tensor)):
+    # All layers share the settings of quantisation, which count the time of conversions.
+    if not above or (is_open and not isinstance(value, nn.Module | Tensor | QuantizationConfig)):
         visit(value)
         items = [(name, item) for name, item in vars(value).items() if name not in _OF_MODULES]
     elif isinstance(value, dict):

@@ -173,9 +173,8 @@ class WeightTrace:
 def trace_weights(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> WeightTrace:
     """Run a model's loaders on tensors without storage, (shape, dtype) by name."""
     # Buffers of whole numbers are maps of experts, by which loaders choose.
-    buffers, maps = {}, {}
-    for name, buffer in model.named_buffers():
-        (buffers if buffer.is_floating_point() else maps)[name] = buffer
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    maps = {name: buffer for name, buffer in model.named_buffers() if name not in buffers}
     recorder = _Recorder({**dict(model.named_parameters()), **buffers})
     untyped: Any = model
     with torch.no_grad(), recorder:

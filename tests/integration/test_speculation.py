@@ -178,6 +178,24 @@ def test_proposals_change_no_distribution_and_follow_the_refit(name: str, tmp_pa
 
 
 @pytest.mark.slow
+def test_an_engine_that_begins_with_placeholders_reads_the_layers_that_propose(tmp_path: Path) -> None:
+    base = make_bigram_model(tmp_path / "base", 0, glm4_moe)
+    trained = make_bigram_model(tmp_path / "trained", 1, glm4_moe)
+    policy = start_policy(trained, ParallelConfig())
+    try:
+        with engines(base, speculative=MTP, awaits_refit=True) as generation:
+            policy.wait_ready()
+            transport = make_transport(policy, generation, RefitConfig(timeout_s=120.0), Path())
+            transport.connect()
+            transport.publish(1)
+            assert_samples(generation, Oracle(trained), CASES["glm4_moe"], 1)
+            responses, rate = measure_acceptance(generation)
+            assert rate == pytest.approx(compute_acceptance(responses, find_proposals(trained, layers=base)), abs=0.1)
+    finally:
+        policy.shutdown()
+
+
+@pytest.mark.slow
 def test_n_grams_change_no_distribution(tmp_path: Path) -> None:
     base = make_bigram_model(tmp_path / "base", 0, glm4_moe)
     n_grams = SpeculativeConfig(num_speculative_tokens=PROPOSED, prompt_lookup_min=1)

@@ -61,7 +61,7 @@ def addresses(model: torch.nn.Module) -> dict[str, int]:
 
 
 def refit(
-    model: torch.nn.Module, config: VllmConfig, shape: ModelShape, boxes: Sequence[Box], *, fp8_blocks: bool
+    model: torch.nn.Module, config: VllmConfig, shape: ModelShape, boxes: Sequence[Box], *, fp8_blocks: bool = False
 ) -> None:
     """Fill a model by the messages of one refit, whose numbers are zeros."""
     dtypes, policy = choose_wire_dtypes(shape, "bfloat16", fp8_blocks), split_policy(ParallelConfig(), shape)

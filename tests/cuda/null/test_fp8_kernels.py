@@ -67,7 +67,8 @@ def test_captured_tensors_get_the_values_of_a_conversion(
 
 
 def list_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {path: value for path, value in list_state(model).items() if isinstance(value, Tensor)}
+    """Tensors on the device by path; attention makes copies of its scales on the host anew."""
+    return {path: value for path, value in list_state(model).items() if isinstance(value, Tensor) and value.is_cuda}
 
 
 def tensors_at(tensors: dict[str, Tensor]) -> dict[str, int]:

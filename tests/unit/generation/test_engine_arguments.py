@@ -70,3 +70,18 @@ def test_one_rank_runs_in_the_core_itself(ranks: int, placement: str, executor: 
     """The actor has one GPU, so that two ranks need the placement group of a larger engine."""
     arguments = arguments_of(tmp_path, placement=placement, parallel=GenerationParallelConfig(tensor=ranks))
     assert arguments["distributed_executor_backend"] == executor
+
+
+@pytest.mark.parametrize(
+    ("awaits_refit", "engine_args", "expected"),
+    [
+        (True, {}, "megatron_grpo"),
+        (False, {}, "hf"),
+        (True, {"load_format": "runai_streamer"}, "runai_streamer"),
+    ],
+)
+def test_engines_read_weights_only_where_no_refit_follows(
+    awaits_refit: bool, engine_args: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    arguments = arguments_of(tmp_path, awaits_refit=awaits_refit, engine_args=engine_args)
+    assert arguments["load_format"] == expected
