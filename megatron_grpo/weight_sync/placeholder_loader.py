@@ -104,7 +104,7 @@ def _use_plain_loaders(model: nn.Module) -> Iterator[None]:
     """Let parameters that vLLM quantises while it loads have loaders that only load."""
     layers = [layer for layer in model.modules() if get_layerwise_info(layer).can_load()]
     parameters: Iterable[Any] = chain.from_iterable(layer.parameters(recurse=False) for layer in layers)
-    loaders = [(parameter, parameter.weight_loader) for parameter in parameters]
+    loaders = [(parameter, parameter.weight_loader) for parameter in parameters if hasattr(parameter, "weight_loader")]
     try:
         for parameter, _ in loaders:
             parameter.weight_loader = _get_original_loader(parameter)

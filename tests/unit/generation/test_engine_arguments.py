@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,19 @@ def test_one_rank_runs_in_the_core_itself(ranks: int, placement: str, executor: 
 
 
 @pytest.mark.parametrize(
-    ("awaits_refit", "engine_args", "expected"),
+    ("awaits_refit", "config", "chosen", "expected"),
     [
-        (True, {}, "megatron_grpo"),
-        (False, {}, "hf"),
-        (True, {"load_format": "runai_streamer"}, "runai_streamer"),
+        (True, {}, {}, "megatron_grpo"),
+        (False, {}, {}, "hf"),
+        (False, {"quantization_config": {"quant_method": "fp8"}}, {}, "hf"),
+        (True, {}, {"load_format": "runai_streamer"}, "runai_streamer"),
+        # An engine of plain layers, which cannot read quantized weights.
+        (True, {"quantization_config": {"quant_method": "fp8"}}, {"load_format": "runai_streamer"}, "megatron_grpo"),
     ],
 )
 def test_engines_read_weights_only_where_no_refit_follows(
-    awaits_refit: bool, engine_args: dict[str, Any], expected: str, tmp_path: Path
+    awaits_refit: bool, config: dict[str, Any], chosen: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    arguments = arguments_of(tmp_path, awaits_refit=awaits_refit, engine_args=engine_args)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = arguments_of(tmp_path, awaits_refit=awaits_refit, engine_args=chosen)
     assert arguments["load_format"] == expected
