@@ -225,6 +225,7 @@ class DryLinks:
         by_layer = needs_conversion(config, shape, find_hardware(config))
         scheduled = plan_messages(shape, shards, engine, generation.data, dtypes, bucket, by_layer=by_layer)
         self.messages = split_messages(scheduled[scheduled["source"] == rank])
+        self.is_relayed = [False] * len(self.messages)
         layouts = [lay_out_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
         self.packed_pieces = [pieces for pieces, _ in layouts]
         self.sizes = [size for _, size in layouts]

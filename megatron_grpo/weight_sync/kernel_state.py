@@ -22,9 +22,10 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class KernelState:
-    """What a layer and its quantisation method hold beside parameters and buffers; nothing on CPUs.
+    """What a layer's kernel holds beside parameters; on CPUs nothing.
 
-    There are no graphs on CPUs, and kernels that keep packed weights have to be made anew there.
+    These are objects of the layer and of its quantisation method, without parameters and buffers. There are no graphs
+    on CPUs, and kernels that keep packed weights have to be made anew there.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -35,7 +36,7 @@ class KernelState:
             self._values = dict(_walk("", layer, self._record))
 
     def keep(self) -> None:
-        """Give the first objects the values of those that a conversion has made, and put them back.
+        """Put the first objects back, with a conversion's values.
 
         Raises:
             ValueError: a conversion has changed what graphs have captured in another way than by a tensor's values.
@@ -71,7 +72,9 @@ class KernelState:
 def _walk(
     path: str, value: Any, visit: Callable[[Any], None], above: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers and closed objects by path, and visit each object that is looked into."""
+    """Yield tensors, numbers and closed objects by path.
+
+    Each object that is looked into is visited."""
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     is_open = hasattr(value, "__dict__") and type(value).__module__.startswith(_PACKAGES)

@@ -217,6 +217,7 @@ class Settings:
 
     config: PolicyConfig
     shape: ModelShape
+    ranks_per_machine: int | None = None
 
 
 class Policy:

@@ -90,9 +90,9 @@ def test_a_recipe_for_more_nodes_is_searched_on_fewer() -> None:
     assert share.gpus == (8, 8)
 
 
-def test_a_placement_that_more_nodes_exclude_is_the_reason() -> None:
-    given = ["cluster.nodes=3", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
-    with pytest.raises(ValueError, match="weights reach engines in the memory of one node"):
+def test_a_placement_that_no_layout_helps_is_the_reason() -> None:
+    given = ["cluster.nodes=3", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100", "refit.mode=broadcast"]
+    with pytest.raises(ValueError, match="goes over NCCL, which has one rank a GPU"):
         compose_for_search(["+exp=qwen3_8b_8gpu_colocated", *given])
 
 

@@ -66,6 +66,7 @@ def test_messages_hold_the_parts_of_full_tensors(family: str, number: int, monke
         messages=messages,
         packed_pieces=[packed for packed, _ in layouts],
         sizes=[size for _, size in layouts],
+        is_relayed=[False] * len(messages),
         send=send,
     )
     rank: Any = SimpleNamespace(shape=shape, gather_chunks=list)

@@ -197,7 +197,7 @@ def test_links_without_a_store_are_tried_again_and_end_as_a_refit_does(
     if store is not None:
         monkeypatch.setattr(transfer_modes, "open_store", open_fake_store)
     shape = read_model_shape("tests/data/hf_configs/qwen3_8b")
-    policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape))
+    policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape, ranks_per_machine=None))
     generation: Any = FakeGeneration()
     calls, config = Answered(policy, generation), RefitConfig(retries=retries)
     calls.engine_boxes = [pack_boxes(boxes) for boxes in table_boxes(generation.config.parallel, shape)]
@@ -228,7 +228,7 @@ def test_engines_that_convert_layers_get_one_after_another(converts: bool, monke
         raise ValueError("far enough")
 
     monkeypatch.setattr(transfer_modes, "plan_messages", plan)
-    policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape))
+    policy: Any = SimpleNamespace(settings=SimpleNamespace(config=PolicyConfig(), shape=shape, ranks_per_machine=None))
     generation: Any = FakeGeneration()
     mode = LinkMode(Traced(policy, generation), RefitConfig())
     with pytest.raises(AttemptError, match="far enough"):
