@@ -22,9 +22,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class KernelState:
-    """What a layer and its quantisation method hold beside parameters and buffers; nothing on CPUs.
+    """Objects and tensors of a layer beside its parameters and buffers.
 
-    There are no graphs on CPUs, and kernels that keep packed weights have to be made anew there.
+    Nothing is kept on CPUs: there are no graphs, and kernels that keep packed weights have to be made anew.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -35,7 +35,7 @@ class KernelState:
             self._values = dict(_walk("", layer, self._record))
 
     def keep(self) -> None:
-        """Give the first objects the values of those that a conversion has made, and put them back.
+        """Put the first objects back, with the values of a conversion.
 
         Raises:
             ValueError: a conversion has changed what graphs have captured in another way than by a tensor's values.
@@ -71,7 +71,10 @@ class KernelState:
 def _walk(
     path: str, value: Any, visit: Callable[[Any], None], above: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers and closed objects by path, and visit each object that is looked into."""
+    """Yield tensors, numbers and closed objects by path.
+
+    `visit` is called with each object that is looked into.
+    """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     is_open = hasattr(value, "__dict__") and type(value).__module__.startswith(_PACKAGES)
@@ -94,7 +97,7 @@ def _walk(
 
 
 def _are_alike(first: Tensor, current: Tensor) -> bool:
-    """True if a tensor can have the other's values, as a kernel reads them."""
+    """True if one tensor can take the other's values."""
     return (
         all(getattr(first, name) == getattr(current, name) for name in ("shape", "dtype", "device"))
         and first.stride() == current.stride()

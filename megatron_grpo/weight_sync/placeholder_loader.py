@@ -36,7 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @register_model_loader("megatron_grpo")
 class PlaceholderLoader(DefaultModelLoader):
-    """vLLM's loader of a folder, which gets placeholders unless the folder has to be read."""
+    """Loads placeholders, or the folder where it has to be read."""
 
     def __init__(self, load_config: Any) -> None:
         load_config = copy(load_config)
@@ -58,7 +58,10 @@ class PlaceholderLoader(DefaultModelLoader):
 
 
 def measure_folder(folder: Path) -> tuple[Shapes, Shapes, bool]:
-    """Return shapes of the tensors that a refit sends, of the folder's, and whether these are quantized."""
+    """Measure the tensors that a refit sends and those of the folder.
+
+    The last result tells whether the folder's are quantized.
+    """
     # Imported here because workers that read a folder do without the families, which are many modules.
     from megatron_grpo.models.families import measure_tensors, read_model_shape
     from megatron_grpo.models.quantized_weights import describe_values, read_quantization
@@ -77,9 +80,9 @@ def find_unsent(model: nn.Module, sent: Shapes, stored: Shapes, dtype: torch.dty
 
     The model is as vLLM makes it, before it loads weights. `sent`, `stored`: tensors of a refit and of the folder.
     """
-    others = {name: (shape, dtype) for name, shape in stored.items() if name not in sent}
+    extra_tensors = {name: (shape, dtype) for name, shape in stored.items() if name not in sent}
     with _use_plain_loaders(model):
-        trace = trace_weights(model, others)
+        trace = trace_weights(model, extra_tensors)
         filled = {box.parameter for box in trace.boxes} | trace.unexplained.keys()
         if not filled:
             return []
