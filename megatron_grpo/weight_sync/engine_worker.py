@@ -16,6 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
 from megatron_grpo.cluster.phases import phase
+from megatron_grpo.weight_sync import placeholder_loader  # noqa: F401 - its loader is registered before a model is made
 from megatron_grpo.weight_sync.boxes import Box, compute_digest, pack_boxes, unpack_boxes
 
 if TYPE_CHECKING:
