@@ -97,7 +97,7 @@ def _walk(
 
 
 def _are_alike(first: Tensor, current: Tensor) -> bool:
-    """True if a tensor can have the other's values, as a kernel reads them."""
+    """True if one tensor can take the other's values."""
     return (
         all(getattr(first, name) == getattr(current, name) for name in ("shape", "dtype", "device"))
         and first.stride() == current.stride()

@@ -36,4 +36,5 @@ def test_a_worker_loads_few_modules(mode: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     modules = result.stdout.split()
     assert "megatron_grpo.weight_sync.engine_worker" in modules
+    assert "megatron_grpo.weight_sync.placeholder_loader" in modules, "vLLM finds the loader by its name alone"
     assert len(modules) <= MOST_MODULES, modules
