@@ -190,7 +190,13 @@ def send_weights(trial: Trial, number: int) -> None:
         for message, size in enumerate(sizes):
             fill(message, torch.empty(size, dtype=torch.uint8, device="cuda"))
 
-    links: Any = SimpleNamespace(messages=messages, packed_pieces=[one for one, _ in packed], sizes=sizes, send=send)
+    links: Any = SimpleNamespace(
+        messages=messages,
+        packed_pieces=[one for one, _ in packed],
+        sizes=sizes,
+        is_relayed=[False] * len(messages),
+        send=send,
+    )
     with torch.no_grad():
         sent = ShardSender(rank, shards[number], links).send(1)
     assert sent == (sum(sizes), len(pieces[pieces["source"] == number]), len(messages))
