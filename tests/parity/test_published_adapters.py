@@ -60,6 +60,7 @@ class RecordedLinks:
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
         laid = [lay_out_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
         self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]
+        self.is_relayed = [False] * len(self.messages)
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         tensors = list(measure_tensors(self.rank.shape).items())
