@@ -10,6 +10,7 @@ from megatron_grpo.cluster.futures import is_lost
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.trainer.model_ranks import ModelRanks
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitError
 from megatron_grpo.weight_sync.transfer_modes import TransferReport
@@ -23,11 +24,17 @@ class Placement:
 
     Device memory holds either the models or the engines; during a refit, the weights of both. It begins with the models
     there and the engines asleep. The policy is the first of `models`. Without `engines`, which then have devices of
-    their own, every call does nothing.
+    their own, every call does nothing. `rollouts`: those that asynchronous sampling leaves in flight while engines
+    sleep, whose deadlines wait for the engines; None: there are none.
     """
 
-    def __init__(self, engines: VllmGeneration | None = None, models: Sequence[ModelRanks] = ()) -> None:
-        self._engines, self._models = engines, models
+    def __init__(
+        self,
+        engines: VllmGeneration | None = None,
+        models: Sequence[ModelRanks] = (),
+        rollouts: RolloutPool | None = None,
+    ) -> None:
+        self._engines, self._models, self._rollouts = engines, models, rollouts
         self._has_engines_awake = False
         # True during a refit and after a failure, when engines may be partly awake or not answer.
         self._unsettled = False
@@ -58,6 +65,8 @@ class Placement:
             policy.offload(weights=True)
         with timer.phase("wake"):
             self._engines.wake("kv_cache")
+            if self._rollouts is not None:
+                self._rollouts.restart_clocks()
         self._has_engines_awake, self._unsettled = True, False
 
     def offload_engines(self, timer: StepTimer) -> None:
@@ -66,6 +75,8 @@ class Placement:
             return
         with timer.phase("sleep"):
             try:
+                if self._rollouts is not None:
+                    self._rollouts.stop_clocks()
                 self._engines.sleep()
             except RunError as error:
                 # The second call after a failure loads the models in spite of it, so that they can be saved. An engine

@@ -94,7 +94,9 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     if models is not None:
         progress = _resume(config, startup, models, data.loader)
         if generation is not None and config.generation.is_colocated:
-            placement = Placement(generation, [model for model in (models.policy, models.value) if model is not None])
+            in_flight = rollouts if config.training_loop.async_grpo.can_sample_ahead else None
+            shared = [model for model in (models.policy, models.value) if model is not None]
+            placement = Placement(generation, shared, in_flight)
     if transport is not None:
         # Version N is the weights after N steps, so a resumed run does not start at 0.
         with startup.part("refit"):

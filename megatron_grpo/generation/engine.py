@@ -94,7 +94,8 @@ class VllmEngine(Engine):
     """Ray actor with one vLLM engine.
 
     While it has no requests, it is paused, and its prefix cache is empty, so no batch depends on an earlier one. Only
-    with `VllmSettings.in_flight` may weights change while requests are in flight, and the cache outlast a pause.
+    with `VllmSettings.in_flight` may weights change and the engine sleep while requests are in flight, and the cache
+    outlast a pause.
     """
 
     _gate: Gate  # set by `start`
@@ -272,13 +273,16 @@ class VllmEngine(Engine):
 
     @phase("sleep")
     async def sleep(self) -> None:
-        """Free device memory, and refuse requests; with vLLM's CPU build it only refuses."""
-        llm = await self._gate.wait_paused()
+        """Free device memory, and keep requests out; with vLLM's CPU build it frees nothing."""
+        if self._settings.in_flight is None:
+            await self._gate.wait_paused()  # or stay awake
         await self._gate.close("memory", "the engine sleeps while models train on its devices")
+        llm = await self._gate.wait_paused()
+        self._statistics.set_in_flight(0)  # a sleeping engine is not busy
         if self._settings.sleeps:
             # Level 1 keeps weights in host memory and loses only the cache; after level 2 only parameters and buffers
-            # would come back.
-            await await_alive(llm, llm.sleep(level=1))
+            # would come back. vLLM computes the cache of requests in flight again.
+            await await_alive(llm, llm.sleep(level=1, mode="keep"))
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
@@ -292,6 +296,7 @@ class VllmEngine(Engine):
             if self._settings.sleeps:  # waking resumes the scheduler
                 self._gate.pause()
             await self._gate.open("memory")
+            self._statistics.set_in_flight(self._gate.in_flight)
 
     def shutdown(self) -> None:
         if self._llm is not None:

@@ -1,6 +1,7 @@
 """The gate of an engine: when requests may enter, and when vLLM's scheduler is paused.
 
-The scheduler is paused while no request is in flight, and while weights change under requests in flight.
+The scheduler is paused while no request is in flight, and while weights change or an engine sleeps under requests in
+flight.
 
 Why every token has exactly one weight version: `close` first keeps new requests out, then pauses vLLM with mode="keep".
 The scheduler stops between two forward passes, so no pass computes with a mixture of weights, and requests in flight
@@ -9,7 +10,8 @@ the scheduler: each request continues where it stopped, and vLLM labels tokens f
 A response may therefore span versions (`GenerationOutput.spans`), a token cannot. Requests that arrive meanwhile wait
 outside, because prompts are cached under the salt of a version, which is known only once the version is committed.
 Keys and values of tokens before the pause are those of the old weights if the cache outlasts pauses; otherwise the
-pause clears the cache, and the scheduler computes the sequences in flight again under the new weights.
+pause clears the cache, and the scheduler computes the sequences in flight again under the new weights. An engine that
+sleeps loses its cache in any case; it goes on when it has both its weights and its memory again.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ class Gate:
 
     llm: AsyncLLM
     _: KW_ONLY
-    updates_in_flight: bool  # while weights change, requests pause or wait; otherwise new ones are refused
+    updates_in_flight: bool  # requests pause or wait while the gate is closed; otherwise new ones are refused
     keeps_cache: bool  # the engine's prefix cache outlasts a pause; otherwise a pause empties it
     on_change: Callable[[int], None]  # called with the number of requests in flight when it changes
 
     def __post_init__(self) -> None:
-        self._in_flight = 0
+        self.in_flight = 0  # requests
         self._reasons: dict[Cause, str] = {}
         self._admission_lock = asyncio.Lock()  # held while requests are added, and by `close` while weights change
         self._is_held_closed = False  # `close` holds the lock
@@ -53,9 +55,8 @@ class Gate:
 
     def require_open(self) -> None:
         """Raise RuntimeError with the reason if requests are refused now."""
-        for cause, reason in self._reasons.items():
-            if cause == "memory" or not self.updates_in_flight:
-                raise RuntimeError(reason)
+        if self._reasons and not self.updates_in_flight:
+            raise RuntimeError(next(iter(self._reasons.values())))
 
     def is_closed(self, cause: Cause) -> bool:
         return cause in self._reasons
@@ -63,7 +64,7 @@ class Gate:
     async def close(self, cause: Cause, reason: str) -> None:
         """Refuse new requests with this reason, or let them wait, until no cause remains."""
         self._reasons[cause] = reason
-        if cause == "weights" and self.updates_in_flight:
+        if self.updates_in_flight:
             if not self._is_held_closed:
                 await self._admission_lock.acquire()  # wait until requests that are being added are in flight
                 self._is_held_closed = True
@@ -73,12 +74,13 @@ class Gate:
     async def open(self, cause: Cause) -> None:
         """Let requests enter and continue, unless another cause remains."""
         self._reasons.pop(cause, None)
-        if cause == "weights":
-            if self._in_flight and self._pause_task is not None:
-                await self._resume()
-            if self._is_held_closed:
-                self._is_held_closed = False
-                self._admission_lock.release()
+        if self._reasons or not self._is_held_closed:
+            return
+        if self.in_flight and self._pause_task is not None:
+            await self._pause_task
+            await self._resume()
+        self._is_held_closed = False
+        self._admission_lock.release()
 
     def pause(self) -> None:
         """Begin a pause; `wait_paused` waits until the scheduler has stopped."""
@@ -91,7 +93,7 @@ class Gate:
         while self._pause_task is None and time.monotonic() < began + DRAIN_S:
             await asyncio.sleep(POLL_S)  # aborted requests may still be draining
         if self._pause_task is None:
-            raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
+            raise RuntimeError(f"{self.in_flight} responses are in flight: the weights cannot change under them")
         await self._pause_task
         return self.llm
 
@@ -113,7 +115,7 @@ class Gate:
     def leave(self, requests: int) -> None:
         """Record ended requests; the last one pauses the engine."""
         self._count(-requests)
-        if requests and not self._in_flight and self._pause_task is None:
+        if requests and not self.in_flight and self._pause_task is None:
             self.pause()
 
     @asynccontextmanager
@@ -125,12 +127,12 @@ class Gate:
         except BaseException:
             self.pause()
             raise
-        if not self._in_flight:
+        if not self.in_flight:
             self.pause()
 
     def _count(self, requests: int) -> None:
-        self._in_flight += requests
-        self.on_change(self._in_flight)
+        self.in_flight += requests
+        self.on_change(self.in_flight)
 
     async def _resume(self) -> None:
         self._pause_task = None

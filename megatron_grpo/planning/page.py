@@ -88,13 +88,13 @@ def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
 
 
 def draw_timeline(times: StepTimes) -> str:
-    """Draw the phases in turn; generation beside them if asynchronous."""
-    together = times.asynchronous_s is not None
+    """Draw the phases in turn, and generation beside them if it is."""
     scale = _WIDTH / max(times.step_s, times.phase_s.get("generation", 0.0), 1e-9)
     rows, clock = [], 0.0
     for name, seconds in times.phase_s.items():
-        begin = 0.0 if together and name == "generation" else clock
-        clock = 0.0 if together and name == "generation" else clock + seconds
+        is_beside = times.samples_beside and name == "generation"
+        begin = 0.0 if is_beside else clock
+        clock = 0.0 if is_beside else clock + seconds
         cells = [(begin * scale, 0, ""), (seconds * scale, _PHASES.get(name, 7), f"{name}: {seconds:.2f} s")]
         rows.append((name, cells, f"{seconds:.1f} s"))
     return _wrap_drawing(rows)

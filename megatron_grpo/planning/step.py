@@ -52,6 +52,11 @@ class StepTimes:
         return self.synchronous_s if self.asynchronous_s is None else self.asynchronous_s
 
     @property
+    def samples_beside(self) -> bool:
+        """True if engines sample on other GPUs while models train."""
+        return self.asynchronous_s is not None and "offload" not in self.phase_s
+
+    @property
     def tokens_per_s_per_gpu(self) -> float:
         """Tokens trained on, per second and GPU of the run."""
         return self.tokens / self.step_s / self.gpus
@@ -189,11 +194,9 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
     refit_s, refit_bytes = _time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
     if config.needs_generation and not has_engines:
         model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
-    generation_s, steady_s = (
-        _time_generation(config, shape, hardware, lengths, model.assumptions) if has_engines else (0.0, 0.0)
-    )
+    sampling = _time_generation(config, shape, hardware, lengths, model.assumptions) if has_engines else _Sampling()
     phase_s = {
-        **({"generation": generation_s} if has_engines else {}),
+        **({"generation": sampling.alone_s} if has_engines else {}),
         **_time_logprobs(model, totals),
         **_time_value_model(config, value_ranks, hardware, totals),
         **learning_s,
@@ -201,12 +204,19 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         **({"refit": refit_s} if config.needs_generation else {}),
     }
     async_grpo, asynchronous = config.training_loop.async_grpo, None
-    if async_grpo.can_sample_ahead and not config.generation.is_colocated:
+    if async_grpo.can_sample_ahead:
         # The slowest of three sets the pace: the trainer, the engines on a stream of batches, and a single batch, which
-        # may take as many steps as its samples may be old.
-        age = async_grpo.max_trajectory_age_steps
-        asynchronous = max(sum(phase_s.values()) - generation_s, steady_s + refit_s, generation_s / (age + 1))
+        # may take as many steps as its samples may be old. On shared GPUs trainer and engines follow each other.
+        age, others_s = async_grpo.max_trajectory_age_steps, sum(phase_s.values()) - sampling.alone_s
         model.assumptions.append(f"samples up to {age} steps old")
+        if config.generation.is_colocated:
+            asynchronous = others_s + max(sampling.stream_s, sampling.alone_s / (age + 1)) + sampling.recompute_s
+            model.assumptions.append(
+                f"engines keep no cache while they sleep: each computes {sampling.in_flight_tokens:,.0f} tokens of "
+                f"responses in flight again in every step, in {sampling.recompute_s:.1f} s"
+            )
+        else:
+            asynchronous = max(others_s, sampling.stream_s + refit_s, sampling.alone_s / (age + 1))
     return StepTimes(
         phase_s=phase_s,
         synchronous_s=sum(phase_s.values()),
@@ -306,10 +316,19 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
     return summary.compute_seconds(speed) + over_nodes, summary.bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """Seconds of an engine to sample its share of a step."""
+
+    alone_s: float = 0.0  # of a batch alone
+    stream_s: float = 0.0  # of each batch in a stream of batches
+    in_flight_tokens: float = 0.0  # of prompts and responses that are not complete, at a moment in the stream
+    recompute_s: float = 0.0  # to compute their keys and values again
+
+
 def _time_generation(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
-) -> tuple[float, float]:
-    """Seconds of a batch alone, and of each in a stream."""
+) -> _Sampling:
     generation, responses = config.generation, lengths.responses
     size = size_engine(config, shape, hardware)
     most_sequences = min(generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
@@ -328,7 +347,11 @@ def _time_generation(
     assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
     batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
     stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), most_sequences, copies)
-    return alone.seconds, stream.seconds / batches
+    # A response that is looked at in a random moment is a long one, in proportion to its length, and half complete.
+    sampled = float((responses_of_engine**2).sum() / responses_of_engine.sum()) / 2
+    in_flight = stream.busy * (lengths.prompt / copies + sampled)
+    recompute_s = decoder.time_prefill(in_flight, lengths.prompt + sampled)
+    return _Sampling(alone.seconds, stream.seconds / batches, in_flight, recompute_s)
 
 
 def _time_moves(config: Config, shape: ModelShape, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:

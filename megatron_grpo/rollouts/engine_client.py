@@ -18,6 +18,7 @@ from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.failures import RolloutFailure
 
 OVERDUE_CHECK_S = 0.5  # between two checks for overdue engines
@@ -51,10 +52,11 @@ class EngineClient:
         self.name, self.number = ENGINE_NAME(index), index
         self.load = 0  # rollouts that are assigned to this engine and still sampling
         self.loss: EngineLoss | None = None
-        # The client puts itself here when its engine is lost; `Engines` gives its clients a common queue.
+        # The client puts itself here when its engine is lost; `Engines` gives its clients a common queue and clock.
         self.losses: asyncio.Queue[EngineClient] = asyncio.Queue()
+        self.clock = RolloutClock()
         self.restarts = 0  # replacements of the engine
-        self.replaced_at = 0.0  # on the clock of the event loop
+        self.replaced_at = 0.0  # on the clock
         self._actor = actor
         self._is_decided = asyncio.Event()  # not set while a lost engine may still be replaced
         self._is_decided.set()
@@ -107,7 +109,7 @@ class EngineClient:
     def replace(self, actor: Any) -> None:
         self._actor, self.loss = actor, None
         self.restarts += 1
-        self.replaced_at = asyncio.get_running_loop().time()
+        self.replaced_at = self.clock.time()
         _set_error(self._pending, EngineLostError(f"{self.name} was replaced"))
         self._is_decided.set()
 
@@ -185,10 +187,10 @@ class Engines:
     """The engines of a rollout worker; rollouts are assigned to them."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
-        self.clients = list(clients)
+        self.clients, self.clock = list(clients), RolloutClock()
         self._losses: asyncio.Queue[EngineClient] = asyncio.Queue()
         for client in self.clients:
-            client.losses = self._losses
+            client.losses, client.clock = self._losses, self.clock
 
     def find(self, number: int) -> EngineClient:
         return next(client for client in self.clients if client.number == number)
@@ -218,12 +220,11 @@ class Engines:
 
     async def mark_overdue_lost(self, deadline_s: float) -> None:
         """Mark engines as lost that stay busy for `deadline_s`; runs until cancelled."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = self.clock.time()
         while True:
             await asyncio.sleep(min(OVERDUE_CHECK_S, deadline_s))
             # A new engine has the full deadline, since it starts over with the requests of the lost one.
-            limit = loop.time() - deadline_s
+            limit = self.clock.time() - deadline_s
             slow = [client for client in self.clients if client.is_busy and max(began, client.replaced_at) <= limit]
             if not slow:
                 continue

@@ -18,6 +18,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, ScoreOrEr
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, kill_process
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
+from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.failures import RolloutFailure
 
 Arguments = TypeVarTuple("Arguments")
@@ -52,12 +53,12 @@ class EnvironmentClient:
     by itself, so that only the sample that caused the failure fails.
     """
 
-    def __init__(self, handle: EnvironmentHandle) -> None:
+    def __init__(self, handle: EnvironmentHandle, clock: RolloutClock) -> None:
         self.is_multi_turn = self.has_agent = False
         self.reads_token_ids = False
         self.remarks: list[str] = []  # replacements of processes and their reasons, for the log of the run
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
-        self._handle = handle
+        self._handle, self._clock = handle, clock
         self._queue: deque[_Call] = deque()
         self._has_work = asyncio.Event()
         self._error: SamplingError | None = None  # set once a process could not be replaced
@@ -167,7 +168,7 @@ class EnvironmentClient:
         # One message for a process's whole share, because every call of an actor has a cost of its own.
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):  # an agent waits for engines that sleep
                 answers = await call_actor(actor, EnvironmentWorker.run, jobs)
         except TimeoutError:
             error_text = await asyncio.to_thread(build_overdue_error, "scoring", [process_name], timeout_s)

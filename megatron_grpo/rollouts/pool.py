@@ -41,6 +41,7 @@ from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 
 ENGINES_PER_WORKER = 8
+CLOCK_S = 60.0  # deadline for stopping all clocks, or starting them again
 COUNTS_S = 20.0  # deadline for fetching the counts of all engines
 GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose messages are more specific
 
@@ -126,7 +127,7 @@ class RolloutPool:
                 endpoint=endpoint,
             )
             self.actors.append(worker)
-        self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
+        self._starting = self._call_all(RolloutWorker.start)
         for worker, numbers in zip(self.actors, engine_numbers, strict=True):
             self._replacer.watch(worker, numbers)
 
@@ -140,6 +141,14 @@ class RolloutPool:
         for worker in self.actors:
             ray.kill(worker)
         self.actors = []
+
+    def stop_clocks(self) -> None:
+        """Stop the deadlines of rollouts: the engines go to sleep."""
+        self._gather(self._call_all(RolloutWorker.stop_clock), CLOCK_S, "stop of deadlines")
+
+    def restart_clocks(self) -> None:
+        """Let the deadlines of rollouts go on: the engines are awake."""
+        self._gather(self._call_all(RolloutWorker.restart_clock), CLOCK_S, "restart of deadlines")
 
     def make_settings(
         self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, generation_batch: int
@@ -344,6 +353,9 @@ class RolloutPool:
     def wait_dump(self, dump: Any) -> None:
         """Wait until a `dump` is written; RunError if that fails."""
         self._gather(dump, self.generation_timeout_s, "writing of rollouts")
+
+    def _call_all(self, method: Method[[]]) -> dict[int, Any]:
+        return {number: call_actor(worker, method) for number, worker in enumerate(self.actors)}
 
     def _call_next(self, method: Method[Arguments], *args: Arguments.args, **named: Arguments.kwargs) -> dict[int, Any]:
         worker = next(self._calls) % len(self.actors)

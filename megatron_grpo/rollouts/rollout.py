@@ -80,7 +80,7 @@ class GroupRollout:
 
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""
-        self._deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
+        self._deadline = self.engines.clock.time() + self.settings.timeout_s
         numbers = range(self.settings.samples_per_prompt)
         samples = [asyncio.create_task(self._run_sample(number, engine)) for number in numbers]
         try:
@@ -122,10 +122,10 @@ class GroupRollout:
         deadline = self._deadline
         for _ in range(ATTEMPTS):
             try:
-                async with asyncio.timeout_at(deadline):
+                async with self.engines.clock.timeout_at(deadline):
                     return await self.environment.score(requests)
             except TimeoutError:
-                deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
+                deadline = self.engines.clock.time() + self.settings.timeout_s
         task, limit = self.datum["task_name"], self.settings.timeout_s
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(sampled)
 
@@ -156,7 +156,7 @@ class GroupRollout:
         run_turns = self._run_turns if self.endpoint is None else self._run_agent
         while True:
             try:
-                async with asyncio.timeout(self.settings.timeout_s):
+                async with self.engines.clock.timeout(self.settings.timeout_s):
                     return await run_turns(sample, engine)
             except TimeoutError:
                 # A rollout on a lost engine is not to blame for its delay, so this is no failed attempt.

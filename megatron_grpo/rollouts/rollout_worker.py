@@ -45,7 +45,8 @@ class RolloutWorker:
         begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, number, f"worker{index}") for number, actor in engines.items()])
-        self._environments = {name: EnvironmentClient(handle) for name, handle in environments.items()}
+        clock = self._engines.clock
+        self._environments = {name: EnvironmentClient(handle, clock) for name, handle in environments.items()}
         self._endpoint = None if endpoint is None else Endpoint(endpoint)
         self._sampled: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)  # by number of the batch
         # Complete groups, by numbers of batch and prompt, until `hand_over` takes them.
@@ -113,6 +114,12 @@ class RolloutWorker:
     async def wait_for_losses(self) -> dict[int, EngineLoss]:
         # Rollouts on these engines wait until the engines are replaced or given up.
         return await self._engines.wait_for_losses()
+
+    async def stop_clock(self) -> None:
+        self._engines.clock.stop()
+
+    async def restart_clock(self) -> None:
+        self._engines.clock.restart()
 
     async def replace_engine(self, number: int, actor: Any) -> None:
         self._engines.find(number).replace(actor)

@@ -128,7 +128,8 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
 
 def _uses_shared_cores(config: Config) -> bool:
     """True if engines of the run sample on its cores while its models train."""
-    return config.training_loop.async_grpo.can_sample_ahead and not config.generation.server.urls
+    has_own_devices = not config.generation.is_colocated and not config.generation.server.urls
+    return config.training_loop.async_grpo.can_sample_ahead and has_own_devices
 
 
 def start_rollouts(

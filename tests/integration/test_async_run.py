@@ -92,6 +92,24 @@ def test_oversampling_trains_on_every_prompt_once_whatever_is_killed(tmp_path: P
     assert rows[-1]["buffer_depth"] + rows[-1]["buffer_in_flight"] == 0
 
 
+@pytest.mark.slow
+def test_on_shared_devices_responses_wait_while_the_models_train(tmp_path: Path) -> None:
+    """And go on with new weights; a kill loses no prompt there, too."""
+    settings = [f"data.train_path={some_rows(tmp_path / 'train.jsonl', PROMPTS * STEPS)}", "grpo.max_num_epochs=1"]
+    settings += ["generation.temperature=2", "generation.max_new_tokens=40", "policy.max_total_sequence_length=64"]
+    settings += ["generation.placement=colocated"]
+    kill_at(async_run(tmp_path / "run", *OVERSAMPLED, *settings), 2.5)
+    last = async_run(tmp_path / "run", *OVERSAMPLED, *settings)
+    assert last.finish(timeout_s=600) == 0, last.log()
+    last.assert_nothing_left()
+    assert sorted(row for step in prompts_of(last) for row in step) == list(range(PROMPTS * STEPS))
+    rows = last.metrics()
+    assert all({"sleep", "wake", "offload", "onload"} <= row["timing"].keys() for row in rows)
+    assert sum(row["oversampling_left_over"] for row in rows) > 0
+    assert max(row["trajectory_versions_max"] for row in rows) > 1, "a response went on under later weights"
+    assert all(row["trajectory_age_max"] <= 2 for row in rows)
+
+
 def some_rows(file: Path, number: int) -> Path:
     """The first rows of the recipe's training data."""
     folder = Path(compose_config(["+exp=quickstart", "run_dir=unused"]).prepare.folder)

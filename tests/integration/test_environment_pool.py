@@ -16,6 +16,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Sco
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 
 
@@ -46,7 +47,7 @@ def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
 
 def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[ScoreOrError]]:
     async def scene() -> list[list[ScoreOrError]]:
-        client = EnvironmentClient(handle)
+        client = EnvironmentClient(handle, RolloutClock())
         await client.start()
         return await asyncio.gather(*(client.score(one) for one in jobs))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -34,14 +36,16 @@ BLOCK = 128
 SETTINGS = SamplingSettings(max_new_tokens=TOKENS)
 UPDATES, ROUNDS = 3, 10
 """Updates under the same responses, and attempts at meeting them under way on a machine that may be busy."""
+ASLEEP_S = 0.3
 LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
     "recomputed": ({}, True),
+    "asleep": ({}, True),
     "kept": ({}, False),
     "recomputed-pp2": ({"pipeline": 2}, True),
     "kept-pp2": ({"pipeline": 2}, False),
     "recomputed-two-engines": ({"data": 2}, True),
 }
-"""Layout of the engines, and whether the cache is recomputed."""
+"""Layout of the engines, and whether the cache is recomputed; "asleep": they sleep before each update, too."""
 
 
 def longer(**sizes: Any) -> PretrainedConfig:
@@ -126,7 +130,8 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
         most = 0
         for _ in range(ROUNDS):
             before = max(versions.number)
-            outputs = _while_publishing(generation, requests, versions, transport)
+            publish = _publish_asleep if name.startswith("asleep") else _publish
+            outputs = _while_publishing(generation, requests, partial(publish, generation, versions, transport))
             for one, output in zip(requests, outputs, strict=True):
                 _assert_drawn(one, output, versions, None if recompute else before)
                 most = max(most, len(output.spans))
@@ -181,8 +186,23 @@ def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: 
     assert any(logprobs == pytest.approx(expected.tolist(), abs=1e-4) for expected in possible), (output.spans, before)
 
 
+def _publish(_: VllmGeneration, versions: Versions, transport: WeightTransport) -> None:
+    versions.publish(transport)
+
+
+def _publish_asleep(generation: VllmGeneration, versions: Versions, transport: WeightTransport) -> None:
+    """Publish as on shared devices, where the engines sleep while the models train."""
+    generation.sleep()
+    generation.submit(Engine.take_counts)
+    time.sleep(ASLEEP_S)
+    assert all(not counts.busy_s for counts in ray.get(generation.submit(Engine.take_counts))), "engines that sleep"
+    generation.wake("weights")
+    versions.publish(transport)
+    generation.wake("kv_cache")
+
+
 def _while_publishing(
-    generation: VllmGeneration, requests: list[GenerationRequest], versions: Versions, transport: WeightTransport
+    generation: VllmGeneration, requests: list[GenerationRequest], publish: Callable[[], None]
 ) -> list[GenerationOutput]:
     """Responses to the requests, under which new weights are published some times.
 
@@ -195,14 +215,14 @@ def _while_publishing(
         calls = [client.generate(one, SETTINGS) for client, one in placed]
         first = asyncio.gather(*calls[::2])
         await asyncio.sleep(0.1)
-        publishing = asyncio.create_task(asyncio.to_thread(versions.publish, transport))
+        publishing = asyncio.create_task(asyncio.to_thread(publish))
         await asyncio.sleep(0.01)
         second = asyncio.gather(*calls[1::2])
         answers = asyncio.gather(first, second)
         await publishing
         for _ in range(UPDATES - 1):
             await asyncio.sleep(0.1)
-            await asyncio.to_thread(versions.publish, transport)
+            await asyncio.to_thread(publish)
         early, late = await answers
         return [output for pair in zip(early, late, strict=True) for output in pair]
 

@@ -35,3 +35,15 @@ def test_a_value_model_on_the_same_gpu(tmp_path: Path) -> None:
     assert run.finish(timeout_s=1200) == 0, run.log()
     assert all(row["token_mult_prob_error"] < 1.02 for row in run.metrics())
     run.assert_nothing_left()
+
+
+def test_responses_in_flight_outlast_the_sleep_of_their_engine(tmp_path: Path) -> None:
+    settings = (*COLOCATED, "grpo.max_num_steps=6", "grpo.async_grpo.oversampling_factor=1.5", "grpo.val_period=3")
+    run = TrainingRun(
+        tmp_path / "run", *settings, "grpo.async_grpo.max_trajectory_age_steps=2", recipe="quickstart_async"
+    )
+    assert run.finish(timeout_s=1200) == 0, run.log()
+    rows = run.metrics()
+    assert max(row["trajectory_versions_max"] for row in rows) > 1
+    assert all(row["gen_kl_error"] < 0.05 for row in rows)
+    run.assert_nothing_left()

@@ -39,6 +39,12 @@ class Events:
     def wake(self, part: str) -> None:
         self.happens(f"{part} wake")
 
+    def stop_clocks(self) -> None:
+        self.happens("deadlines stop")
+
+    def restart_clocks(self) -> None:
+        self.happens("deadlines go on")
+
     def publish(self, version: int) -> Any:
         self.happens("refit")
         return version
@@ -91,6 +97,15 @@ def test_a_run_in_turns() -> None:
     assert events.taken() == TO_TRAINING
     placement.wake_engines(StepTimer())
     assert events.taken() == [event for event in REFIT if event != "refit"], "the weights are the engines' own"
+
+
+def test_deadlines_of_rollouts_in_flight_stand_still_while_engines_sleep() -> None:
+    events: Any = Events()
+    placement = Placement(events, [Model(events, "policy"), Model(events, "value")], events)  # type: ignore[list-item]
+    publish_with(placement, events)
+    assert events.taken() == [*REFIT, "deadlines go on"]
+    placement.offload_engines(StepTimer())
+    assert events.taken() == ["deadlines stop", *TO_TRAINING]
 
 
 def test_apart_nothing_happens_but_the_refit() -> None:

@@ -166,7 +166,7 @@ def test_requests_in_flight_go_on_beside_it_unless_it_fails() -> None:
 
 @pytest.mark.parametrize(
     ("updates_in_flight", "cause", "is_refused"),
-    [(False, "weights", True), (True, "weights", False), (False, "memory", True), (True, "memory", True)],
+    [(False, "weights", True), (True, "weights", False), (False, "memory", True), (True, "memory", False)],
 )
 def test_requests_are_refused_with_the_reason_unless_they_may_wait(
     updates_in_flight: bool, cause: Cause, is_refused: bool
@@ -180,6 +180,32 @@ def test_requests_are_refused_with_the_reason_unless_they_may_wait(
             gate.require_open()
         await gate.open(cause)
         gate.require_open()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_requests_wait_until_an_engine_has_both_weights_and_memory(in_flight: int) -> None:
+    async def scene() -> None:
+        one = Scene()
+        if in_flight:
+            await one.enter(in_flight)
+        await one.gate.close("memory", "it sleeps")
+        await one.gate.wait_paused()
+        late = asyncio.create_task(one.enter(1))
+        for cause in ("weights", "memory"):
+            await one.gate.close("weights", "incomplete")
+            await asyncio.sleep(0.02)
+            assert not one.llm.runs
+            assert not late.done()
+            await one.gate.open("weights" if cause == "weights" else "memory")
+        await asyncio.sleep(0.02)
+        assert not one.llm.runs, "the weights came after the memory, and are not committed"
+        assert not late.done()
+        await one.gate.open("weights")
+        await late
+        assert one.llm.runs
+        assert one.told[-1] == in_flight + 1
 
     asyncio.run(scene())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation import engine as vllm_engine
 from megatron_grpo.generation import gate as engine_gate
@@ -69,7 +71,9 @@ def started(engine: VllmEngine) -> PickyLLM:
     """The vLLM that this engine has from now on."""
     llm: Any = PickyLLM(refused="call.1")
     engine._llm = llm
-    engine._gate = Gate(llm, updates_in_flight=False, keeps_cache=False, on_change=lambda _: None)
+    in_flight = engine._settings.in_flight is not None
+    change = engine._statistics.set_in_flight
+    engine._gate = Gate(llm, updates_in_flight=in_flight, keeps_cache=False, on_change=change)
     return llm
 
 
@@ -115,6 +119,30 @@ def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytes
 
     asyncio.run(scene())
     assert "version 3 was not compared: ValueError: this prompt cannot be sampled" in caplog.text
+
+
+def test_an_engine_sleeps_under_responses_in_flight_if_weights_may_change_under_them(engine: VllmEngine) -> None:
+    engine._settings = replace(engine._settings, in_flight=AsyncGRPOConfig(enabled=True))
+
+    async def scene() -> None:
+        started(engine)
+        async with engine._gate.admission(1):
+            pass
+        await engine.sleep()
+        assert engine._gate.is_closed("memory")
+        late = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
+        calls = engine.generate([late], SamplingSettings(max_new_tokens=2), "late")
+        asked: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
+        await asyncio.sleep(0.05)
+        assert not asked.done(), "it waits"
+        asked.cancel()
+        await engine.wake("weights")
+        assert engine._gate.is_closed("memory")
+        await engine.wake("kv_cache")
+        assert not engine._gate.is_closed("memory")
+        assert engine.take_counts().busy_s < 0.05, "it was not busy while it slept"
+
+    asyncio.run(scene())
 
 
 def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:

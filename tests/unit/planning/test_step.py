@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -143,6 +144,26 @@ def test_shared_gpus_move_the_policy_to_the_host_and_back() -> None:
     moved = 250e9 + 2 * 0.6e9  # the policy one way, the weights of an engine the other way
     assert times.phase_s["offload"] == times.phase_s["onload"] == pytest.approx(moved / 50e9, rel=1e-3)
     assert times.gpus == 2
+
+
+def test_engines_in_turn_that_sample_ahead_do_not_wait_for_the_longest_response() -> None:
+    config = run_config(data=2)
+    config.generation.placement = "colocated"
+    config.grpo.async_grpo.enabled = True
+    lengths = make_log_normal_lengths(300.0, 1.0, 64, 4000, 100.0)
+    times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    assert times.asynchronous_s is not None
+    assert not times.samples_beside
+    others_s = times.synchronous_s - times.phase_s["generation"]
+    assert others_s < times.step_s < times.synchronous_s, "the phases follow each other, and the tail is shorter"
+    # Every response in flight loses the cache of its prompt and of what it has so far: of all tokens of the batches
+    # that engines work on together, less than half, because a part is not begun and a part is complete.
+    (text,) = [text for text in times.assumptions if "in flight again" in text]
+    tokens = float(re.findall(r"computes ([\d,]+) tokens", text)[0].replace(",", ""))
+    assert 0 < tokens < lengths.totals.sum() / 2
+    config.grpo.async_grpo.max_trajectory_age_steps = 0
+    alone = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    assert alone.step_s == alone.synchronous_s
 
 
 def test_an_engine_without_room_is_named() -> None:

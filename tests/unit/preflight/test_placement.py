@@ -106,14 +106,16 @@ def test_what_cannot_be(changes: list[str], subject: str, text: str) -> None:
     assert re.search(text, found[subject]), found[subject]
 
 
-def test_nothing_samples_ahead_of_training() -> None:
+def test_a_cache_does_not_outlast_the_sleep_of_engines() -> None:
     for algorithm in ("grpo", "ppo"):
         config = compose_config(["+exp=quickstart", COLOCATED])
         config.algorithm = algorithm  # type: ignore[assignment]
         config.training_loop.async_grpo.enabled = True
+        assert not list(find_placement_problems(config))
+        config.training_loop.async_grpo.recompute_kv_cache_after_weight_updates = False
         (problem,) = find_placement_problems(config)
         assert problem.subject == COLOCATED
-        assert f"use separate, or {algorithm}.async_grpo.enabled=false" in problem.text
+        assert f"use separate, or {algorithm}.async_grpo.recompute_kv_cache_after_weight_updates=true" in problem.text
 
 
 def test_on_a_cpu_layouts_are_free() -> None:

@@ -16,6 +16,7 @@ from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
+from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
@@ -79,6 +80,7 @@ class Engine:
 
     def __init__(self, trouble: Exception | None = None) -> None:
         self.asked: list[GenerationRequest] = []
+        self.clock = RolloutClock()
         self._trouble = trouble
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:

@@ -17,6 +17,7 @@ from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings, EnvironmentStatus
+from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
 
@@ -90,7 +91,7 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
     """Reward of each response, or what was said of it."""
 
     async def scene() -> list[list[Any]]:
-        client = EnvironmentClient(handle)
+        client = EnvironmentClient(handle, RolloutClock())
         await client.start()
         results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
         assert len(client.remarks) == len(handle.spawned), "of every process that is lost"
@@ -138,7 +139,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
     handle = Handle(FakeProcess())
 
     async def scene() -> None:
-        client = EnvironmentClient(handle)
+        client = EnvironmentClient(handle, RolloutClock())
         await client.start()
         given_up = asyncio.create_task(client.score(job("x")))
         kept = asyncio.create_task(client.score(job("y")))
@@ -152,7 +153,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
 
 def test_resets_and_steps_are_calls_too() -> None:
     async def scene(call: Callable[[EnvironmentClient], Any]) -> Any:
-        client = EnvironmentClient(Handle(FakeProcess()))
+        client = EnvironmentClient(Handle(FakeProcess()), RolloutClock())
         await client.start()
         return await call(client)
 
@@ -165,7 +166,7 @@ def test_resets_and_steps_are_calls_too() -> None:
 
 def test_an_environment_of_a_single_turn_is_not_asked_for_turns() -> None:
     async def scene() -> tuple[Any, Turn]:
-        client = EnvironmentClient(Handle())  # without a process that could answer
+        client = EnvironmentClient(Handle(), RolloutClock())  # without a process that could answer
         return await client.reset("p", {}), await client.step(None, "text", 7)
 
     state, turn = asyncio.run(scene())

@@ -16,6 +16,7 @@ from megatron_grpo.batch.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn
+from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 
@@ -58,6 +59,7 @@ class FakeEngine:
     restarts: int = 0
     """How often somebody has waited until the engine was replaced."""
     hangs: bool = False
+    clock: RolloutClock = field(default_factory=RolloutClock)
 
     async def is_lost(self) -> bool:
         return self.hangs
