@@ -16,6 +16,7 @@ from megatron_grpo.trainer.model import delta_net
 from megatron_grpo.verification.problem import SMALL, TINY
 
 NAMES = ("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2", "glm_moe_dsa")
+QUICK = ("glm4_moe", "glm_moe_dsa")
 
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +35,9 @@ def make_problem(family: str) -> tuple[Config, ModelShape]:
     return config, shape
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
 def test_fake_tensors_take_as_much_as_real_ones(family: str) -> None:
     config, shape = make_problem(family)
     fake, real = run_dry(config, shape, 1), run_tracked(config, shape, 1, fake=None)

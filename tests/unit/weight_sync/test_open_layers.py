@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,10 @@ MOST_OPEN = 3
 """Layers whose bytes may be open at once on a rank of an engine, of its largest."""
 
 
-def list_cases() -> list[tuple[tuple[str, ...], str]]:
+QUICK = ("deepseek_v3_64nodes_fp8", "glm_4_5_air_8nodes", "gpt_oss_20b_8gpu_colocated", "qwen3_30b_a3b_4nodes")
+
+
+def list_cases() -> list[Any]:
     """Commands with the GPU on which engines convert: any for quantised ones, else Blackwell."""
     cases = []
     for command in COMMANDS:
@@ -33,7 +37,8 @@ def list_cases() -> list[tuple[tuple[str, ...], str]]:
             continue  # its engines are in FP8 anyway
         shape = read_model_shape(config.policy.model.path)
         gpus = [gpu for gpu in ("h100", "b200") if needs_conversion(config, shape, load_hardware(gpu))]
-        cases += [(command, gpus[0])] if gpus else []
+        marks = [] if command[0].removeprefix("+exp=") in QUICK else pytest.mark.slow
+        cases += [pytest.param(command, gpus[0], marks=marks)] if gpus else []
     return cases
 
 
