@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 import yaml
-from trl import GRPOConfig, GRPOTrainer
-from trl.scripts.vllm_serve import ScriptArguments
 
 from megatron_grpo.config.keys import find_key
 from megatron_grpo.config.suggestions import NOTHING_ALIKE, describe_counterpart, describe_unknown_key
@@ -19,8 +19,16 @@ from tests.support.config_problems import problems_of
 
 FILE = Path(__file__).parents[2] / "data" / "foreign_settings.yaml"
 PAGES = {page: names.split() for page, names in yaml.safe_load(FILE.read_text()).items()}
-INSTALLED = [field.name for field in dataclasses.fields(GRPOConfig)]
-SERVER = [field.name for field in dataclasses.fields(ScriptArguments)]
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """The library, which takes seconds to import."""
+    return importlib.import_module("trl")
+
+
+def list_fields(settings: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(settings)]
 
 
 def told(names: list[str], algorithm: str) -> dict[str, str]:
@@ -31,9 +39,9 @@ def told(names: list[str], algorithm: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", ["TRL", "NeMo RL", "GrpoParameters", "the installed TRL"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_every_setting_of_a_page_is_told_what_it_is(page: str, algorithm: str) -> None:
+def test_every_setting_of_a_page_is_told_what_it_is(page: str, algorithm: str, trl: Any) -> None:
     assert all(PAGES.values())
-    names = INSTALLED if page == "the installed TRL" else PAGES[page]
+    names = list_fields(trl.GRPOConfig) if page == "the installed TRL" else PAGES[page]
     other = "ppo." if algorithm == "grpo" else "grpo."
     names = [name for name in names if not name.startswith(other)]
     problems = told(names, algorithm)
@@ -44,12 +52,12 @@ def test_every_setting_of_a_page_is_told_what_it_is(page: str, algorithm: str) -
             assert "is a section" not in text or name == "debug", name
 
 
-def test_only_settings_without_a_counterpart_are_left_out() -> None:
+def test_only_settings_without_a_counterpart_are_left_out(trl: Any) -> None:
     """A general argument of transformers may have none; a setting of the algorithm has a key or a reason."""
-    general = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    general = set(list_fields(transformers.TrainingArguments))
     bare = {
         name
-        for name in INSTALLED
+        for name in list_fields(trl.GRPOConfig)
         if (describe_counterpart(name, "grpo") or "").endswith("no counterpart here; leave it out")
     }
     assert bare - general == {
@@ -63,7 +71,7 @@ def test_only_settings_without_a_counterpart_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype"])
 def test_options_of_trls_server_have_keys_of_engines(name: str) -> None:
-    assert name in SERVER
+    assert name in list_fields(importlib.import_module("trl.scripts.vllm_serve").ScriptArguments)
     assert describe_counterpart(name, "grpo") is not None
 
 
@@ -118,9 +126,9 @@ def test_the_best_model_is_a_checkpoint_that_is_kept() -> None:
     assert find_key("checkpointing.metric_name")
 
 
-def test_every_argument_of_trls_trainer_is_told_what_it_is() -> None:
+def test_every_argument_of_trls_trainer_is_told_what_it_is(trl: Any) -> None:
     own = {"config": [], "rewards": None, "environments": None, "tokenizer": None, "callbacks": None}
-    names = {*inspect.signature(GRPOTrainer.__init__).parameters, *PAGES["TRL's GRPOTrainer"]} - {"self"}
+    names = {*inspect.signature(trl.GRPOTrainer.__init__).parameters, *PAGES["TRL's GRPOTrainer"]} - {"self"}
     for name in names - {"train_dataset", "callbacks"}:
         (problem,) = find_argument_problems(**own, unknown={name: None})
         assert problem.subject == name
