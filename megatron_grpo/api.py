@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.compose import ComposedConfig, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.observability.run_files import read_lines
@@ -61,7 +62,8 @@ def train(
     Args:
         config: overrides as on the command line, in a list, a mapping, or a single text; or a Config.
         train_dataset: training rows: an iterable of dicts, a `datasets.Dataset` or `IterableDataset`, or a path or hub
-            name; rows are kept in the folder of the run, so that it can be resumed. None: as the configuration says.
+            name; rows are kept in the folder of the run, so that it can be resumed; with data.streaming=true an
+            iterable may be endless, and is read from its beginning in each start. None: as the configuration says.
         val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
         rewards: reward functions, import paths or folders of reward models, for the environment of data.task_name.
         environments: classes that can be imported, or values of env.NAME.type, by task name.
@@ -86,7 +88,9 @@ def train(
             print(f"{remark.subject} {remark.text}", flush=True)
         # Only now, so that a refused start leaves the run's folder unchanged.
         with files.move_in():
-            run_algorithm(run_config, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), start)
+            rows = train_dataset if run_config.data.train_path == SCRIPT_STREAM else None
+            objects = UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks, train_rows=rows)
+            run_algorithm(run_config, objects, start)
     return FinishedRun(Path(run_config.run_dir))
 
 
@@ -117,7 +121,8 @@ def _check_arguments(
     overrides.append(f"run_dir={run_dir}")  # fixed here, because its name may contain the time
     overrides += _make_reward_overrides(task, rewards, functions)
     overrides += make_environment_overrides(environments)
-    overrides += _make_data_overrides(files, run_dir, *datasets, bool(rewards))
+    is_streamed = composed.config.data.streaming
+    overrides += _make_data_overrides(files, run_dir, *datasets, bool(rewards), is_streamed=is_streamed)
     checked = check_overrides(overrides)
     checked.problems = [files.name_arguments(problem) for problem in checked.problems]
     checked.remarks = [files.name_arguments(remark) for remark in checked.remarks]
@@ -135,7 +140,7 @@ def _require_name(name: Any, argument: str, section: str) -> None:
 
 
 def _make_data_overrides(
-    files: ScriptData, run_dir: str, training: Any, validation: Any, has_rewards: bool
+    files: ScriptData, run_dir: str, training: Any, validation: Any, has_rewards: bool, *, is_streamed: bool
 ) -> list[str]:
     """Write datasets that are objects; return the overrides of all datasets."""
 
@@ -147,7 +152,10 @@ def _make_data_overrides(
 
     overrides = []
     columns: set[str] = set()
-    if training is not None:
+    if is_streamed and training is not None and not isinstance(training, str | Path):
+        columns = _require_stream(training)
+        overrides.append(f"data.train_path={SCRIPT_STREAM}")
+    elif training is not None:
         path, columns = store_dataset(training, "train", "train_dataset")
         overrides.append(f"data.train_path={path}")
     if isinstance(validation, Mapping):
@@ -163,6 +171,20 @@ def _make_data_overrides(
     if has_rewards and columns and "answer" not in columns:
         overrides.append("data.answer_key=null")
     return overrides
+
+
+def _require_stream(dataset: Any) -> set[str]:
+    """Return the columns of the first row; ConfigError if rows cannot be read again."""
+    text = f"is {type(dataset).__name__}; give an iterable of rows with data.streaming=true"
+    if isinstance(dataset, Iterator):
+        text = "can be read only once, and a resumed run reads it again; give an object with __iter__, not an iterator"
+    elif isinstance(dataset, Iterable) and not isinstance(dataset, Mapping):
+        row = next(iter(dataset), None)
+        if isinstance(row, Mapping):
+            return {str(column) for column in row}
+        kind = "nothing" if row is None else type(row).__name__
+        text = f"begins with {kind}; a row is a dict of its columns"
+    raise ConfigError([Problem("train_dataset", text)])
 
 
 def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[Path, set[str]]:

@@ -82,7 +82,8 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     models, generation, transport, rollouts = _start_processes(config, folder, startup, stack)
     with startup.part("prompts"):
         if config.debug.rollouts_from is None:
-            data = load_examined_prompts(config, folder, startup.user_objects.tokenizer)
+            objects = startup.user_objects
+            data = load_examined_prompts(config, folder, objects.tokenizer, objects.train_rows)
         else:
             recording = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
             data = PromptData(loader=recording, val_prompts=[], stops=StopConditions(), notes=[])

@@ -106,7 +106,8 @@ class DataConfig(PromptConfig):
     """Validation sets by name, besides val_path; each has its own metrics, such as val_set_accuracy/NAME."""
 
     streaming: bool = False
-    """Read rows of train_path, a hub name, on demand without storing them; shuffle_buffer shuffles them."""
+    """Read rows of train_path, a hub name or a script's train_dataset, on demand without storing them; shuffle_buffer
+    shuffles them."""
 
     shuffle_buffer: Positive = 10000
     """Rows in the buffer from which streaming draws the next row at random."""

@@ -63,6 +63,10 @@ def import_object(module: str, name: str) -> Any:
         raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
 
 
+SCRIPT_STREAM = "script:train_dataset"
+"""Value of data.train_path for rows that a script's train_dataset streams (megatron_grpo.train)."""
+
+
 def is_hub_name(path: str) -> bool:
     """True for a name on the Hugging Face hub, such as "Qwen/Qwen3-8B"."""
     # A name whose first part is a folder here is a misspelt path.

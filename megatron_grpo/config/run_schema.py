@@ -96,6 +96,22 @@ class MlflowConfig(Section):
     """Server or store; null: run_dir/mlflow.db, and run_dir/mlflow for the tables of samples."""
 
 
+class SwanlabConfig(Section):
+    """SwanLab."""
+
+    enabled: bool = False
+    """Send metrics to SwanLab (needs the swanlab package)."""
+
+    project: str = "megatron_grpo"
+    """Project of the run on SwanLab."""
+
+    name: str | None = None
+    """Run name; null: the name of the run directory."""
+
+    mode: Literal["online", "offline"] = "online"
+    """offline: write only to run_dir/swanlab, which `swanlab sync` sends later."""
+
+
 class LoggerConfig(Section):
     """Reports and trackers; metrics.jsonl, summary.json and the plot are always written."""
 
@@ -107,6 +123,7 @@ class LoggerConfig(Section):
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
 
     log_completions: bool = False
     """Print some responses of steps and validations, also into trackers. Needs logger.rollouts=all or sample."""

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 from megatron_grpo.batch import special_tokens
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
+from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
@@ -21,6 +22,7 @@ from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set
 from megatron_grpo.data.specs import find_rendering, make_processors, make_task_spec
+from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
@@ -78,14 +80,15 @@ class PromptData:
     tokenizer: Any = None  # tokenizer of the prompts, from transformers; None: a recording replaces the prompts
 
 
-def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
+def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: Any = None) -> PromptData:
     """Read, render and tokenize the training and validation sets.
 
-    `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens. ConfigError: a file or a
-    row in it cannot be used, or too few rows are short enough.
+    `tokenizer` replaces the tokenizer of the model's folder, and has to make the same tokens. `rows`: those that a
+    script streams, for SCRIPT_STREAM. ConfigError: a file or a row in it cannot be used, or too few rows are short
+    enough.
     """
     reader = PromptReader(config, model, tokenizer)
-    loader = reader.make_stream() if config.data.streaming else reader.make_loader()
+    loader = reader.make_stream(rows) if config.data.streaming else reader.make_loader()
     val_prompts = list(reader.read_validation())
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
@@ -148,10 +151,14 @@ class PromptReader:
         prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
-    def make_stream(self) -> StreamLoader:
+    def make_stream(self, rows: Any) -> StreamLoader:
         config, ((key, training_set),) = self.config, self.config.data.training_sets.items()
+        is_of_script = training_set.path == SCRIPT_STREAM
+        if is_of_script and rows is None:
+            text = "stands for rows of a script; start the run with that script, or give a hub name"
+            raise ConfigError([Problem(f"{key}={training_set.path}", text)])
         try:
-            stream = open_stream(training_set)
+            stream = StreamedRows(rows) if is_of_script else open_stream(training_set)
         except ValueError as error:
             raise ConfigError([Problem(f"{key}={training_set.path}", str(error))]) from None
         return StreamLoader(

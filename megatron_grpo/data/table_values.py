@@ -75,11 +75,11 @@ def view_undecoded(dataset: Any) -> Any:
 
 
 class StreamedRows:
-    """Rows of a `datasets.IterableDataset`, as in JSONL."""
+    """Rows of a `datasets.IterableDataset` as in JSONL, or of another iterable."""
 
     def __init__(self, stream: Any) -> None:
         self._nested: list[str] | None = None  # columns that may hold objects; None: the stream has no list of columns
-        if stream.features is not None:
+        if getattr(stream, "features", None) is not None:
             self._nested = find_nested_columns(stream.features)
             if find_media_columns(stream.features):
                 features = copy_undecoded(stream.features)  # decode(False) alone would leave Json as text

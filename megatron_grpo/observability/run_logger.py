@@ -30,7 +30,13 @@ from megatron_grpo.observability.page.trajectories import TokenBytes, compute_me
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
-from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from megatron_grpo.observability.trackers import (
+    MlflowTracker,
+    SwanlabTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +160,8 @@ class RunLogger:
             self._trackers.append(WandbTracker(self.run_dir, config))
         if config.logger.mlflow.enabled:
             self._trackers.append(MlflowTracker(self.run_dir, config))
+        if config.logger.swanlab.enabled:
+            self._trackers.append(SwanlabTracker(self.run_dir, config))
         self._progress = ProgressDisplay(config.training_loop.max_num_steps, live=config.logger.progress)
         self._noted_kinds: set[str] = set()
         self._environment_figures: set[str] = set()

@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, SwanLab."""
 
 from __future__ import annotations
 
@@ -131,7 +131,44 @@ class MlflowTracker:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-Tracker = TensorBoardTracker | WandbTracker | MlflowTracker
+class SwanlabTracker:
+    """The run of SwanLab for a run directory, which a resumed run continues."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        try:
+            import swanlab
+            from swanlab.exceptions import ApiError, AuthenticationError
+        except ImportError:
+            raise _make_missing_error("swanlab") from None
+        settings, folder = config.logger.swanlab, run_dir.resolve()
+        self._swanlab: Any = swanlab
+        try:
+            swanlab.init(
+                project=settings.project,
+                experiment_name=settings.name or folder.name,
+                id=_compute_run_id(folder),
+                resume="allow",
+                mode=settings.mode,
+                logdir=str(folder / "swanlab"),
+                config=dataclasses.asdict(config),
+            )
+        except (ApiError, AuthenticationError, OSError, RuntimeError, ValueError) as error:
+            raise RunError(f"logger.swanlab.enabled=true, and SwanLab does not start: {error}") from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(values), step=step)
+
+    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        head = list(rows[0])
+        table = self._swanlab.echarts.Table()
+        table.add(head, [[str(row[column]) for column in head] for row in rows])
+        self._swanlab.log({name: table}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._swanlab.finish("crashed" if failed else "success")
+
+
+Tracker = TensorBoardTracker | WandbTracker | MlflowTracker | SwanlabTracker
 
 
 def _make_missing_error(name: str) -> RunError:

@@ -40,12 +40,12 @@ _OPENING_TAG = re.compile(r"(?i)(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|tho
 _WITHOUT_TAGS = frozenset(BUILT_IN) - {"format"}
 
 
-def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
+def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, rows: Any = None) -> PromptData:
     """Load the prompts of a run (`load_prompt_data`), and check its conversations.
 
     Raises ConfigError if a file, a row, or the chat template cannot be used.
     """
-    data = load_prompt_data(config, model, tokenizer)
+    data = load_prompt_data(config, model, tokenizer, rows)
     problems, remarks = examine_conversations(config, data.tokenizer)
     if problems:
         raise ConfigError(problems)

@@ -189,6 +189,7 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
         ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),
         ("logger.wandb.enabled", logger.wandb.enabled, "wandb", "pip install wandb, or set it to false"),
         ("logger.mlflow.enabled", logger.mlflow.enabled, "mlflow", "pip install mlflow, or set it to false"),
+        ("logger.swanlab.enabled", logger.swanlab.enabled, "swanlab", "pip install swanlab, or set it to false"),
     ]
     if is_local:
         fusion = policy.gradient_accumulation_fusion

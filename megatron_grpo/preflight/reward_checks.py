@@ -16,7 +16,7 @@ from megatron_grpo.config.data_schema import (
     is_model_folder,
     parse_reward_name,
 )
-from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.paths import SCRIPT_STREAM, is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.preflight.rules import Rule, list_conflicts
 
@@ -125,8 +125,9 @@ def check_prompts(config: Config) -> Iterator[Rule]:
     for task in data.tasks:
         text = f"sets the prompts of a task that has no environment; env has {environments}"
         yield config.env and task not in config.env, f"data.tasks.{task}", text
-    text = "is for a data.train_path that is a hub name; files are not loaded anyway"
-    yield data.streaming and (data.train_sets or not is_hub_name(data.train_path)), "data.streaming=", text
+    text = "is for a data.train_path that is a hub name, and for a script's train_dataset; files are not loaded anyway"
+    is_stream = data.train_path == SCRIPT_STREAM or is_hub_name(data.train_path)
+    yield data.streaming and (data.train_sets or not is_stream), "data.streaming=", text
     yield from check_system_prompts(config)
 
 

@@ -84,6 +84,7 @@ class UserObjects:
     """Reward functions that cannot be imported, by their name in reward_funcs."""
     tokenizer: Any = None  # tokenizer of the prompts; None: the tokenizer of the model's folder
     callbacks: Sequence[Callback] = ()
+    train_rows: Any = None  # iterable of rows, read again for each epoch and each start; None: data.train_path has them
 
 
 class ScriptData(ExitStack):

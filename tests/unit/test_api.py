@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from megatron_grpo import api
 from megatron_grpo.api import format_overrides, make_environment_overrides
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.prepare.models import prepare
 from megatron_grpo.run.user_objects import UserObjects
 from tests.integration.example_rewards import right
 
@@ -110,6 +114,46 @@ def test_datasets_and_rewards(started: list[tuple[Config, UserObjects]], tmp_pat
     assert Path(training.path).is_file()
     assert {key.split(".")[2] for key in config.data.validation_sets} == {"easy", "hard"}
     assert config.grpo.max_num_steps == 400
+
+
+class Endless:
+    """Rows without an end, the same ones each time."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        yield from cycle(ROWS)
+
+
+def test_an_endless_stream_is_read_while_the_run_trains(
+    started: list[tuple[Config, UserObjects]], tmp_path: Path
+) -> None:
+    base = ["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "checkpointing=none", "data.streaming=true"]
+    base += ["data.shuffle_buffer=20"]
+    megatron_grpo.train(base, train_dataset=Endless())
+    ((config, given),) = started
+    prepare("addition", Path(config.prepare.folder))
+    model = Path(config.policy.model.path)
+
+    def read(batches: int, state: dict[str, Any] | None = None) -> tuple[list[list[Any]], dict[str, Any]]:
+        loader = load_examined_prompts(config, model, None, given.train_rows).loader
+        if state is not None:
+            loader.load_state_dict(state)
+        prompts = [[prompt["prompt"] for prompt in batch] for batch in islice(loader, batches)]
+        return prompts, loader.state_dict()
+
+    whole, _ = read(4)
+    first, state = read(3)
+    rest, _ = read(1, state)
+    assert first + rest == whole
+    with pytest.raises(ConfigError, match=r"script:train_dataset +stands for rows of a script"):
+        load_examined_prompts(config, model)
+    refused: list[tuple[Any, str]] = [
+        (iter(ROWS), "only once"),
+        ([], "begins with nothing"),
+        (["a"], "begins with str"),
+    ]
+    for rows, text in [*refused, (["a"], "begins with str"), (7, "is int")]:
+        with pytest.raises(ConfigError, match=text):
+            megatron_grpo.train(base, train_dataset=rows)
 
 
 def test_a_dataset_without_answers_has_none(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:

@@ -115,6 +115,24 @@ def test_wandb_keeps_figures_and_tables_offline(
     assert wandb.run is None, "the run is closed"
 
 
+def test_swanlab_keeps_figures_tables_and_the_state_of_a_run_offline(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package asks for an older protobuf than vLLM, so it is not among the packages of the tests."""
+    swanlab, states = pytest.importorskip("swanlab"), []
+    finish = swanlab.finish
+    monkeypatch.setattr(swanlab, "finish", lambda state: (states.append(state), finish(state)))
+    config.logger.swanlab.enabled, config.logger.swanlab.mode, config.logger.swanlab.name = True, "offline", "mine"
+    failing_run(tmp_path, config, (1, 2))
+    log_two_steps(tmp_path, config, resume_step=2)
+    stores = sorted((tmp_path / "swanlab").glob("run-*/*.swanlab"))
+    contents = [store.read_bytes() for store in stores]
+    assert len({store.name for store in stores}) == 1, "a resumed run continues"
+    assert all(b"train/reward" in content and b"mine" in content for content in contents)
+    assert b"train/completions" in contents[-1]
+    assert states == ["crashed", "success"]
+
+
 def leveldb_records(log: bytes, begin: int) -> Iterator[bytes]:
     """The records of a log in LevelDB's format: pieces with a header of 7 bytes, which no border of 32 KiB cuts.
 
