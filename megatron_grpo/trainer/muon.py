@@ -79,8 +79,8 @@ class MatrixOptimizer(LayerWiseDistributedOptimizer):
 
     def shard_params(self, optimizers: Any, full_param_layouts: Any = None) -> None:
         """Give each data-parallel rank its matrices."""
-        # Megatron-Core leaves experts whole on all ranks where there is one replica, although tensor-parallel ranks that
-        # have the same experts have parts of their gradients.
+        # Megatron-Core leaves experts whole on all ranks where there is one replica, although tensor-parallel ranks
+        # with the same experts have parts of their gradients.
         sizes = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         expert_sizes = parallel_state.get_expert_data_parallel_world_size()
         self._shard_params_from_layout(optimizers, full_param_layouts, sizes, expert_sizes)

@@ -209,8 +209,8 @@ class ModelOptimizer:
 
 
 def _identify(param_group: dict[str, Any]) -> tuple[Any, ...]:
-    # What the group is for, whatever its settings are: experts, no weight decay, a learning rate of its own, AdamW beside
-    # Muon.
+    # What the group is for, whatever its settings are: experts, no weight decay, a learning rate of its own, and the
+    # optimizer that has it beside Muon.
     names = ("is_expert_parallel", "wd_mult", "default_config", "optimizer")
     return tuple(param_group.get(name) for name in names)
 

@@ -17,7 +17,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
-from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 MUON = replace(OPTIMIZER, name="muon", warmup_steps=0)
@@ -51,14 +50,16 @@ def list_matrices(model: torch.nn.Module) -> Iterator[list[Tensor]]:
 
 
 def muon_steps(tiny: TinyModel) -> Iterator[dict[str, Tensor]]:
-    """The weights of transformers after each step of a plain Muon, and of torch's AdamW for what is no layer's matrix."""
+    """The weights of transformers after each step of a plain Muon, and of torch's AdamW for other parameters."""
     model = tiny.load()
     matrices = list(list_matrices(model))
     stored = {id(part if part._base is None else part._base) for parts in matrices for part in parts}
     others = [parameter for parameter in model.parameters() if id(parameter) not in stored]
     decay = [p for p in others if p.ndim > 1], [p for p in others if p.ndim == 1]
     settings = {"lr": MUON.lr, "betas": (MUON.adam_beta1, MUON.adam_beta2), "eps": MUON.adam_eps}
-    groups = [{"params": group, "weight_decay": rate} for group, rate in zip(decay, (MUON.weight_decay, 0.0))]
+    groups = [
+        {"params": group, "weight_decay": rate} for group, rate in zip(decay, (MUON.weight_decay, 0.0), strict=True)
+    ]
     adamw = torch.optim.AdamW(groups, **settings)
     moments: list[Tensor] = [torch.zeros(()) for _ in matrices]
     while True:
@@ -111,6 +112,8 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("qwen3_moe", Layout(tensor=2, sequence=True), {}),
     ("qwen3_moe", Layout(tensor=2, sequence=True, expert_tensor=2), {}),
     ("qwen3_moe", Layout(data=2, expert=2), {"distributed": False}),
+    ("deepseek_v3_compressed", Layout(tensor=2, sequence=True), {}),
+    ("gemma3", Layout(tensor=2, pipeline=2), {}),
 ]
 
 
@@ -121,7 +124,7 @@ def describe(case: Any) -> str:
 @pytest.fixture(scope="module")
 def models(tiny_models: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     folder = tmp_path_factory.mktemp("muon")
-    return tiny_models | {"qwen3_moe": make_tiny_model("qwen3_moe", folder)}
+    return tiny_models | {name: make_tiny_model(name, folder) for name in ("qwen3_moe", "deepseek_v3_compressed")}
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +153,44 @@ def test_one_and_ten_steps_equal_plain_muon(
         for key, weight in expected(name)[index].items():
             error = (actual[key] - weight).abs().max().item()
             assert error < tolerance, f"{key}: {error:.1e}"
+
+
+def save_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    engine = make_engine(layout, model, optimizer=MUON, **settings)
+    for _ in range(2):
+        engine.train(*train_arguments(layout))
+    engine.checkpoint.save(str(folder))
+    engine.train(*train_arguments(layout))
+    return whole_tensors(engine)
+
+
+def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    engine = make_engine(layout, model, optimizer=MUON, **settings)
+    engine.checkpoint.load(str(folder))
+    engine.train(*train_arguments(layout))
+    return whole_tensors(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layouts"),
+    [
+        ("qwen3_tied", {}, [Layout(tensor=2, pipeline=2), Layout(), Layout(data=2)]),
+        ("qwen3_moe", {}, [Layout(data=2, expert=2), Layout(tensor=2, sequence=True), Layout(data=4, expert=2)]),
+        ("qwen3_moe", {"distributed": False}, [Layout(data=2, expert=2), Layout(pipeline=2)]),
+        ("qwen3_tied", {"precision": "bfloat16"}, [Layout(data=2), Layout(tensor=2)]),
+        ("qwen3_tied", {"precision": "bfloat16", "distributed": False}, [Layout(data=2), Layout(tensor=2)]),
+    ],
+    ids=describe,
+)
+def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
+    name: str, settings: dict[str, Any], layouts: list[Layout], models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    """The step after loading equals the step after saving: to the bit in the first layout, to rounding in others."""
+    folder, tolerance = tmp_path / "checkpoint", 2e-2 if "precision" in settings else 5e-6
+    folder.mkdir()
+    expected = merged(run_on_ranks(layouts[0], save_on_rank, models[name], folder, settings))
+    for layout in layouts:
+        actual = merged(run_on_ranks(layout, load_on_rank, models[name], folder, settings))
+        exactness = {"atol": 0.0 if layout == layouts[0] else tolerance, "rtol": 0.0}
+        for key, tensor in expected.items():
+            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
