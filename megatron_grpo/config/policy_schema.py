@@ -27,7 +27,10 @@ TransformersDecayStyle = Literal["warmup_stable_decay", "constant_with_warmup", 
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw; muon: the layers' matrices by Muon, and embeddings, head, norms and biases by AdamW (docs/muon.md)."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -69,8 +72,25 @@ class OptimizerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     """Added to the denominator of the update."""
 
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """With muon, decay of its one moment."""
+
+    muon_nesterov: bool = True
+    """With muon, orthogonalize a mean of gradient and moment (Nesterov); false: the moment."""
+
+    muon_ns_steps: Positive = 5
+    """With muon, the Newton-Schulz iterations that orthogonalize a matrix."""
+
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """With muon, scale of a matrix [out, in]. spectral: sqrt(max(out, in)) (Moonlight, arXiv 2502.16982);
+    shape_scaling: sqrt(max(1, out / in)) (Jordan 2024); unit_rms_norm: sqrt(out / in) (Scion, arXiv 2502.07529)."""
+
+    muon_extra_scale_factor: PositiveFloat = 0.2
+    """With muon, a further factor of its updates. 0.2 with spectral gives them AdamW's size, so AdamW's lr fits."""
+
     distributed: bool = True
-    """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
+    """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1; with muon whole
+    matrices)."""
 
     cpu_offload: Share = 0.0
     """Share of the optimizer state that is in host memory and is updated there: 0 none, 1 all. Needs GPUs."""

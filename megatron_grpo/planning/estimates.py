@@ -22,21 +22,25 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
     Padding is left out; with adapters only weights are counted.
     """
     # A parameter trained in bfloat16 takes 2 bytes as weight, 4 as gradient, and 12 in the optimizer: main weight and
-    # two moments, which a distributed optimizer splits over replicas. In float32 the weight is the main weight.
+    # two moments, which a distributed optimizer splits over replicas. In float32 the weight is the main weight. With
+    # Muon the layers' matrices have one moment.
     policy, parallel = config.policy, config.policy.parallel
     ranks_per_stage, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
-    weight, gradient, state = count_parameter_bytes(policy)
+    weight, gradient, layer_state = count_parameter_bytes(policy)
+    *_, vocabulary_state = count_parameter_bytes(policy, is_vocabulary=True)
     copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
     worst = 0.0
     for shard in split_policy(parallel, shape)[::ranks_per_stage]:
         dense, routed = count_layer_parameters(shape, shard.layers)
-        dense += _count_vocabulary_matrices(shard.has_embedding, shard.has_output, shape) * shape.vocab * shape.hidden
-        total = 0.0
-        for parameters, replicas in (
-            (dense / parallel.tensor, parallel.data * parallel.context),
-            (routed / parts, ranks_per_stage // parts),
+        matrices = _count_vocabulary_matrices(shard.has_embedding, shard.has_output, shape)
+        vocabulary = matrices * shape.vocab * shape.hidden / parallel.tensor
+        replicas, total = parallel.data * parallel.context, 0.0
+        for parameters, copied, state in (
+            (vocabulary, replicas, vocabulary_state),
+            (dense / parallel.tensor, replicas, layer_state),
+            (routed / parts, ranks_per_stage // parts, layer_state),
         ):
-            split = replicas if policy.optimizer.distributed else 1
+            split = copied if policy.optimizer.distributed else 1
             trained = 0.0 if policy.lora.rank else gradient + state * (1 - policy.optimizer.cpu_offload) / split
             total += parameters * (copies * weight + trained)
         worst = max(worst, total)
@@ -47,17 +51,18 @@ def _count_vocabulary_matrices(has_embedding: bool, has_head: bool, shape: Model
     return int(has_embedding) + int(has_head and not (shape.tied_embeddings and has_embedding))
 
 
-def count_parameter_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
+def count_parameter_bytes(policy: PolicyConfig, *, is_vocabulary: bool = False) -> tuple[float, float, float]:
     """Count a trained parameter's bytes: as weight, gradient, in the optimizer.
 
-    They are lower bounds where fields of Megatron-Core change them.
+    They are lower bounds where fields of Megatron-Core change them. `is_vocabulary`: of embedding and head.
     """
     fields = policy.megatron_optimizer
     weight = 1.0 if policy.fp8.is_on_device and policy.fp8.parameters else float(_WIDTH[policy.precision])
     reduced = policy.ddp.get("grad_reduce_in_fp32", True) and policy.precision != "float32"
     gradient = _WIDTH.get(str(fields.get("main_grads_dtype", "float32")), 4) if reduced else _WIDTH[policy.precision]
     main = _WIDTH.get(str(fields.get("main_params_dtype", "float32")), 2)
-    moments = sum(_WIDTH.get(str(fields.get(name, "float32")), 1) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype")[: 1 if policy.optimizer.name == "muon" and not is_vocabulary else 2]
+    moments = sum(_WIDTH.get(str(fields.get(name, "float32")), 1) for name in names)
     return weight, float(gradient), float(moments + (main if policy.precision != "float32" else 0))
 
 

@@ -185,6 +185,7 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
     is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
     te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
+    muon, muon_advice = "emerging_optimizers", "pip install emerging-optimizers, or use adamw"
     packages: list[tuple[str, object, str, str]] = [
         ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),
         ("logger.wandb.enabled", logger.wandb.enabled, "wandb", "pip install wandb, or set it to false"),
@@ -195,6 +196,8 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
         fusion = policy.gradient_accumulation_fusion
         packages += [
             ("policy.gradient_accumulation_fusion", fusion, "fused_weight_gradient_mlp_cuda", "leave it out"),
+            ("policy.optimizer.name", policy.optimizer.name == "muon", muon, muon_advice),
+            ("value.optimizer.name", config.value.optimizer.name == "muon", muon, muon_advice),
             ("policy.optimizer.precision_aware", policy.optimizer.precision_aware, te, "leave it out"),
             ("value.optimizer.precision_aware", config.value.optimizer.precision_aware, te, "leave it out"),
             ("policy.quantization", policy.quantization, "modelopt", "pip install nvidia-modelopt, or use null"),

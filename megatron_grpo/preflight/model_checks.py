@@ -142,9 +142,39 @@ def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator
     te_modules = [module for module in modules if module in _TE_MODULES]
     text = f"{', '.join(te_modules)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
     yield te_modules and config.cluster.gpus == 0, key, text
+    yield from _check_muon(config, shape)
     if shape is None:
         return
     expert_modules = [module for module in modules if module in _EXPERT_MODULES and shape.experts is None]
     yield expert_modules, key, f"the model has no experts; leave out {', '.join(expert_modules)}"
     text = "the model has no latent attention; leave out mla_up_proj"
     yield "mla_up_proj" in modules and shape.latent is None, key, text
+
+
+def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Check settings of Muon against the model."""
+    models = {"policy": (config.policy.optimizer, config.policy.parallel)}
+    if config.training_loop.has_value_model:
+        models["value"] = config.value.optimizer, config.value.parallel
+    passed = config.policy.megatron_optimizer
+    fields = [name for name in passed if name in ("muon_split_qkv", "muon_coefficient_type")]
+    uses_muon = any(optimizer.name == "muon" for optimizer, _ in models.values())
+    text = "changes nothing without policy.optimizer.name=muon"
+    yield fields and not uses_muon, f"policy.megatron_optimizer.{''.join(fields[:1])}=", text
+    if shape is None:
+        return
+    sizes = {shape.find_heads(layer) for layer in range(shape.layers)}
+    heads, splits = shape.key_value_heads, shape.latent is None and passed.get("muon_split_qkv", True)
+    for section, (optimizer, parallel) in models.items():
+        if optimizer.name != "muon":
+            continue
+        advice = "policy.megatron_optimizer.muon_split_qkv=false"
+        text = "muon orthogonalizes queries, keys and values apart, and"
+        key = f"{section}.optimizer.name="
+        split = (
+            f"{text} {section}.parallel.tensor={parallel.tensor} splits {heads} key/value heads; use at most {heads}"
+        )
+        yield splits and parallel.tensor > heads, key, f"{split}, or {advice}"
+        yield splits and len(sizes) > 1, key, f"{text} the sizes of this model's heads differ by layer; give {advice}"
+        text = f"muon with {section}.optimizer.distributed=true has no place for the experts' biases; use false"
+        yield shape.experts is not None and shape.experts.bias and optimizer.distributed, key, text

@@ -133,7 +133,7 @@ def iter_weights(rank: ModelRank) -> Iterator[Tensor]:
 
 def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
     """Iterate over float32 weights, moments and other state of the optimizers."""
-    for megatron in rank.optimizer.optimizer.chained_optimizers:
+    for megatron in rank.optimizer.optimizer.chained_optimizers:  # Muon's layer-wise optimizer has one within
         optimizer = getattr(megatron, "optimizer", None)  # stages without experts have an empty expert optimizer
         if optimizer is None:
             continue

@@ -1,4 +1,4 @@
-"""AdamW over Megatron's gradient buffers: schedule, clipping, step, and its state in checkpoints of any layout."""
+"""The optimizer over Megatron's gradient buffers: schedule, clipping, step, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -24,15 +24,22 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_grpo.config.schema import OptimizerConfig as AdamConfig
+from megatron_grpo.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.trainer.model.megatron_config import build_megatron_config
+from megatron_grpo.trainer.muon import (
+    MatrixOptimizer,
+    lay_out_matrices,
+    list_muon_settings,
+    mark_matrices,
+    replace_layer_wise_optimizer,
+)
 
 
 class Schedule(OptimizerParamScheduler):
     """Megatron-Core's learning-rate schedule with transformers' polynomial and restarts; `steps` include warm-up."""
 
-    def __init__(self, optimizer: Any, settings: AdamConfig, steps: int) -> None:
+    def __init__(self, optimizer: Any, settings: OptimizerSettings, steps: int) -> None:
         warmup = settings.count_warmup_steps(steps)
         steps = max(steps, warmup + 1)
         self._settings = settings
@@ -94,16 +101,7 @@ class ModelOptimizer:
             "overlap_param_gather": self._gathers_late,
         }
         buffers = build_megatron_config(DistributedDataParallelConfig, ours, config.ddp)
-        self.chunks = [
-            DistributedDataParallel(
-                config=chunk.config,
-                ddp_config=replace(buffers),
-                module=chunk,
-                # The first chunk's backward pass comes last, and hides the communication of the other chunks.
-                disable_bucketing=number > 0,
-            )
-            for number, chunk in enumerate(chunks)
-        ]
+        self.chunks = list(_wrap_chunks(chunks, buffers, config))
 
         def sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
             finalize_model_grads(list(model), None, **keywords)  # without Megatron's division by the number of tokens
@@ -112,8 +110,9 @@ class ModelOptimizer:
         if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
             no_sync = [chunk.no_sync for chunk in self.chunks]
             shared.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        optimizer_config = _build_adam_config(config, gathers_late=self._gathers_late)
+        optimizer_config = _build_optimizer_config(config, gathers_late=self._gathers_late)
         self._has_decoupled_grad = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        replace_layer_wise_optimizer()
         self.optimizer = get_megatron_optimizer(
             optimizer_config,
             self.chunks,
@@ -167,12 +166,15 @@ class ModelOptimizer:
         Yields (parameter, first element of the part in the flat parameter, the part, [elements]): with a distributed
         optimizer parts of some parameters, else all of them.
         """
-        chained = self.optimizer.chained_optimizers
-        distributed = [optimizer for optimizer in chained if isinstance(optimizer, DistributedOptimizer)]
-        for optimizer in distributed:
-            for parameter, start, _ in iter_updated_ranges(optimizer):
-                yield parameter, start, optimizer._get_main_param_and_optimizer_states(parameter)["param"].detach()
-        if not distributed:
+        if self.settings.distributed:
+            for optimizer in self.optimizer.chained_optimizers:
+                if isinstance(optimizer, MatrixOptimizer):
+                    for parameter, main, _ in optimizer.iter_matrices():
+                        yield parameter, 0, main.detach().view(-1)
+                    continue
+                for parameter, start, _ in iter_updated_ranges(optimizer):
+                    yield parameter, start, optimizer._get_main_param_and_optimizer_states(parameter)["param"].detach()
+        else:
             parameters = (parameter for chunk in self.chunks for parameter in chunk.parameters())
             for parameter in filter(attrgetter("requires_grad"), parameters):
                 main = getattr(parameter, "main_param", None)
@@ -207,8 +209,10 @@ class ModelOptimizer:
 
 
 def _identify(param_group: dict[str, Any]) -> tuple[Any, ...]:
-    # What the group is for, whatever its settings are: experts, no weight decay, a learning rate of its own.
-    return tuple(param_group[name] for name in ("is_expert_parallel", "wd_mult", "default_config"))
+    # What the group is for, whatever its settings are: experts, no weight decay, a learning rate of its own, and the
+    # optimizer that has it beside Muon.
+    names = ("is_expert_parallel", "wd_mult", "default_config", "optimizer")
+    return tuple(param_group.get(name) for name in names)
 
 
 def _iter_parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -227,7 +231,26 @@ def _choose_overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool,
     return reduce, possible if config.overlap_param_gather is None else config.overlap_param_gather
 
 
-def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
+def _wrap_chunks(
+    chunks: Sequence[GPTModel], buffers: DistributedDataParallelConfig, config: PolicyConfig
+) -> Iterator[DistributedDataParallel]:
+    for number, chunk in enumerate(chunks):
+        layout = None
+        if config.optimizer.name == "muon":
+            mark_matrices(chunk)
+            if config.optimizer.distributed:
+                layout = lay_out_matrices(chunk, buffers, is_first=number == 0)
+        yield DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=replace(buffers),
+            module=chunk,
+            # The first chunk's backward pass comes last, and hides the communication of the other chunks.
+            disable_bucketing=number > 0,
+            full_param_layout=layout,
+        )
+
+
+def _build_optimizer_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
     settings = config.optimizer
     is_bfloat16 = config.precision == "bfloat16"
     shared_names = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
@@ -246,6 +269,8 @@ def _build_adam_config(config: PolicyConfig, *, gathers_late: bool) -> Optimizer
         "fp8_recipe": config.fp8.recipe if config.fp8.is_on_device else None,
         "clip_grad": 0.0,  # clipped by ModelOptimizer, after the norm has been checked
     }
+    if settings.name == "muon":
+        ours |= list_muon_settings(config)
     return build_megatron_config(OptimizerConfig, ours, config.megatron_optimizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import parameters_of, whole_tensors
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
+MUON = replace(OPTIMIZER, name="muon")
+
 CASES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "float32": (Layout(pipeline=2), "qwen3_tied", {}),
     "float32 copies, each replica a part": (Layout(data=2), "qwen3_tied", {"precision": "bfloat16"}),
     "weights that are fetched late": (Layout(data=2), "qwen3_tied", {"overlap_param_gather": True}),
     "adapters": (Layout(), "qwen3_tied", {"lora": LoraConfig(rank=2)}),
     "experts": (Layout(data=2, expert=2), "qwen3_moe", {}),
+    "Muon": (Layout(data=2, expert=2), "qwen3_moe", {"precision": "bfloat16", "optimizer": MUON}),
 }
 
 
@@ -32,8 +36,7 @@ def make_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> Pol
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
-        optimizer=OPTIMIZER,
-        **{"precision": "float32", **overlapped, **settings},
+        **{"precision": "float32", "optimizer": OPTIMIZER, **overlapped, **settings},
     )
     folder = str(model.path)
     return PolicyRank(
@@ -48,7 +51,7 @@ def of_training(rank: PolicyRank) -> Iterator[Tensor]:
             yield parameter.main_grad
     for one in rank.optimizer.optimizer.chained_optimizers:
         for state in one.optimizer.state.values():
-            yield from (state[name] for name in ("exp_avg", "exp_avg_sq"))
+            yield from (value for name, value in state.items() if name != "step")
 
 
 def nbytes(tensors: Iterator[Tensor]) -> int:

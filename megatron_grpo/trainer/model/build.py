@@ -68,7 +68,9 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": config.params_dtype, "device": config.platform.device}
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
+        weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
+        weight.is_embedding_or_output_parameter = True  # Muon leaves such parameters to AdamW
+        self.weight = weight
         self.bias = torch.nn.Parameter(torch.zeros(1, **options))
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -100,6 +100,11 @@ def unfused_permutation(config: Config) -> None:
     config.policy.megatron = {"moe_permute_fusion": False}
 
 
+def muon(config: Config) -> None:
+    unfused_permutation(config)
+    config.policy.optimizer.name = "muon"
+
+
 @pytest.mark.parametrize(
     ("shape", "parallel", "rank", "change"),
     [
@@ -125,6 +130,7 @@ def unfused_permutation(config: Config) -> None:
             unfused_permutation,
             id="biases_and_sinks",
         ),
+        pytest.param(EXPERTS, {"tensor": 2, "sequence": True, "expert": 2, "data": 2}, 1, muon, id="muon"),
         pytest.param(
             EXPERTS,
             {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2, "data": 2},

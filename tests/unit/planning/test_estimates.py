@@ -19,19 +19,22 @@ from tests.unit.planning.test_layouts import recipe
 
 @needs_no_gpu
 @pytest.mark.parametrize(
-    ("shape", "parallel", "precision"),
+    ("shape", "parallel", "precision", "optimizer"),
     [
-        (DENSE, {"tensor": 2, "sequence": True, "data": 4}, "bfloat16"),
-        (DENSE, {"data": 2}, "float32"),
-        (EXPERTS, {"expert": 2, "data": 4}, "bfloat16"),
-        (DENSE, {"pipeline": 2}, "bfloat16"),
+        (DENSE, {"tensor": 2, "sequence": True, "data": 4}, "bfloat16", "adamw"),
+        (DENSE, {"data": 2}, "float32", "adamw"),
+        (EXPERTS, {"expert": 2, "data": 4}, "bfloat16", "adamw"),
+        (DENSE, {"pipeline": 2}, "bfloat16", "adamw"),
+        (DENSE, {"tensor": 2, "sequence": True}, "bfloat16", "muon"),
+        (EXPERTS, {"expert": 2, "data": 2}, "bfloat16", "muon"),
     ],
 )
 def test_static_bytes_are_those_of_a_dry_run(
-    shape: ModelShape, parallel: dict[str, int | bool], precision: str
+    shape: ModelShape, parallel: dict[str, int | bool], precision: str, optimizer: str
 ) -> None:
     config = small_run(**parallel)
     config.policy.precision = precision  # type: ignore[assignment]
+    config.policy.optimizer.name = optimizer  # type: ignore[assignment]
     holders = run_dry(config, shape, 0, moves=False).holders
     counted = sum(holders.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
     assert count_static_bytes(config, shape) == pytest.approx(counted, rel=0.06)  # norms and padding are left out
