@@ -33,9 +33,6 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     of_states = [name for name in lora.target_modules if name in get_args(StateTarget)]
     text = f"the model has no delta nets and no Mamba; leave out {', '.join(of_states)}"
     yield shape.delta is None and shape.mamba is None and of_states, targets, text
-    targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
-    text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
-    yield targets_experts, targets, text
 
 
 @evaluate_rules

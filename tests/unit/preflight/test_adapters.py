@@ -16,7 +16,6 @@ from tests.support.config_problems import SMALL, problems_of
 DENSE = parse_model_shape(SMALL)
 EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))
 LATENT = replace(DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8))
-ATTENTION = ["linear_qkv", "linear_proj"]
 
 
 def config(**lora: object) -> Config:
@@ -32,7 +31,7 @@ def problems(lora: Config, shape: ModelShape | None = DENSE) -> dict[str, str]:
 def test_adapters_on_a_dense_model_are_taken_and_none_are_never_refused() -> None:
     assert problems(config()) == {}
     assert problems(config(rank=0, target_modules=[]), EXPERTS) == {}
-    assert problems(config(target_modules=ATTENTION), EXPERTS) == {}
+    assert problems(config(), EXPERTS) == {}
     assert problems(config(target_modules=["linear_proj"]), LATENT) == {}
 
 
@@ -41,11 +40,6 @@ def test_adapters_on_a_dense_model_are_taken_and_none_are_never_refused() -> Non
     [
         ([], None, "leaves nothing to train; name a layer, or set policy.lora.rank=0"),
         (["linear_qkv", "linear_qkv"], None, "names a layer twice; name each once"),
-        (
-            ["linear_proj", "linear_fc2"],
-            EXPERTS,
-            "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are",
-        ),
         (["linear_qkv"], LATENT, "latent attention has no linear_qkv; use [linear_proj]"),
     ],
 )
