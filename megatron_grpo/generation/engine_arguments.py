@@ -15,7 +15,7 @@ from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.models.adapter_names import AdapterSlot
+from megatron_grpo.models.adapter_names import AdapterSlot, choose_slot_rank
 from megatron_grpo.models.families import find_model_shape, is_untied_by_weights
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -112,10 +112,12 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 def make_adapter_arguments(adapter: AdapterSlot) -> dict[str, Any]:
     """Make the arguments of an engine with a slot for one adapter."""
-    from vllm.config.lora import MaxLoRARanks
-
-    rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": adapter.modules}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": choose_slot_rank(adapter.rank),
+        "lora_target_modules": adapter.modules,
+    }
 
 
 def make_speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:

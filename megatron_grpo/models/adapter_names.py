@@ -13,6 +13,10 @@ POLICY_ADAPTER = "policy"
 """Name of the policy's adapter in an engine."""
 
 
+_SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's slots (`vllm.config.lora.MaxLoRARanks`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterSlot:
     """An adapter that engines keep beside the base model, in types of JSON."""
@@ -24,8 +28,17 @@ class AdapterSlot:
     modules: list[str]  # last parts of the names of adapted Hugging Face matrices
 
 
+def choose_slot_rank(rank: int) -> int:
+    """Choose the smallest rank of a slot that holds an adapter."""
+    return min(size for size in _SLOT_RANKS if size >= rank)
+
+
 def make_policy_slot(policy: PolicyConfig, shape: ModelShape) -> AdapterSlot:
-    modules = {name.split(".")[-3] for name in measure_adapters(shape, policy.lora)}
+    """Make the slot of the policy's adapter, the only one of a run."""
+    names = measure_adapters(shape, policy.lora)
+    modules = {name.split(".")[-3] for name in names}
+    if any(".experts." in name for name in names):
+        modules.add("experts")  # vLLM has all of a layer's experts in one module
     return AdapterSlot(POLICY_ADAPTER, 1, policy.lora.rank, policy.lora.alpha, sorted(modules))
 
 

@@ -72,13 +72,16 @@ class AdapterLoad:
 
 
 def _holds(module: Any, index: int, weights: Any) -> bool:
-    """True if a layer's slot has these matrices; `weights` are vLLM's, None: it has none."""
-    if weights is None:
-        return False
-    for kind, stacked in (("a", getattr(module, "lora_a_stacked", ())), ("b", getattr(module, "lora_b_stacked", ()))):
+    """True if a layer's slot has these matrices; `weights` are vLLM's, None: it has none.
+
+    Of experts, whose slots have an order of their own, only the canary says so.
+    """
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    if weights is None or not isinstance(module, BaseLinearLayerWithLoRA):
+        return weights is not None
+    for kind, stacked in (("a", module.lora_a_stacked), ("b", module.lora_b_stacked)):
         values = getattr(weights, f"lora_{kind}")
-        if getattr(module, "n_slices", 1) != len(stacked):  # experts, whose slots have an order of their own
-            continue
         if module.tp_size > 1:
             values = getattr(module, f"slice_lora_{kind}")(values)
         for slots, matrix in zip(stacked, values if isinstance(values, list) else [values], strict=True):

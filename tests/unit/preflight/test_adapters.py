@@ -69,3 +69,26 @@ def test_the_value_model_of_ppo_is_trained_whole() -> None:
     made.algorithm = "ppo"
     assert made.value_model is not None
     assert made.value_model.lora.rank == 0
+
+
+def alone(gpus: int = 0, **lora: object) -> Config:
+    made = config(**lora)
+    made.refit.adapters = "alone"
+    made.cluster.gpus = gpus
+    return made
+
+
+def test_adapters_alone_need_slots_that_can_hold_them() -> None:
+    assert problems(alone()) == {}
+    assert problems(alone(gpus=8), EXPERTS) == {}
+    assert problems(alone(target_modules=["linear_proj"]), EXPERTS) == {}
+    (text,) = problems(alone(), EXPERTS).values()
+    assert text.startswith("vLLM's CPU build has no adapters of experts; use merged, or leave linear_fc1")
+    (text,) = problems(alone(rank=600)).values()
+    assert text == "needs slots of vLLM's, which take policy.lora.rank up to 512; use merged, or a lower rank"
+    served, rounded = alone(), alone()
+    served.generation.server.urls = ["http://10.0.0.1:8000"]
+    rounded.refit.fp8_blocks = True
+    for made, word in ((served, "engines of the run's own"), (rounded, "sends no weights")):
+        (text,) = problems(made).values()
+        assert word in text
