@@ -111,7 +111,7 @@ def test_a_slot_that_is_not_filled_is_never_served(tmp_path: Path) -> None:
             (1, "none", None),
             (2, "unchanged", "vLLM's model does not hold the adapter of model.layers.0.self_attn.qkv_proj"),
             (3, "unchecked", "generation engine 0 must not serve: with version 3 of the weights"),
-            (4, "unused", "has no adapters"),
+            (4, "unused", "generation engine 0 must not serve: with version 4 of the weights"),
             (5, "none", None),
         ):
             plant = SimpleNamespace(__name__="plant")  # FaultySlots.plant, whose module would import vLLM here
