@@ -50,7 +50,7 @@ def main() -> None:
     options = _options()
     ray.init(include_dashboard=False, num_cpus=2, _node_ip_address=HOST, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        parameters = _make_model(Path(folder), options)
+        parameters = make_model(Path(folder), options)
         measured = _refits(Path(folder), options)
         shape = read_model_shape(folder)
         summary = summarize_refit(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
@@ -101,9 +101,9 @@ def _result(
         "received_over_owned": round(last.bytes_sent / summary.bytes, 4),
         "tensors": last.tensors,
         "buckets": last.buckets,
-        "refit_ms": _summary(seconds),
-        "raw_ms": _summary(raw),
-        "vllm_packing_ms": _summary(packed),
+        "refit_ms": summarize_times(seconds),
+        "raw_ms": summarize_times(raw),
+        "vllm_packing_ms": summarize_times(packed),
         "ratio": round(statistics.median(seconds) / statistics.median(raw), 2),
         "extra_memory_mib": measured.extra_mib,
     }
@@ -136,7 +136,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _make_model(folder: Path, options: argparse.Namespace) -> int:
+def make_model(folder: Path, options: argparse.Namespace) -> int:
     """A random Qwen3 with a tokenizer that vLLM can load; its number of parameters."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -246,7 +246,7 @@ class Memory:
         return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
-def _summary(seconds: list[float]) -> dict[str, float]:
+def summarize_times(seconds: list[float]) -> dict[str, float]:
     return {
         "median": round(1e3 * statistics.median(seconds), 2),
         "min": round(1e3 * min(seconds), 2),

@@ -11,7 +11,7 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.meta_engine import trace_run
-from megatron_grpo.planning.refit_summary import estimate_nccl, summarize_refit
+from megatron_grpo.planning.refit_summary import estimate_nccl, find_lone_adapters, summarize_refit
 from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.refit_memory import needs_conversion
@@ -44,7 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     bucket, boxes = int(config.refit.bucket_mib * 2**20), trace_run(config, shape)
     by_layer = needs_conversion(config, shape, find_hardware(config))
     summary = summarize_refit(
-        shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks, boxes, by_layer=by_layer
+        shape,
+        *layouts,
+        policy.precision,
+        bucket,
+        config.refit.fp8_blocks,
+        boxes,
+        by_layer=by_layer,
+        adapters=find_lone_adapters(config, shape),
     )
     nccl = estimate_nccl(config, summary)
     if "json" in parsed.options:

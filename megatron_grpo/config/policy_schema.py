@@ -210,8 +210,8 @@ class LoraConfig(Section):
 
     target_modules: list[AdapterTarget] = field(default_factory=lambda: list(get_args(MainTarget)))
     """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
-    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj); of delta nets and Mamba in_proj
-    (whose matrices share its A) and out_proj."""
+    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj), both of each expert too; of delta
+    nets and Mamba in_proj (whose matrices share its A) and out_proj."""
 
     @property
     def description(self) -> str:

@@ -42,6 +42,7 @@ from megatron_grpo.platform.device import detect_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -109,6 +110,7 @@ class VllmEngine(Engine):
         self._statistics = EngineStatistics()
         # Separates prompts that are cached under different weights; None: the cache never outlasts weights.
         self._cache_salt: str | None = None
+        self._adapter: LoRARequest | None = None  # of all requests, once a refit has put it into its slot
 
     @phase("start")
     async def start(self) -> EngineStart:
@@ -216,6 +218,7 @@ class VllmEngine(Engine):
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+        self._adapter = vllm_requests.make_adapter_request(self._settings.adapter)
         if self._settings.keeps_cache:
             self._cache_salt = str(version)
         if awaits_canary:
@@ -250,6 +253,7 @@ class VllmEngine(Engine):
                 f"canary.{number}",
                 tokens_input(list(tokens), cache_salt="canary"),
                 SamplingParams(**SAMPLING_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
+                lora_request=self._adapter,
             )
             for number, tokens in enumerate(prompt.sequences)
         ]
@@ -324,7 +328,10 @@ class VllmEngine(Engine):
             async with self._gate.admission(len(requests)):
                 queues = [
                     await self._llm.add_request(
-                        f"{call}.{index}", tokens_input(prompt_ids, cache_salt=self._cache_salt), parameters
+                        f"{call}.{index}",
+                        tokens_input(prompt_ids, cache_salt=self._cache_salt),
+                        parameters,
+                        lora_request=self._adapter,
                     )
                     for index, (prompt_ids, parameters) in enumerate(prepared)
                 ]

@@ -15,6 +15,7 @@ from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.models.adapter_names import AdapterSlot, choose_slot_rank
 from megatron_grpo.models.families import find_model_shape, is_untied_by_weights
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -38,6 +39,7 @@ class VllmSettings:
     routed: RoutedForm | None = None  # form of the experts recorded for responses; None: none are recorded
     in_flight: AsyncGRPOConfig | None = None  # weight changes while responses are in flight; None: only between
     awaits_refit: bool = False  # whether a refit brings all weights before the first request
+    adapter: AdapterSlot | None = None  # kept beside the base model; None: refits send weights
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
@@ -74,6 +76,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "language_model_only": True,  # of a model that also sees images only the text part is trained and refitted
         "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
     }
+    if settings.adapter is not None:
+        arguments |= make_adapter_arguments(settings.adapter)
     if config.engine.speculative.num_speculative_tokens:
         arguments["speculative_config"] = make_speculative_config(config.engine.speculative)
     if detect_platform().name == "cpu":
@@ -104,6 +108,16 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "megatron_grpo"
     return arguments | passed
+
+
+def make_adapter_arguments(adapter: AdapterSlot) -> dict[str, Any]:
+    """Make the arguments of an engine with a slot for one adapter."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": choose_slot_rank(adapter.rank),
+        "lora_target_modules": adapter.modules,
+    }
 
 
 def make_speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:

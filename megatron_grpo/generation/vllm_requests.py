@@ -19,7 +19,10 @@ from megatron_grpo.models.routed_experts import RoutedForm
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_grpo.models.adapter_names import AdapterSlot
 
 Result = TypeVar("Result")
 
@@ -43,6 +46,16 @@ def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
     if errors:
         raise RuntimeError("; ".join(errors))
     return list(answers)
+
+
+def make_adapter_request(adapter: AdapterSlot | None) -> LoRARequest | None:
+    """Make the part of a request that names its adapter, which a refit has put into its slot."""
+    if adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    # The path, which vLLM requires, would be read only for an adapter that no slot has.
+    return LoRARequest(adapter.name, adapter.number, lora_path="sent by refits")
 
 
 def make_sampling_params(request: GenerationRequest, settings: SamplingSettings, max_length: int) -> SamplingParams:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.hf_weights import bind_entries
+from megatron_grpo.models.hf_weights import bind_entries, is_adapter_parameter, list_local_experts
 from megatron_grpo.models.shape import ModelShape
 
 # Most columns of a matrix that are compared, at equal distances.
@@ -50,24 +50,27 @@ def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
     has_moved = False
     for chunk in chunks:
         for module in chunk.modules():
-            if "lora_b" not in dict(module.named_parameters(recurse=False)):
+            if not any(is_adapter_parameter(name) for name, _ in module.named_parameters(recurse=False)):
                 continue
-            bound = published[id(module.weight)]
-            has_moved |= bool(module.lora_b.any())
-            if text := _find_fault(bound.compute_weight(), module):
-                names = ", ".join(part.name for part in bound.entry.list_slices(shape, bound.layer, 0, 1))
-                faults.append(f"{names}: {text}")
+            for adapter in module.adapters:
+                bound = published[id(adapter.weight)]
+                has_moved |= bool(adapter.lora_b.any())
+                if text := _find_fault(bound.compute_weight(), adapter):
+                    names = ", ".join(
+                        bound.entry.name_tensors(bound.layer, list_local_experts(chunk, shape)[bound.expert])
+                    )
+                    faults.append(f"{names}: {text}")
     return AdapterCheck(faults, has_moved)
 
 
-def _find_fault(published: Tensor, layer: Any) -> str | None:
+def _find_fault(published: Tensor, adapter: Any) -> str | None:
     width = published.shape[1]
     columns = torch.arange(0, width, -(-width // COLUMNS), device=published.device)
-    published, base = published[:, columns].float(), layer.weight.detach()[:, columns].float()
-    computed = layer.compute_columns(columns)
+    published, base = published[:, columns].float(), adapter.weight.detach()[:, columns].float()
+    computed = adapter.compute_columns(columns)
     size = float((computed - base).norm())
     # Half a unit in the last place of the published dtype, and one of the float32 sum that is rounded to it.
-    rounding = torch.finfo(layer.weight.dtype).eps / 2 + torch.finfo(torch.float32).eps
+    rounding = torch.finfo(adapter.weight.dtype).eps / 2 + torch.finfo(torch.float32).eps
     error = published - computed
     limit = rounding * computed.abs() + TOLERANCE * size / math.sqrt(error.numel())
     if bool((error.abs() <= limit).all()):  # False for NaN

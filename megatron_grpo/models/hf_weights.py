@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -98,7 +99,12 @@ def _view_sections(tensor: Tensor, axes: Sequence[str], sizes: Mapping[str, int]
 
 
 _BUFFERS = (".expert_bias", ".layer_scalar")
-ADAPTER_PARAMETERS = ("lora_a", "lora_b")  # in their layer
+_ADAPTER_PARAMETER = re.compile(r"(?:(.*)\.)?lora_[ab](\d*)")  # in a layer; behind it, the number of the local expert
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """True for the name of an adapter's A or B."""
+    return _ADAPTER_PARAMETER.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +115,14 @@ class BoundEntry:
     layer: int  # number of the layer in the full model, from 0
     parameter: Tensor
     expert: int = 0  # index among the experts of this rank; also 0 for parameters outside experts
-    adapted: Any = None  # the layer (`trainer.model.lora.AdaptedLinear`) that the parameter is the weight of, if any
+    adapted: Any = None  # the adapter of this weight (`trainer.model.lora.Adapter`), if any
 
     def compute_weight(self) -> Tensor:
         """Compute the weight that the model uses: adapter merged, FP8 dequantised."""
-        if self.adapted is not None:
-            return self.adapted.merge_weight()
+        return self.compute_base() if self.adapted is None else self.adapted.merge_weight()
+
+    def compute_base(self) -> Tensor:
+        """Compute the weight without its adapter: FP8 dequantised."""
         weight = self.parameter.detach()
         return weight.dequantize() if _is_quantised(weight) else weight
 
@@ -132,13 +140,11 @@ def _bind_chunk(model: Any, shape: ModelShape) -> list[BoundEntry]:
     parameters = dict(model.named_parameters())
     # Layers with adapters are found by the names of their parameters, not by isinstance() of a runtime-checkable
     # protocol: since Python 3.12 that looks attributes up statically, and torch keeps parameters in a dictionary.
-    adapter_names = [name for name in parameters if name.rpartition(".")[2] in ADAPTER_PARAMETERS]
-    adapters = {name.rpartition(".")[0] for name in adapter_names}
-    for name in adapter_names:
-        del parameters[name]
+    adapters = {match.groups() for name in parameters if (match := _ADAPTER_PARAMETER.fullmatch(name))}
+    parameters = {name: parameter for name, parameter in parameters.items() if not is_adapter_parameter(name)}
     # Biases of expert selection and factors of layers have no gradient, so they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(_BUFFERS)}
-    experts = _list_rank_experts(model, shape)
+    experts = list_local_experts(model, shape)
     # A stage may lack parameters outside layers, such as the embedding; a chunk that is the full model may not, except
     # for the copy of a tied embedding.
     is_full_model = model.pre_process and model.post_process
@@ -151,12 +157,12 @@ def _bind_chunk(model: Any, shape: ModelShape) -> list[BoundEntry]:
             assert present or not is_required, f"the model has no parameter {names} (layer {layer})"
             for name in present:
                 module, _, last = name.rpartition(".")
-                adapted = None
-                if last == "weight" and module in adapters:
-                    adapters.remove(module)
-                    adapted = model.get_submodule(module)
+                key, adapted = (module, last.removeprefix("weight")), None
+                if key in adapters:
+                    adapters.remove(key)
+                    adapted = model.get_submodule(module).adapters[int(key[1] or 0)]
                 bound.append(BoundEntry(entry, layer, parameters.pop(name), expert, adapted))
-    unbound = sorted({*parameters, *adapters})
+    unbound = sorted({*parameters, *(f"{module}.lora_a{number}" for module, number in adapters)})
     assert not unbound, f"the weight map of {shape.family} does not know {unbound}"
     return bound
 
@@ -176,7 +182,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
     """
     reader, process_groups = HFFolderReader(folder), chunks[0].pg_collection
-    experts = _list_rank_experts(chunks[0], shape)
+    experts = list_local_experts(chunks[0], shape)
     for bound in bind_entries(chunks, shape):
         entry = bound.entry
         splitters = process_groups.expt_tp if entry.per_expert else process_groups.tp
@@ -224,21 +230,29 @@ def _gather_tensors(
     bound: BoundEntry, local: Tensor, model: Any, shape: ModelShape, tensors: dict[str, Tensor]
 ) -> list[str]:
     """Gather a parameter's tensors in `tensors` of the first rank; return names."""
-    entry, process_groups = bound.entry, model.pg_collection
-    # Process groups of the ranks that together hold the row, that split one matrix, and that hold equal parts.
-    holders, splitters, replicas = process_groups.tp, process_groups.tp, process_groups.dp_cp
-    if entry.per_expert:
-        holders, splitters, replicas = process_groups.tp_ep, process_groups.expt_tp, process_groups.expt_dp
-    # Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
-    size, is_split = splitters.size(), entry.axis is not None or entry.per_expert
-    shards = _gather(local, holders, is_split=is_split) if replicas.rank() == 0 else []
-    names = []
-    for part in range(holders.size() // size):
-        expert = part * len(_list_rank_experts(model, shape)) + bound.expert
+    entry, names = bound.entry, []
+    for expert, shards in _gather_parts(bound, local, model, shape, is_split=entry.axis is not None):
         names += entry.name_tensors(bound.layer, expert)
         if shards:
-            join_shards(entry, bound.layer, shards[part * size : (part + 1) * size], shape, expert, tensors)
+            join_shards(entry, bound.layer, shards, shape, expert, tensors)
     return names
+
+
+def _gather_parts(
+    bound: BoundEntry, local: Tensor, model: Any, shape: ModelShape, *, is_split: bool
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield an expert's number and its parts, for the experts of all ranks."""
+    # Process groups of the ranks that together hold the row, that split one matrix, and that hold equal parts.
+    process_groups, is_expert = model.pg_collection, bound.entry.per_expert
+    holders, splitters, replicas = process_groups.tp, process_groups.tp, process_groups.dp_cp
+    if is_expert:
+        holders, splitters, replicas = process_groups.tp_ep, process_groups.expt_tp, process_groups.expt_dp
+    # Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
+    shards = _gather(local, holders, is_split=is_split or is_expert) if replicas.rank() == 0 else []
+    size = splitters.size()
+    for part in range(holders.size() // size):
+        expert = part * len(list_local_experts(model, shape)) + bound.expert
+        yield expert, shards[part * size : (part + 1) * size]
 
 
 def join_shards(
@@ -279,25 +293,21 @@ def iter_adapter_tensors(
     The Hugging Face matrices of one Megatron parameter share its A, which is yielded for each of them. Names are
     peft's, without its prefix. `value` maps a parameter to the tensor to export, in the same shape.
     """
-    process_groups = chunks[0].pg_collection
     for bound in bind_entries(chunks, shape):
-        if bound.adapted is None:
-            continue
-        for part, letter in (("lora_a", "A"), ("lora_b", "B")):
-            is_split = bound.adapted.split_matrix == part
+        for part, letter in (("lora_a", "A"), ("lora_b", "B")) if bound.adapted is not None else ():
+            entry, is_split = bound.entry, bound.adapted.split_matrix == part
             local = value(getattr(bound.adapted, part))
-            shards = _gather(local, process_groups.tp, is_split=is_split) if process_groups.dp_cp.rank() == 0 else []
-            names = bound.entry.name_tensors(bound.layer)
-            tensors: dict[str, Tensor] = {}
-            if shards and part == "lora_a" and not is_split:
-                tensors = dict.fromkeys(names, local)
-            elif shards:
-                tensors = join_shards(bound.entry, bound.layer, shards if is_split else [local], shape)
-            for name in names:
-                yield f"{name.removesuffix('.weight')}.lora_{letter}.weight", tensors.get(name)
+            for expert, shards in _gather_parts(bound, local, chunks[0], shape, is_split=is_split):
+                names, tensors = entry.name_tensors(bound.layer, expert), {}
+                if shards and part == "lora_a" and not is_split:
+                    tensors = dict.fromkeys(names, shards[0])
+                elif shards:
+                    tensors = join_shards(entry, bound.layer, shards if is_split else shards[:1], shape, expert)
+                for name in names:
+                    yield f"{name.removesuffix('.weight')}.lora_{letter}.weight", tensors.get(name)
 
 
-def _list_rank_experts(model: Any, shape: ModelShape) -> range:
+def list_local_experts(model: Any, shape: ModelShape) -> range:
     """List this rank's experts in every layer; range(1) without experts."""
     if shape.experts is None:
         return range(1)

@@ -6,6 +6,7 @@ The constants are those of GPTModel. HybridModel has a layer for each half, `(("
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -52,6 +53,15 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
     position = next(position for position, halves in enumerate(HALVES) if half in halves)
     prefix = f"decoder.layers.{layer * len(HALVES) + position}."
     return tuple(prefix + alias for alias in (name, *_ENGINE_NAMES.get(name, ())))
+
+
+def name_in_model(module: str, first_expert: int, number: int = 0) -> str:
+    """Name a rank's module in its layer as the model's: experts are numbered over all ranks.
+
+    `number` is the expert's in the rank, where one module has the matrices of several.
+    """
+    module = re.sub(r"\bexperts\.(linear_)", rf"experts.local_experts.{number}.\1", module)
+    return re.sub(r"(?<=local_experts\.)\d+", lambda match: str(first_expert + int(match[0])), module)
 
 
 def map_checkpoint_names(

@@ -19,6 +19,7 @@ from megatron_grpo.models.shape import MambaShape, ModelShape
 from megatron_grpo.planning.costs import time_collective, time_tree
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.platform.hardware import Hardware
+from megatron_grpo.preflight.refit_memory import estimate_slot_bytes
 
 BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default on GPUs."""
@@ -141,6 +142,7 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     width, matrix_width = _find_widths(config)
     shards = split_engine(parallel, shape, has_draft=engine.speculative.uses_mtp)
     weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in shards)
+    weights += estimate_slot_bytes(config, shape)
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
     layers = max(1, *(len(list_attention_layers(shape, shard.layers)) for shard in shards))
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)

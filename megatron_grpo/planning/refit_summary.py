@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ import numpy as np
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.adapter_names import measure_adapters
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.preflight.refit_memory import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.weight_sync.adapter_plan import plan_adapters
 from megatron_grpo.weight_sync.boxes import Box
 from megatron_grpo.weight_sync.pieces import NO_RELAY, Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
@@ -96,6 +98,12 @@ def _format_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def find_lone_adapters(config: Config, shape: ModelShape) -> dict[str, tuple[int, int]] | None:
+    """Find the shapes of adapters that a run's refits send alone; None: they send weights."""
+    is_alone = config.refit.adapters == "alone" and config.policy.lora.rank
+    return measure_adapters(shape, config.policy.lora) if is_alone else None
+
+
 def summarize_refit(
     shape: ModelShape,
     training: ParallelConfig,
@@ -107,6 +115,7 @@ def summarize_refit(
     *,
     by_layer: bool = False,
     devices_per_node: int | None = None,
+    adapters: Mapping[str, Sequence[int]] | None = None,
 ) -> RefitSummary:
     """Plan a refit and count what it moves.
 
@@ -120,20 +129,25 @@ def summarize_refit(
         engine: traced boxes of an engine's ranks; None: those of `assume_boxes`.
         by_layer: whether engines convert layers (`refit_memory.needs_conversion`), one after another.
         devices_per_node: of engines on the policy's devices; None: they have their own.
+        adapters: shapes of A and B by name (`find_lone_adapters`), which are sent alone; None: weights are sent.
     """
     began = time.perf_counter()
     sources, engine = split_policy(training, shape), engine or assume_boxes(shape, generation)
-    dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
-    scheduled = plan_messages(
-        shape,
-        sources,
-        engine,
-        generation.data,
-        dtypes,
-        bucket_bytes,
-        devices_per_node=devices_per_node,
-        by_layer=by_layer,
-    )
+    if adapters is not None:
+        arguments = shape, adapters, sources, engine, generation.data, precision, bucket_bytes
+        scheduled = plan_adapters(*arguments, devices_per_node=devices_per_node)
+    else:
+        dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
+        scheduled = plan_messages(
+            shape,
+            sources,
+            engine,
+            generation.data,
+            dtypes,
+            bucket_bytes,
+            devices_per_node=devices_per_node,
+            by_layer=by_layer,
+        )
     relayed = scheduled[scheduled["relay"] != NO_RELAY]
     far = (np.bincount(relayed[side], weights=relayed["bytes"], minlength=1) for side in ("source", "relay"))
     planned_s = time.perf_counter() - began

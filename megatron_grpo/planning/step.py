@@ -15,7 +15,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
 from megatron_grpo.planning.generation_cost import Lengths, build_decoder, simulate_generation, size_engine
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
-from megatron_grpo.planning.refit_summary import summarize_refit
+from megatron_grpo.planning.refit_summary import find_lone_adapters, summarize_refit
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.layout_checks import count_gpus
 from megatron_grpo.preflight.refit_memory import needs_conversion
@@ -304,6 +304,7 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
         config.refit.fp8_blocks,
         by_layer=needs_conversion(config, shape, hardware),
         devices_per_node=(config.cluster.gpus or policy.parallel.world_size) if generation.is_colocated else None,
+        adapters=find_lone_adapters(config, shape),
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain

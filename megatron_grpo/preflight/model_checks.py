@@ -7,6 +7,8 @@ from typing import get_args
 
 from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.adapter_names import is_adapted
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.node_checks import read_gpu_capability
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
@@ -33,9 +35,19 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     of_states = [name for name in lora.target_modules if name in get_args(StateTarget)]
     text = f"the model has no delta nets and no Mamba; leave out {', '.join(of_states)}"
     yield shape.delta is None and shape.mamba is None and of_states, targets, text
-    targets_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
-    text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
-    yield targets_experts, targets, text
+    yield from _check_lone_adapters(config, shape)
+
+
+def _check_lone_adapters(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Check adapters that refits send alone."""
+    lora = config.policy.lora
+    if config.refit.adapters != "alone" or not config.needs_generation:
+        return
+    adapted = [entry for entry in build_weight_map(shape) if entry.per_expert and is_adapted(entry, lora)]
+    text = "vLLM's CPU build has no adapters of experts; use merged, or leave linear_fc1 and linear_fc2 out of "
+    yield adapted and config.cluster.gpus == 0, "refit.adapters=", f"{text}policy.lora.target_modules"
+    text = f"engines get the experts of {shape.family} as one tensor, whose adapters are not sent alone; use merged"
+    yield any(entry.is_stacked for entry in adapted), "refit.adapters=", text
 
 
 @evaluate_rules

@@ -112,6 +112,7 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
             yield Problem(subject, text)
         if not is_value_model:
             yield from find_draft_problems(config, folder, shape)
+            yield from find_slot_problems(config, folder)
             yield from find_tokenizer_problems(subject, folder, config, shape.vocab)
 
 
@@ -138,6 +139,15 @@ def find_draft_problems(config: Config, folder: Path, shape: ModelShape) -> Iter
         text += " bfloat16 first, as docs/layouts.md shows, or use ngram"
     if text:
         yield Problem("generation.engine.speculative.method=mtp", text)
+
+
+def find_slot_problems(config: Config, folder: Path) -> Iterator[Problem]:
+    """Check that engines with a slot for adapters hold the policy's base model."""
+    is_alone = config.refit.adapters == "alone" and config.policy.lora.rank and config.needs_generation
+    if is_alone and read_quantization(read_config_json(folder / "config.json")) is not None:
+        text = f"{folder} has quantized weights, which engines would compute with, and the policy with plain ones; "
+        text += "convert the model to bfloat16 first, as docs/layouts.md shows, or use merged"
+        yield Problem("refit.adapters=alone", text)
 
 
 def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = False) -> Iterator[Problem]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.adapter_names import choose_slot_rank, measure_adapters
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, can_travel_in_fp8, list_experts
@@ -41,7 +43,7 @@ def needs_conversion(config: Config, shape: ModelShape, gpu: Hardware | None) ->
     Workers report it themselves (`engine_layers.has_converted_layers`). `gpu`: of the plan; None: Hopper.
     """
     arguments = config.generation.engine_args
-    if config.cluster.gpus_per_node == 0:
+    if config.cluster.gpus_per_node == 0 or config.refit.adapters == "alone":
         return False
     if arguments.get("quantization") is not None or shape.experts is None:
         return arguments.get("quantization") is not None
@@ -70,6 +72,24 @@ def estimate_open_bytes(config: Config, shape: ModelShape, gpu: Hardware | None)
         entries = [entry for entry in converted if entry.kind in kinds]
         largest = max(largest, sum(_count_rank_elements(entry, shape, ranks) for entry in entries))
     return 2 * width * largest
+
+
+def estimate_slot_bytes(config: Config, shape: ModelShape) -> int:
+    """Estimate an engine rank's bytes of slots for adapters, which are part of vLLM's share.
+
+    Tensor parallelism splits one of A and B, or experts with expert parallelism; every stage has its layers' share.
+    """
+    if config.refit.adapters != "alone" or not config.policy.lora.rank:
+        return 0
+    parallel, lora = config.generation.parallel, config.policy.lora
+    slot = replace(lora, rank=choose_slot_rank(lora.rank))
+    elements = 0
+    for name, (rows, columns) in measure_adapters(shape, slot).items():
+        is_whole = parallel.expert == 1 or ".experts." not in name
+        is_split = not is_whole or (".lora_A." in name) == name.split(".")[-3].startswith(("o_", "down", "out", "w2"))
+        elements += math.ceil(rows * columns / (parallel.tensor if is_split else 1))
+    width = 2 if config.engine_dtype == "bfloat16" else 4
+    return math.ceil(width * elements / parallel.pipeline)
 
 
 def _count_rank_elements(entry: WeightEntry, shape: ModelShape, ranks: int) -> int:

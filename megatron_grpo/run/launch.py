@@ -16,6 +16,7 @@ from megatron_grpo.environments.environment_processes import EnvironmentPool, bu
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.adapter_names import make_policy_slot
 from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.source import fetch_model_folder
@@ -79,6 +80,7 @@ def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: Exit
 def _start_generation(
     config: Config, folder: Path, cluster: RayCluster, stack: ExitStack, *, awaits_refit: bool = False
 ) -> VllmGeneration:
+    has_slot = awaits_refit and config.refit.adapters == "alone"  # engines then read the base model themselves
     settings = VllmSettings(
         model_path=str(folder),
         config=config.generation,
@@ -86,7 +88,8 @@ def _start_generation(
         max_total_sequence_length=config.policy.max_total_sequence_length,
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.training_loop.async_grpo if config.training_loop.async_grpo.enabled else None,
-        awaits_refit=awaits_refit,
+        awaits_refit=awaits_refit and not has_slot,
+        adapter=make_policy_slot(config.policy, read_model_shape(folder)) if has_slot else None,
     )
     options, timeout_s = cluster.build_engine_options, config.cluster.startup_timeout_s
     generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)

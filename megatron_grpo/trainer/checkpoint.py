@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
-from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS
+from megatron_grpo.models.hf_weights import is_adapter_parameter
 from megatron_grpo.platform.device import detect_platform, environment
 from megatron_grpo.trainer.plain_pickles import check_layer_state, describe_refusal, open_checkpoint
 
@@ -200,17 +200,17 @@ def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] |
     """Build a rank's weight entries by chunk; with adapters, only the adapters'."""
     # Megatron-Core adds process groups to the checkpoint's metadata.
     by_chunk = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
-    if not any(_is_adapter(name) for weights in by_chunk.values() for name in weights):
+    if not any(is_adapter_parameter(name) for weights in by_chunk.values() for name in weights):
         return by_chunk
     return {
-        index: {name: entry for name, entry in weights.items() if _is_adapter(name)}
+        index: {name: entry for name, entry in weights.items() if is_adapter_parameter(name)}
         for index, weights in by_chunk.items()
     }
 
 
 def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     """Load weights in the form of `build_sharded_weights`; RunError: forged layer state."""
-    is_partial = any(_is_adapter(name) for weights in loaded.values() for name in weights)
+    is_partial = any(is_adapter_parameter(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
         weights = loaded[str(number)]
         if detect_platform().name == "cuda":  # layers on a CPU have no such state
@@ -223,11 +223,7 @@ def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
             # A checkpoint of adapters lacks the base model's weights.
             missing, unexpected = chunk.load_state_dict(weights, strict=not is_partial)
         assert not unexpected, f"no parameter is called {unexpected}"
-        assert not any(map(_is_adapter, missing)), f"nothing was loaded for {missing}"
-
-
-def _is_adapter(name: str) -> bool:
-    return name.rpartition(".")[2] in ADAPTER_PARAMETERS
+        assert not any(map(is_adapter_parameter, missing)), f"nothing was loaded for {missing}"
 
 
 def _build_reference_weights(reference: Sequence[GPTModel]) -> dict[str, Any]:

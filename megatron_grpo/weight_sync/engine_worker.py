@@ -55,7 +55,7 @@ def make_receiver(worker: Any, mode: RefitMode, boxes: Sequence[Box], source: di
         return FileReceiver(worker, source)
     from megatron_grpo.weight_sync.shard_receiver import ShardReceiver, TensorReceiver
 
-    if mode == "broadcast":
+    if mode == "broadcast" or "adapter" in source:
         return TensorReceiver(worker, source, number)
     return ShardReceiver(worker, boxes, source, number)
 
@@ -77,12 +77,13 @@ class RefitWorker(Worker):
     @phase("trace loaders")
     def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> LoaderTrace | str:
         """Trace the model's loaders; `needs_boxes`: return the boxes too."""
+        from megatron_grpo.weight_sync.engine_adapters import base_layers
         from megatron_grpo.weight_sync.engine_layers import has_converted_layers
         from megatron_grpo.weight_sync.weight_trace import trace_model
 
         try:
             config, model = self.vllm_config, self.model_runner.get_model()
-            with set_current_vllm_config(config):
+            with set_current_vllm_config(config), base_layers(model):
                 trace = trace_model(model, tensors, config.model_config.dtype)
             if trace.unexplained:  # other modes use boxes for the comparison of weights only
                 text = f"parameters whose loading is no copy of boxes: {trace.describe_unexplained()}"
@@ -122,7 +123,6 @@ class RefitWorker(Worker):
             torch.accelerator.synchronize()
             if self.device.type == "cuda":  # the second copies of converted layers; vLLM has the rest of the memory
                 torch.cuda.empty_cache()
-            self.model_runner.reset_lora_state()
         except Exception as error:  # noqa: BLE001 - see the class
             if self.receiver is not None:
                 self.receiver.abandon()
@@ -139,12 +139,13 @@ class RefitWorker(Worker):
 
     @phase("fingerprint weights")
     def fingerprint_weights(self) -> dict[str, Fingerprint] | str:
+        from megatron_grpo.weight_sync.engine_adapters import base_layers
         from megatron_grpo.weight_sync.fingerprints import fingerprint_engine
 
         try:
             assert self.receiver is not None, "connect_refit() comes first"
             config, model = self.vllm_config, self.model_runner.get_model()
-            with set_current_vllm_config(config), set_forward_context(None, config):
+            with set_current_vllm_config(config), set_forward_context(None, config), base_layers(model):
                 return fingerprint_engine(model, config.model_config.dtype, self.boxes)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)

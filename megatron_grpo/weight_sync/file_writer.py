@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import get_rank
 
 from megatron_grpo.models.hf_folder import save_tensors
-from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.weight_sync.weights_folder import WrittenTensor, compute_digest
 
@@ -68,10 +68,11 @@ def connect_folder(rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
     rank.weight_sender = FileWriter(folder, bucket_bytes)
 
 
-def send_files(rank: PolicyRank, part: str, rewrite: bool) -> dict[str, WrittenTensor]:
+def send_files(rank: PolicyRank, part: str, rewrite: bool, adapters_alone: bool = False) -> dict[str, WrittenTensor]:
     """Write this stage's weights, gathered over its ranks (`FileWriter.write`)."""
     assert isinstance(rank.weight_sender, FileWriter), "connect_folder() comes first"
-    tensors = iter_hf_tensors(rank.gather_chunks(), rank.shape)
+    chunks, shape = rank.gather_chunks(), rank.shape
+    tensors = iter_adapter_tensors(chunks, shape, Tensor.detach) if adapters_alone else iter_hf_tensors(chunks, shape)
     try:
         return rank.weight_sender.write(tensors, part, get_rank(), rewrite=rewrite)
     finally:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
-from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
 from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
 from megatron_grpo.weight_sync.boxes import Box, to_slices, unpack_boxes
 from megatron_grpo.weight_sync.fingerprints import (
@@ -83,16 +83,17 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-def fingerprint_policy(rank: PolicyRank, engine: Sequence[str]) -> list[dict[str, Fingerprint]]:
+def fingerprint_policy(rank: PolicyRank, engine: Sequence[str], of_base: bool = False) -> list[dict[str, Fingerprint]]:
     """Compute fingerprints of this stage's weights for each rank of an engine.
 
-    `engine` are the packed boxes of an engine's ranks. Fingerprints are by the names of `fingerprint_engine`.
-    Collective over the stage; empty except on its first rank.
+    `engine` are the packed boxes of an engine's ranks. `of_base`: without adapters, which engines hold apart.
+    Fingerprints are by the names of `fingerprint_engine`. Collective over the stage; empty except on its first rank.
     """
     by_tensor: defaultdict[str, list[tuple[int, str, Box]]] = defaultdict(list)
     experts: dict[tuple[int, str], _ExpertOutput] = {}
     fingerprints: list[dict[str, Fingerprint]] = [{} for _ in engine]
-    for name, tensor in iter_hf_tensors(rank.gather_chunks(), rank.shape):
+    value = BoundEntry.compute_base if of_base else BoundEntry.compute_weight
+    for name, tensor in iter_hf_tensors(rank.gather_chunks(), rank.shape, value):
         if tensor is None:
             continue
         if not by_tensor:  # on the first rank of the stage only

@@ -156,8 +156,9 @@ def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ..
 class RefitChecks:
     """The checks of a run's refits; none without a canary."""
 
-    def __init__(self, calls: RefitCalls, canary: Canary | None) -> None:
+    def __init__(self, calls: RefitCalls, canary: Canary | None, *, adapters_alone: bool = False) -> None:
         self.canary, self._calls = canary, calls
+        self._adapters_alone = adapters_alone  # engines hold the base model, and adapters beside it
         # The policy's answers by rank; None and empty: not due, or there are no adapters.
         self._scores: list[ray.ObjectRef] | None = None
         self._base_scores: list[ray.ObjectRef] = []
@@ -177,7 +178,7 @@ class RefitChecks:
         if self.canary is None:
             return
         calls, has_adapters = self._calls, self._calls.policy.settings.config.lora.rank > 0
-        if has_adapters:
+        if has_adapters and not self._adapters_alone:
             self._adapters = calls.policy.submit(check_rank_adapters)
         if self.canary.is_due():
             self._scores = calls.policy.submit(score_canary, self.canary.sequences)
@@ -236,7 +237,7 @@ class RefitChecks:
     def find_differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """Describe the tensors of engines that differ beyond rounding."""
         boxes: Any = ray.put(self._calls.engine_boxes)  # once, not for every rank
-        stages = self._calls.policy.submit(fingerprint_policy, boxes)
+        stages = self._calls.policy.submit(fingerprint_policy, boxes, self._adapters_alone)
         calls = self._calls.generation.submit_to(engines, Engine.fingerprint_weights)
         answers = self._calls.wait(stages, calls, deadline, "comparing weights")
         expected = [ChainMap(*parts) for parts in zip(*answers[: len(stages)], strict=True)]

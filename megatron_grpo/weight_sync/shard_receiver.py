@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.weight_sync.boxes import Box, to_slices
-from megatron_grpo.weight_sync.engine_layers import ModelReload
+from megatron_grpo.weight_sync.engine_adapters import make_loader
 from megatron_grpo.weight_sync.links import BUFFERS, Links
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import NO_RELAY, find_checksum_problem, read_ranges
@@ -109,13 +109,13 @@ class ShardReceiver:
 
 
 class TensorReceiver:
-    """Receives whole tensors, of which vLLM's loaders take the worker's shard."""
+    """Receives whole tensors, of which vLLM takes the worker's shard."""
 
     def __init__(self, worker: Any, source: dict[str, Any], number: int) -> None:
         self._tensors = list(source["tensors"].items())
         names = [name for name, _ in self._tensors]
         self._links = TargetLinks(Rendezvous(**source["rendezvous"]), number, worker.device, names)
-        self._reload = ModelReload(worker)
+        self._reload = make_loader(worker, source)
         self._incomplete: dict[str, Tensor] = {}  # tensors of which some pieces have come
         self._missing: dict[str, int] = {}  # number of elements of these tensors that have not come yet
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -22,12 +22,16 @@ from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.models.adapter_names import make_policy_slot, measure_adapters
 from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.platform.device import open_store
+from megatron_grpo.weight_sync.adapter_plan import plan_adapters
+from megatron_grpo.weight_sync.adapter_sender import connect_adapters, send_adapters
 from megatron_grpo.weight_sync.boxes import list_full_boxes, unpack_boxes
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
+from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_sender import connect_shards, send_shards
@@ -64,6 +68,13 @@ class TransferMode(ABC):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's tensors by name."""
         return measure_tensors(self.calls.policy.settings.shape)
+
+    @cached_property
+    def sent_tensors(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of what is sent, by name: the model's tensors, or those of its adapters."""
+        settings = self.calls.policy.settings
+        alone = self.config.adapters == "alone"
+        return measure_adapters(settings.shape, settings.config.lora) if alone else self.tensors
 
     @abstractmethod
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
@@ -112,7 +123,10 @@ class TransferMode(ABC):
         """Connect engines to a source, in types of JSON; wait for both sides."""
         mode, generation = self.config.mode, self.calls.generation
         ranks = generation.config.parallel.ranks_per_engine
-        source = {**source, "tensors": self.tensors, "boxes": self.calls.engine_boxes}
+        source = {**source, "tensors": self.sent_tensors, "boxes": self.calls.engine_boxes}
+        if self.config.adapters == "alone":
+            settings = self.calls.policy.settings
+            source["adapter"] = asdict(make_policy_slot(settings.config, settings.shape))
         calls: dict[int, ray.ObjectRef] = {}
         for index, engine in enumerate(engines):
             calls |= generation.submit_to([engine], Engine.connect_weights, mode, source, index * ranks)
@@ -129,44 +143,59 @@ class LinkMode(TransferMode):
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
         self.trace_engines(engines)
         settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
-        shape, receivers = settings.shape, generation.parallel.ranks_per_engine * len(engines)
-        # Ranks on CPUs are all on one machine.
-        machine = settings.ranks_per_machine or settings.config.parallel.world_size
-        policy_shards = split_policy(settings.config.parallel, shape)
-        if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
-            engine_boxes = [list_full_boxes(self.tensors)]
-        else:
-            engine_boxes = [unpack_boxes(text) for text in self.calls.engine_boxes]
-        dtypes = choose_wire_dtypes(shape, settings.config.precision, config.fp8_blocks)
+        receivers = generation.parallel.ranks_per_engine * len(engines)
         try:
-            engine_count = receivers // len(engine_boxes)
-            scheduled = plan_messages(
-                shape,
-                policy_shards,
-                engine_boxes,
-                engine_count,
-                dtypes,
-                self.bucket_bytes,
-                devices_per_node=machine if generation.is_colocated else None,
-                by_layer=self.calls.engines_convert,
-            )
+            scheduled, dtypes = self._plan(receivers)
         except ValueError as error:
             raise AttemptError(str(error), {}) from error
         try:
             store = self.calls.store = open_store(find_node_address(), config.timeout_s)
-            write_plan(store, scheduled, len(policy_shards), receivers, dtypes, config.shared_memory)
+            world_size = settings.config.parallel.world_size
+            write_plan(store, scheduled, world_size, receivers, dtypes, config.shared_memory)
         except (OSError, RuntimeError, RayError) as error:  # torch's errors of a store are RuntimeErrors
             reason = str(error).partition("\n")[0]  # torch adds a stack of calls in C++
             raise AttemptError(f"the store of the refit failed: {type(error).__name__}: {reason}", {}) from error
         rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, generation.is_colocated)
-        sends = self.calls.policy.submit(connect_shards, rendezvous)
+        sends = self.calls.policy.submit(connect_adapters if self._adapters_alone else connect_shards, rendezvous)
         self.connect_engines(sends, engines, {"rendezvous": asdict(rendezvous)})
+
+    @property
+    def _adapters_alone(self) -> bool:
+        return self.config.adapters == "alone"
+
+    def _plan(self, receivers: int) -> tuple[Pieces, list[str]]:
+        """Plan messages to a number of workers; returns dtypes by row of the weight map too."""
+        settings, config = self.calls.policy.settings, self.config
+        shape, precision = settings.shape, settings.config.precision
+        policy_shards = split_policy(settings.config.parallel, shape)
+        # Ranks on CPUs are all on one machine.
+        machine = settings.ranks_per_machine or settings.config.parallel.world_size
+        devices_per_node = machine if self.calls.generation.config.is_colocated else None
+        engine_boxes = [unpack_boxes(text) for text in self.calls.engine_boxes]
+        if self._adapters_alone:
+            engine_count, adapters = receivers // len(engine_boxes), self.sent_tensors
+            arguments = shape, adapters, policy_shards, engine_boxes, engine_count, precision, self.bucket_bytes
+            return plan_adapters(*arguments, devices_per_node=devices_per_node), [precision]
+        if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
+            engine_boxes = [list_full_boxes(self.tensors)]
+        dtypes = choose_wire_dtypes(shape, precision, config.fp8_blocks)
+        scheduled = plan_messages(
+            shape,
+            policy_shards,
+            engine_boxes,
+            receivers // len(engine_boxes),
+            dtypes,
+            self.bucket_bytes,
+            devices_per_node=devices_per_node,
+            by_layer=self.calls.engines_convert,
+        )
+        return scheduled, dtypes
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
     ) -> TransferReport:
         receives = self.calls.generation.submit_to(engines, Engine.receive_weights, version)
-        sends = self.calls.policy.submit(send_shards, version)
+        sends = self.calls.policy.submit(send_adapters if self._adapters_alone else send_shards, version)
         on_sent()
         counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         nbytes, tensors, messages = map(sum, zip(*counts, strict=True))
@@ -208,7 +237,7 @@ class FilesMode(TransferMode):
     ) -> TransferReport:
         self._writes += 1
         part = f"{self._writes:06d}"
-        sends = self.calls.policy.submit(send_files, part, self._rewrites)
+        sends = self.calls.policy.submit(send_files, part, self._rewrites, self.config.adapters == "alone")
         stages = self.calls.wait(sends, {}, deadline, f"writing version {version}")
         tensors: dict[str, WrittenTensor] = {name: tensor for stage in stages for name, tensor in stage.items()}
         manifest = Manifest(self.session, version, tensors)

@@ -40,7 +40,7 @@ class WeightTransport:
     ) -> None:
         self._calls, self._mode, self._config = calls, mode, config
         self._engines = tuple(range(calls.generation.config.parallel.data))
-        self._checks = RefitChecks(calls, canary)
+        self._checks = RefitChecks(calls, canary, adapters_alone=config.adapters == "alone")
         self._state = RefitState.BROKEN
         self._linked: tuple[int, ...] = ()  # engines in the current links
         self._version = 0  # the version that was published last

@@ -18,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_grpo.weight_sync.engine_layers import ModelReload
+from megatron_grpo.weight_sync.engine_adapters import make_loader
 
 MANIFEST = "manifest.json"
 
@@ -78,7 +78,7 @@ class FileReceiver:
     """Loads versions into a worker's model; ValueError: another run's folder."""
 
     def __init__(self, worker: Any, source: Mapping[str, Any]) -> None:
-        self._reload = ModelReload(worker)
+        self._reload = make_loader(worker, source)
         self._folder, self._session = Path(source["folder"]), source["session"]
         self._loaded: dict[str, str] = {}  # digest of each tensor that the model certainly holds
         self._read_manifest()

@@ -31,6 +31,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.adapter_names import AdapterSlot
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 
@@ -146,6 +147,7 @@ def engines(
     environment: dict[str, str] | None = None,
     startup_s: float = START_S,
     awaits_refit: bool = False,
+    adapter: AdapterSlot | None = None,
     speculative: SpeculativeConfig | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout, each on GPUs of its own if there are any; needs Ray.
@@ -155,6 +157,7 @@ def engines(
         environment: further environment variables of the engines' actors.
         startup_s: deadline of the start.
         awaits_refit: the engines need not have the folder's weights before a refit.
+        adapter: of which they have a slot beside the base model.
     """
     config = GenerationConfig(
         placement="colocated" if colocated else "separate",
@@ -179,6 +182,7 @@ def engines(
             routed=routed,
             in_flight=in_flight,
             awaits_refit=awaits_refit,
+            adapter=adapter,
         ),
         actor_options=lambda engine: (
             FIRST_GPU if colocated else {**gpus(tensor * pipeline), "runtime_env": {"env_vars": environment or {}}}

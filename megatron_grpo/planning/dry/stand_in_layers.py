@@ -258,8 +258,8 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
 
     def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Multiply, [tokens of local experts, columns] to [tokens, rows]; returns biases to add."""
-        weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
-        biases: list[Tensor] = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        weights = [parameter for name, parameter in self.named_parameters() if name.startswith("weight")]
+        biases: list[Tensor] = [parameter for name, parameter in self.named_parameters() if name.startswith("bias")]
         added = [] if self._returns_bias else biases
         output = self.multiply(hidden, [*weights, *added], (hidden.shape[0], weights[0].shape[0]))
         return output, biases if self._returns_bias else None
@@ -269,7 +269,9 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
         tensors: dict[str, Any] = {}
         parts, first = self._groups.ep.size(), self._groups.ep.rank() * self.num_gemms
         for name, parameter in self.named_parameters():
-            part = "weight" if name.startswith("weight") else "bias"
+            part = name.rstrip("0123456789")
+            if part not in ("weight", "bias"):
+                continue
             number = int(name.removeprefix(part))
             offset = (len(sharded_offsets), first + number, parts * self.num_gemms)
             sharded = make_sharded_tensors_for_checkpoint(

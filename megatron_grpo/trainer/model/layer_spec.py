@@ -51,7 +51,7 @@ from megatron_grpo.trainer.model.layers import (
     UnweightedNorm,
     apply_mixin,
 )
-from megatron_grpo.trainer.model.lora import AdaptedLinear
+from megatron_grpo.trainer.model.lora import AdaptedGroupedLinear, AdaptedLinear
 from megatron_grpo.trainer.model.mamba import MambaMixer, MambaParts
 from megatron_grpo.trainer.model.mixture_beside_dense import MixtureBesideDense, NormedRouter, ScaledLayer
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
@@ -117,10 +117,13 @@ def build_layer_specs(
             from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
             te = TESpecProvider()
-        # With adapters, simulated FP8 or quantisation only attention is Transformer Engine's: its linear layers contain
-        # the norm before them, which hides the input that an adapter needs.
-        changes_linear = bool(config.lora.rank or config.fp8.is_simulated or config.quantization)
-        modules = TorchModules(te.core_attention()) if changes_linear else te
+        # With adapters only attention and experts are Transformer Engine's, with simulated FP8 or quantisation only
+        # attention: its other linear layers contain the norm before them, which hides the input that an adapter needs.
+        changes_experts = config.fp8.is_simulated or config.quantization
+        if config.lora.rank or changes_experts:
+            modules = TorchModules(te.core_attention(), None if changes_experts else te)
+        else:
+            modules = te
     first = get_transformer_layer_offset(settings, vp_stage=vp_stage) + 1
     numbers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
     kinds = [shape.list_kinds(translate_layer(number)[0]) for number in numbers]
@@ -133,15 +136,24 @@ def build_layer_specs(
     if config.quantization is not None:
         apply_mixin(block, QuantizedLinear, quantization=config.quantization)
     if config.lora.rank:
-        apply_mixin(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
+        targets = config.lora.target_modules
+        apply_mixin(block, AdaptedLinear, names=targets, grouped=AdaptedGroupedLinear, lora=config.lora)
     return block
 
 
 class TorchModules(LocalSpecProvider):
-    """Modules that layers are made of, in plain torch."""
+    """Modules that layers are made of, in plain torch.
 
-    def __init__(self, core_attention: type = TorchCoreAttention) -> None:
-        self._core_attention = core_attention
+    `experts`: the provider of the experts' modules; None: these are in plain torch too.
+    """
+
+    def __init__(self, core_attention: type = TorchCoreAttention, experts: BackendSpecProvider | None = None) -> None:
+        self._core_attention, self._experts = core_attention, experts
+
+    @override
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        provider = super() if self._experts is None else self._experts
+        return provider.grouped_mlp_modules(moe_use_grouped_gemm)
 
     @override
     def linear(self) -> type:

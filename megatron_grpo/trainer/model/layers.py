@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 from megatron.core.transformer.spec_utils import get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -159,30 +159,37 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.post_norm(projected), None
 
 
-def _has_experts(module: Any) -> bool:
-    return isinstance(module, type) and issubclass(module, MoELayer)
-
-
 def apply_mixin(
-    block: TransformerBlockSubmodules, mixin: type, names: Collection[str] | None = None, **arguments: Any
+    block: TransformerBlockSubmodules,
+    mixin: type,
+    *,
+    names: Collection[str] | None = None,
+    grouped: type | None = None,
+    **arguments: Any,
 ) -> None:
     """Make `mixin` the first base class of a stage's linear layers; changes their spec.
 
-    With `names`, only layers of these names outside of experts are changed. The mixin's constructor takes `arguments`
-    in addition to the layer's.
+    With `names`, only layers of these names are changed. `grouped` is the mixin of layers with the matrices of several
+    experts. The mixin's constructor takes `arguments` in addition to the layer's.
     """
     for layer in block.layer_specs:
-        _mix_in(layer.submodules, mixin, names, arguments)
+        _mix_in(layer.submodules, mixin, names, grouped, arguments)
 
 
-def _mix_in(parts: Any, mixin: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
+def _mix_in(
+    parts: Any, mixin: type, names: Collection[str] | None, grouped: type | None, arguments: dict[str, Any]
+) -> None:
+    if isinstance(parts, GroupedMLPSubmodules):
+        assert grouped is not None, "these layers have the matrices of several experts"
+        mixin = grouped
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         module, params = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
-        if isinstance(module, type) and issubclass(module, (ColumnParallelLinear, RowParallelLinear)):
+        is_grouped = isinstance(parts, GroupedMLPSubmodules) and field.name.startswith("linear_")
+        if isinstance(module, type) and (is_grouped or issubclass(module, (ColumnParallelLinear, RowParallelLinear))):
             # Layers may share one spec, which the first of them has changed.
             if (names is None or field.name in names) and not issubclass(module, mixin):
                 mixed = type(f"{mixin.__name__}{module.__name__}", (mixin, module), {})
                 setattr(parts, field.name, partial(mixed, **params, **arguments))
-        elif isinstance(part, (ModuleSpec, partial)) and (names is None or not _has_experts(module)):
-            _mix_in(get_submodules(part), mixin, names, arguments)
+        elif isinstance(part, (ModuleSpec, partial)):
+            _mix_in(get_submodules(part), mixin, names, grouped, arguments)

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader import get_model
 
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.models.adapter_names import AdapterSlot
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
@@ -28,7 +29,9 @@ from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_mes
 LONGEST = 1024
 
 
-def settings_of(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmSettings:
+def settings_of(
+    folder: Path, *, routed: RoutedForm | None = None, adapter: AdapterSlot | None = None, **generation: Any
+) -> VllmSettings:
     return VllmSettings(
         index=0,
         model_path=str(folder),
@@ -37,12 +40,15 @@ def settings_of(folder: Path, *, routed: RoutedForm | None = None, **generation:
         max_total_sequence_length=min(LONGEST, read_model_shape(folder).max_positions),
         routed=routed,
         awaits_refit=True,
+        adapter=adapter,
     )
 
 
-def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
+def engine_config(
+    folder: Path, *, routed: RoutedForm | None = None, adapter: AdapterSlot | None = None, **generation: Any
+) -> VllmConfig:
     """vLLM's configuration of an engine, from our arguments."""
-    arguments = make_engine_arguments(settings_of(folder, routed=routed, **generation))
+    arguments = make_engine_arguments(settings_of(folder, routed=routed, adapter=adapter, **generation))
     return AsyncEngineArgs(**arguments, skip_tokenizer_init=True).create_engine_config()
 
 

@@ -123,6 +123,10 @@ CASES = {
     "blockwise": Case(policy=fp8("blockwise")),
     "blockwise, parameters": Case(policy=fp8("blockwise", parameters=True)),
     "simulated fp8": Case(policy=fp8("tensorwise", simulate=True)),
+    "adapters of experts": Case("qwen3_moe", {"lora": LoraConfig(rank=8)}, reference=ReferenceConfig()),
+    "adapters of experts, shared out": Case(
+        "qwen3_moe", {"lora": LoraConfig(rank=8)} | layout(data=2, expert=2), number=1
+    ),
     "adapters": Case(policy={"lora": LoraConfig(rank=8)}, reference=ReferenceConfig()),
     "reference": Case(reference=ReferenceConfig()),
     "reference, fp8": Case(policy=fp8("tensorwise", parameters=True), reference=ReferenceConfig()),

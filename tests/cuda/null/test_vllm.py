@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,20 @@ import torch
 from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig, SpeculativeConfig
-from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
 from megatron_grpo.generation import vllm_plugin
 from megatron_grpo.generation.engine import prepare_processes
 from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS
+from megatron_grpo.models.adapter_names import make_policy_slot, measure_adapters
 from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.weight_sync import engine_adapters
+from megatron_grpo.weight_sync.engine_adapters import base_layers
 from megatron_grpo.weight_sync.engine_layers import has_converted_layers
 from megatron_grpo.weight_sync.placeholder_loader import PlaceholderLoader
 from megatron_grpo.weight_sync.weight_trace import trace_model
@@ -97,6 +102,43 @@ def test_the_models_own_layers_propose_tokens(family: str, models: Callable[[str
     assert own
     filled = {model.get_parameter(box.parameter).data_ptr() for box in traced}
     assert not filled & {addresses(draft)[name] for name in own if "shared_head.head" not in name}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
+def test_every_adapter_has_a_slot(family: str, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shared experts and of single ones too; what slots hold is not compared, since kernels do nothing here."""
+    folder = models(family)
+    shape, targets = read_model_shape(folder), ["linear_proj", "linear_fc1", "linear_fc2"]
+    targets += ["linear_qkv"] if shape.latent is None else []
+    policy = PolicyConfig(lora=LoraConfig(rank=12, alpha=24.0, target_modules=targets))
+    slot = make_policy_slot(policy, shape)
+    config = engine_config(folder, adapter=slot)
+    assert config.lora_config.max_lora_rank == 16
+    model: Any = loaded_model(config)
+    with set_current_vllm_config(config), torch.no_grad():
+        before = trace_model(model, measure_tensors(shape), torch.bfloat16).boxes
+        manager = LRUCacheWorkerLoRAManager(config, torch.device("cuda"), model.embedding_modules)
+        manager.create_lora_manager(model, config)
+        with base_layers(model):
+            assert trace_model(model, measure_tensors(shape), torch.bfloat16).boxes == before
+        placed: list[str] = []
+        monkeypatch.setattr(engine_adapters, "_holds", lambda *found: placed.append(found[2]) or found[2] is not None)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), vllm_config=config)
+        load = engine_adapters.AdapterLoad(worker, slot)
+        adapters = measure_adapters(shape, policy.lora)
+        tensors = {name: torch.zeros(sizes, dtype=torch.bfloat16, device="cuda") for name, sizes in adapters.items()}
+        for _ in range(2):  # again, as every version
+            load.begin()
+            load.load(tensors.items())
+            load.finish()
+        assert manager.list_adapters() == {slot.number}
+        assert placed
+        assert None not in placed
+        lost = next(name for name in tensors if ".o_proj.lora_A" in name)
+        for name in (lost, lost.replace("lora_A", "lora_B")):
+            load._tensors.pop(name)
+        with pytest.raises(ValueError, match=r"does not hold the adapter of model\.layers\.0\.self_attn\.o_proj"):
+            load.finish()
 
 
 # vLLM's sparse attention for CUDA keeps matrices in place of kv_b_proj, of which no test knows what they should be.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_folder import HFFolderReader, write_hf_folder
-from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS, bind_entries, merge_slices, split_parameter
+from megatron_grpo.models.hf_weights import bind_entries, merge_slices, split_parameter
 from megatron_grpo.models.megatron_names import name_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, iter_entries, pad_vocab
@@ -232,13 +232,14 @@ def whole_model(adapted: list[str]) -> torch.nn.Module:
     model: Any = torch.nn.Module()
     model.pre_process = model.post_process = True
     names = [name_parameter(0, row.half, row.name)[0] for row in build_weight_map(SHAPE) if not row.copy]
-    for name in [*names, *(f"{layer}.{part}" for layer in adapted for part in ADAPTER_PARAMETERS)]:
+    for name in [*names, *(f"{layer}.{part}" for layer in adapted for part in ("lora_a", "lora_b"))]:
         module = model
         for part in name.split(".")[:-1]:
             if part not in dict(module.named_children()):
                 module.add_module(part, torch.nn.Module())
             module = module.get_submodule(part)
         module.register_parameter(name.rpartition(".")[2], torch.nn.Parameter(torch.ones(2)))
+        module.adapters = [module]
     layer: Any = model.decoder.layers.get_submodule("0")
     layer.layer_number = 1
     model.decoder.layers = torch.nn.ModuleList([layer])
@@ -260,5 +261,5 @@ def test_adapters_are_bound_though_their_parameters_are_not_attributes(monkeypat
 
 
 def test_an_adapter_that_no_entry_takes_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"does not know \['decoder\.layers\.0\.extra'\]$"):
+    with pytest.raises(AssertionError, match=r"does not know \['decoder\.layers\.0\.extra\.lora_a'\]$"):
         bind_entries([whole_model([*ADAPTED, "decoder.layers.0.extra"])], replace(SHAPE, layers=1))

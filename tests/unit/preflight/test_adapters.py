@@ -16,7 +16,6 @@ from tests.support.config_problems import SMALL, problems_of
 DENSE = parse_model_shape(SMALL)
 EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))
 LATENT = replace(DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8))
-ATTENTION = ["linear_qkv", "linear_proj"]
 
 
 def config(**lora: object) -> Config:
@@ -32,7 +31,7 @@ def problems(lora: Config, shape: ModelShape | None = DENSE) -> dict[str, str]:
 def test_adapters_on_a_dense_model_are_taken_and_none_are_never_refused() -> None:
     assert problems(config()) == {}
     assert problems(config(rank=0, target_modules=[]), EXPERTS) == {}
-    assert problems(config(target_modules=ATTENTION), EXPERTS) == {}
+    assert problems(config(), EXPERTS) == {}
     assert problems(config(target_modules=["linear_proj"]), LATENT) == {}
 
 
@@ -41,11 +40,6 @@ def test_adapters_on_a_dense_model_are_taken_and_none_are_never_refused() -> Non
     [
         ([], None, "leaves nothing to train; name a layer, or set policy.lora.rank=0"),
         (["linear_qkv", "linear_qkv"], None, "names a layer twice; name each once"),
-        (
-            ["linear_proj", "linear_fc2"],
-            EXPERTS,
-            "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are",
-        ),
         (["linear_qkv"], LATENT, "latent attention has no linear_qkv; use [linear_proj]"),
     ],
 )
@@ -75,3 +69,26 @@ def test_the_value_model_of_ppo_is_trained_whole() -> None:
     made.algorithm = "ppo"
     assert made.value_model is not None
     assert made.value_model.lora.rank == 0
+
+
+def alone(gpus: int = 0, **lora: object) -> Config:
+    made = config(**lora)
+    made.refit.adapters = "alone"
+    made.cluster.gpus = gpus
+    return made
+
+
+def test_adapters_alone_need_slots_that_can_hold_them() -> None:
+    assert problems(alone()) == {}
+    assert problems(alone(gpus=8), EXPERTS) == {}
+    assert problems(alone(target_modules=["linear_proj"]), EXPERTS) == {}
+    (text,) = problems(alone(), EXPERTS).values()
+    assert text.startswith("vLLM's CPU build has no adapters of experts; use merged, or leave linear_fc1")
+    (text,) = problems(alone(rank=600)).values()
+    assert text == "needs slots of vLLM's, which take policy.lora.rank up to 512; use merged, or a lower rank"
+    served, rounded = alone(), alone()
+    served.generation.server.urls = ["http://10.0.0.1:8000"]
+    rounded.refit.fp8_blocks = True
+    for made, word in ((served, "engines of the run's own"), (rounded, "sends no weights")):
+        (text,) = problems(made).values()
+        assert word in text
