@@ -109,6 +109,7 @@ def _format_plan(plan: Plan) -> Iterator[str]:
         speed = f"{plan.times.tokens_per_s_per_gpu:,.0f} tokens a second and GPU"
         yield f"a step: {plan.times.step_s:.1f} s{alternative}, {speed}"
         yield f"  seconds by phase: {phases}"
+        yield from (f"  {limit}" for limit in plan.times.limits)
         yield ""
     yield from (f"assumed: {assumption}" for assumption in plan.assumptions)
     yield f"planned in {plan.planned_s:.0f} s"

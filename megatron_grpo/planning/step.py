@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
-from megatron_grpo.planning.generation_cost import Lengths, build_decoder, simulate_generation, size_engine
+from megatron_grpo.planning.generation_cost import (
+    Decoder,
+    GenerationSeconds,
+    Lengths,
+    build_decoder,
+    simulate_generation,
+    size_engine,
+)
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
 from megatron_grpo.planning.refit_summary import find_lone_adapters, summarize_refit
 from megatron_grpo.platform.hardware import Hardware
@@ -25,6 +32,10 @@ if TYPE_CHECKING:
 
 _FILL = 0.95
 """Share of a microbatch that packed sequences of different lengths fill."""
+
+
+_MOST_OF = 0.5
+"""Share of a batch's generation from which on its longest response is what limits it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ class StepTimes:
     assumptions: list[str]
     train: Timeline
     """The pipeline's schedule in one optimizer step, for a picture."""
+    limits: list[str] = field(default_factory=list)
+    """Sentences that say what the step, generation and training wait for."""
 
     @property
     def step_s(self) -> float:
@@ -77,13 +90,14 @@ class _Batch:
 
 @dataclass
 class _Model:
-    """The traced ranks of a model, and what is assumed of them."""
+    """The traced ranks of a model, what is assumed of them, and what limits them."""
 
     config: Config
     ranks: Sequence[RankTrace]
     hardware: Hardware
     overlap: Overlap
     assumptions: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
 
     def time_phases(self, name: str) -> list[PhaseSeconds]:
         """Compute the seconds of every pipeline stage in a phase."""
@@ -182,7 +196,8 @@ def build_step_times(
     if workload == "pretrain":
         train, phase_s = _time_learning(model, lengths.totals, 1)
         gpus, tokens = config.policy.parallel.world_size, float(lengths.totals.sum())
-        return StepTimes(phase_s, sum(phase_s.values()), None, tokens, gpus, 0.0, 0, model.assumptions, train)
+        whole_s = sum(phase_s.values())
+        return StepTimes(phase_s, whole_s, None, tokens, gpus, 0.0, 0, model.assumptions, train, model.limits)
     return _time_rl_step(model, shape, lengths, value_ranks)
 
 
@@ -194,7 +209,7 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
     refit_s, refit_bytes = _time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
     if config.needs_generation and not has_engines:
         model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
-    sampling = _time_generation(config, shape, hardware, lengths, model.assumptions) if has_engines else _Sampling()
+    sampling = _time_generation(config, shape, hardware, lengths, model) if has_engines else _Sampling()
     phase_s = {
         **({"generation": sampling.alone_s} if has_engines else {}),
         **_time_logprobs(model, totals),
@@ -208,15 +223,20 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         # The slowest of three sets the pace: the trainer, the engines on a stream of batches, and a single batch, which
         # may take as many steps as its samples may be old. On shared GPUs trainer and engines follow each other.
         age, others_s = async_grpo.max_trajectory_age_steps, sum(phase_s.values()) - sampling.alone_s
+        batch_name, batch_s = f"a batch's responses, over {age + 1} steps", sampling.alone_s / (age + 1)
         model.assumptions.append(f"samples up to {age} steps old")
         if config.generation.is_colocated:
-            asynchronous = others_s + max(sampling.stream_s, sampling.alone_s / (age + 1)) + sampling.recompute_s
+            asynchronous = others_s + max(sampling.stream_s, batch_s) + sampling.recompute_s
             model.assumptions.append(
                 f"engines keep no cache while they sleep: each computes {sampling.in_flight_tokens:,.0f} tokens of "
                 f"responses in flight again in every step, in {sampling.recompute_s:.1f} s"
             )
         else:
-            asynchronous = max(others_s, sampling.stream_s + refit_s, sampling.alone_s / (age + 1))
+            paces = {"training": others_s, "engines": sampling.stream_s + refit_s, batch_name: batch_s}
+            slowest = max(paces, key=lambda name: paces[name])
+            asynchronous = paces[slowest]
+            seconds = ", ".join(f"{name} {pace:.1f} s" for name, pace in paces.items())
+            model.limits.insert(0, f"the step waits for {slowest} ({seconds})")
     return StepTimes(
         phase_s=phase_s,
         synchronous_s=sum(phase_s.values()),
@@ -227,6 +247,7 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         refit_bytes=refit_bytes,
         assumptions=model.assumptions,
         train=train,
+        limits=model.limits,
     )
 
 
@@ -235,6 +256,11 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
     phases = model.time_phases("train")
     batch = model.form_batch(totals, model.config.policy.microbatch_tokens)
     schedule = model.run(phases, batch, forward_only=False)
+    passes = [seconds for phase in phases for seconds in phase.passes.values()]
+    attention = sum(seconds.kinds["attention"] * batch.context for seconds in passes)
+    whole = sum(seconds.compute_seconds(1.0, batch.context) for seconds in passes)
+    if whole:
+        model.limits.append(f"train: attention takes {attention / whole:.0%} of the passes")
     update = max(phase.outside for phase in phases)
     return schedule, {
         "train": steps * (schedule.seconds + _time_exposed(model, phases, batch)),
@@ -328,7 +354,7 @@ class _Sampling:
 
 
 def _time_generation(
-    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, model: _Model
 ) -> _Sampling:
     generation, responses = config.generation, lengths.responses
     size = size_engine(config, shape, hardware)
@@ -345,7 +371,8 @@ def _time_generation(
     responses_of_engine = np.sort(responses)[::-1][::engines][::-1]
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
     alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
-    assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
+    model.assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
+    model.limits.append(_explain_generation(decoder, lengths, alone, most_sequences < generation.sequences_per_engine))
     batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
     stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), most_sequences, copies)
     # A response that is looked at in a random moment is a long one, in proportion to its length, and half complete.
@@ -353,6 +380,17 @@ def _time_generation(
     in_flight = stream.busy * (lengths.prompt / copies + sampled)
     recompute_s = decoder.time_prefill(in_flight, lengths.prompt + sampled)
     return _Sampling(alone.seconds, stream.seconds / batches, in_flight, recompute_s)
+
+
+def _explain_generation(decoder: Decoder, lengths: Lengths, batch: GenerationSeconds, lacks_room: bool) -> str:
+    """Say what a batch of responses waits for."""
+    longest = lengths.responses.max()
+    longest_s = simulate_generation(decoder, lengths.prompt, np.array([longest]), 1, 1).seconds
+    share = longest_s / batch.seconds
+    if share > _MOST_OF:
+        return f"generation: the longest response, of {longest:.0f} tokens, takes {share:.0%} of it alone"
+    cause = "the KV cache's room, for which responses wait" if lacks_room else "reading weights and KV cache"
+    return f"generation: {cause}; the longest response, of {longest:.0f} tokens, alone takes {share:.0%} of it"
 
 
 def _time_moves(config: Config, shape: ModelShape, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:

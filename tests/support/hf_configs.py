@@ -8,6 +8,7 @@ HF_CONFIGS = {
     "Qwen/Qwen3-0.6B": "qwen3_0_6b",
     "Qwen/Qwen3-1.7B": "qwen3_1_7b",
     "Qwen/Qwen3-8B": "qwen3_8b",
+    "models/Qwen3-8B-YaRN": "qwen3_8b_yarn",
     "Qwen/Qwen3-32B": "qwen3_32b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "Qwen/Qwen3-235B-A22B": "qwen3_235b_a22b",
@@ -27,7 +28,7 @@ HF_CONFIGS = {
     "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nvidia_nemotron_3_nano",
 }
-"""Folders in tests/data/hf_configs by hub name."""
+"""Folders in tests/data/hf_configs by the path in recipes, most of them hub names."""
 
 _FOLDER = Path(__file__).parents[1] / "data" / "hf_configs"
 

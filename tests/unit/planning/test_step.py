@@ -226,3 +226,23 @@ def test_engines_that_share_samples_unevenly_wait_for_the_fullest() -> None:
         found = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
         seconds[engines] = found.phase_s["generation"]
     assert seconds[5] > seconds[6] > seconds[8]  # 4, 3 and 2 responses on the fullest engine
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most_at_once", "text"),
+    [
+        (np.array([8000.0] + [100.0] * 15), 64, "the longest response, of 8000 tokens, takes "),
+        (np.full(160, 100.0), 2, "reading weights and KV cache; the longest response, of 100 tokens, alone takes "),
+    ],
+)
+def test_what_generation_and_the_step_wait_for_is_said(lengths: np.ndarray, most_at_once: int, text: str) -> None:
+    config = run_config()
+    config.generation.engine.max_num_seqs = most_at_once
+    config.grpo.async_grpo.enabled = True
+    made = Lengths(10.0, lengths, "made up")
+    times = build_step_times(config, SHAPE, [rank(0, 1e-9, 2e-9)], H100, made)
+    step, *parts = times.limits
+    assert step.startswith(("the step waits for engines", "the step waits for a batch's responses"))
+    assert any(part.startswith("generation: ") and text in part for part in parts)
+    # These passes have no attention.
+    assert "train: attention takes 0% of the passes" in parts
