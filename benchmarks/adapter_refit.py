@@ -147,7 +147,10 @@ def plan_large(rank: int) -> list[dict[str, Any]]:
         attention = ["linear_proj"] if shape.latent is not None else ["linear_qkv", "linear_proj"]
         arguments = shape, training, generation, "bfloat16", int(RefitConfig().bucket_mib * 2**20)
         summaries = {"merged": summarize_refit(*arguments)}
-        for kind, targets in (("attention", attention), ("all", [*attention, "linear_fc1", "linear_fc2"])):
+        kinds = {"attention": attention}
+        if generation.expert > 1:  # else every rank has a part of every expert, and all adapters
+            kinds["all"] = [*attention, "linear_fc1", "linear_fc2"]
+        for kind, targets in kinds.items():
             adapters = measure_adapters(shape, LoraConfig(rank=rank, target_modules=targets))  # type: ignore[arg-type]
             summaries[f"alone, {kind}"] = summarize_refit(*arguments, adapters=adapters)
         figures = {

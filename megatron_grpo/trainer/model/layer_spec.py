@@ -152,8 +152,9 @@ class TorchModules(LocalSpecProvider):
 
     @override
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        provider = super() if self._experts is None else self._experts
-        return provider.grouped_mlp_modules(moe_use_grouped_gemm)
+        if self._experts is None:
+            return super().grouped_mlp_modules(moe_use_grouped_gemm)
+        return self._experts.grouped_mlp_modules(moe_use_grouped_gemm)
 
     @override
     def linear(self) -> type:

@@ -187,7 +187,7 @@ class AdaptedGroupedLinear:
     adapter_on = True
 
     def __init__(self, *arguments: Any, lora: LoraConfig, config: Any, pg_collection: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, config=config, pg_collection=pg_collection, **keywords)
+        super().__init__(*arguments, config=config, pg_collection=pg_collection, **keywords)  # type: ignore[call-arg]
         self.scale, self.process_groups = lora.alpha / lora.rank, pg_collection
         self._is_gated = config.gated_linear_unit
         layer: Any = self

@@ -12,9 +12,11 @@ from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
 from megatron_grpo.preflight.model_checks import find_adapter_problems
 from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL, problems_of
+from tests.support.moe_config import QWEN3_MOE
 
 DENSE = parse_model_shape(SMALL)
 EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))
+MIXTURE = parse_model_shape(QWEN3_MOE)
 LATENT = replace(DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8))
 
 
@@ -74,15 +76,15 @@ def test_the_value_model_of_ppo_is_trained_whole() -> None:
 def alone(gpus: int = 0, **lora: object) -> Config:
     made = config(**lora)
     made.refit.adapters = "alone"
-    made.cluster.gpus = gpus
+    made.cluster.gpus_per_node = gpus
     return made
 
 
 def test_adapters_alone_need_slots_that_can_hold_them() -> None:
     assert problems(alone()) == {}
-    assert problems(alone(gpus=8), EXPERTS) == {}
-    assert problems(alone(target_modules=["linear_proj"]), EXPERTS) == {}
-    (text,) = problems(alone(), EXPERTS).values()
+    assert problems(alone(gpus=8), MIXTURE) == {}
+    assert problems(alone(target_modules=["linear_proj"]), MIXTURE) == {}
+    (text,) = problems(alone(), MIXTURE).values()
     assert text.startswith("vLLM's CPU build has no adapters of experts; use merged, or leave linear_fc1")
     (text,) = problems(alone(rank=600)).values()
     assert text == "needs slots of vLLM's, which take policy.lora.rank up to 512; use merged, or a lower rank"

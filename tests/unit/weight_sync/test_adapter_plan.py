@@ -19,9 +19,9 @@ from megatron_grpo.weight_sync.adapter_plan import plan_adapters
 from megatron_grpo.weight_sync.pieces import NO_RELAY
 from tests.support.engine_table import table_boxes
 from tests.support.moe_config import QWEN3_MOE
-from tests.support.refit_models import DENSE
+from tests.support.refit_models import DENSE as DENSE_CONFIG
 
-MOE = parse_model_shape(QWEN3_MOE)
+DENSE, MOE = parse_model_shape(DENSE_CONFIG), parse_model_shape(QWEN3_MOE)
 LORA = LoraConfig(rank=4)
 
 
@@ -80,7 +80,7 @@ def test_a_plan_counts_adapters_and_no_open_layers() -> None:
     config = Config()
     config.policy = replace(config.policy, lora=LORA, precision="bfloat16")
     config.refit = RefitConfig(adapters="alone")
-    config.cluster.gpus = 8
+    config.cluster.gpus_per_node = 8
     config.generation.engine_args = {"quantization": "fp8_per_block"}
     adapters = find_lone_adapters(config, DENSE)
     assert adapters is not None
