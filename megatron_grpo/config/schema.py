@@ -11,9 +11,9 @@ from dataclasses import field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig, SandboxConfig
+from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, EnvironmentConfig, SandboxConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
-from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, LoopConfig, MseValueLossConfig, PPOConfig
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, LoopConfig, MseValueLossConfig, PPOConfig, SFTConfig
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
@@ -61,8 +61,9 @@ class GRPOConfig(LoopConfig):
 class Config(Section):
     """The configuration of one run."""
 
-    algorithm: Literal["grpo", "ppo"] = "grpo"
-    """grpo compares the samples of a prompt, ppo uses a value model; each has a section of its name."""
+    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
+    """grpo compares the samples of a prompt, ppo uses a value model, sft learns from the rows of the data; each has a
+    section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -78,6 +79,7 @@ class Config(Section):
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
@@ -94,14 +96,19 @@ class Config(Section):
 
     @property
     def training_loop(self) -> LoopConfig:
-        """The section of the algorithm that runs: `grpo` or `ppo`."""
+        """The section of the algorithm that runs."""
         section = getattr(self, self.algorithm)
         assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
         return section
 
     @property
     def needs_generation(self) -> bool:
-        """True if rollouts are sampled, false if they are recorded ones."""
+        """True if responses are sampled, for steps or only for validation."""
+        return self.reads_prompts and (not self.training_loop.is_supervised or self.sft.val_rewards)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """True if the rows of the data are used, false if steps are recorded ones."""
         return self.debug.rollouts_from is None
 
     @property
@@ -139,6 +146,14 @@ class Config(Section):
         """Type of each environment, by task name."""
         return {name: environment.type for name, environment in self.env.items()}
 
+    def find_row_kinds(self, *, trains: bool) -> dict[str, str]:
+        """Find what the rows of each task have to be, for training or for sampling.
+
+        The kind is the type of the environment that scores the responses, or SUPERVISED.
+        """
+        is_learnt = self.training_loop.is_supervised and (trains or not self.needs_generation)
+        return dict.fromkeys(self.env, SUPERVISED) if is_learnt else self.environment_types
+
     @property
     def has_checkpoints(self) -> bool:
         """True if the run writes checkpoints."""
@@ -156,6 +171,8 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """True if a reference policy is loaded."""
+        if self.training_loop.is_supervised:
+            return False
         # PPO reports the distance to it even without a penalty.
         observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
         return observed or self.loss_fn.reference_policy_kl_penalty > 0
@@ -163,6 +180,8 @@ class Config(Section):
     @property
     def needs_prev_logprobs(self) -> bool:
         """True if a separate pass computes log-probabilities before training."""
+        if self.training_loop.is_supervised:
+            return False
         # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
         is_needed_earlier = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
@@ -213,7 +232,8 @@ class Config(Section):
     @property
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
-        return int(getattr(self.training_loop, self.training_loop.passes_name))
+        loop = self.training_loop
+        return 1 if loop.is_supervised else int(getattr(loop, loop.passes_name))
 
     @property
     def optimizer_steps_per_step(self) -> int:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
 from megatron_grpo.data.rows import is_conversation
-from megatron_grpo.data.specs import find_rendering
+from megatron_grpo.data.specs import is_built_in
 
 
 def convert_datum(
@@ -160,7 +160,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {tasks}') from None
         function = process if hasattr(process, "__qualname__") else type(process)
         name = f"row {idx}: its processor {function.__module__}.{function.__qualname__}"
-        is_builtin = find_rendering(process) is not None
+        is_builtin = is_built_in(process)
         try:
             prompt = process(row, spec, self.tokenizer, self.max_seq_length, idx)
         except Exception as error:  # a user's own processor may raise anything

@@ -46,7 +46,7 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) ->
     Raises ConfigError if a file, a row, or the chat template cannot be used.
     """
     data = load_prompt_data(config, model, tokenizer)
-    problems, remarks = examine_conversations(config, data.tokenizer)
+    problems, remarks = examine_conversations(config, data.tokenizer) if config.needs_generation else ([], [])
     if problems:
         raise ConfigError(problems)
     remarks += _find_changed_prompts(config, data)

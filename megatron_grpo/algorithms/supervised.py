@@ -1,0 +1,139 @@
+"""Runs that learn from the rows of the data: their batches, held-out loss, and engines for validation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.placement import publish
+from megatron_grpo.algorithms.records import StepCheck
+from megatron_grpo.algorithms.stages import build_batch, train_in_minibatches
+from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics
+from megatron_grpo.algorithms.token_functions import sum_logprobs
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.processors import DatumSpec, Message
+from megatron_grpo.data.supervised_rows import ASSISTANT
+from megatron_grpo.losses.loss import LossFunction
+from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
+from megatron_grpo.run.directory import POLICY_FOLDER
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, ModelRanks, NonFiniteGradientError, TrainResult
+from megatron_grpo.weight_sync.refit_calls import RefitError
+from megatron_grpo.weight_sync.transport import WeightTransport
+
+
+@dataclass(kw_only=True)
+class SupervisedRun(SamplingRun):
+    """A run that learns from rows; engines, if there are any, sample for validation."""
+
+    policy: MegatronPolicy
+    transport: WeightTransport | None  # transport of the policy's weights to the engines; None: there are no engines
+    loss_fn: LossFunction
+    val_rows: list[DatumSpec] = field(default_factory=list)  # rows of the held-out loss
+    published_step: int = 0  # step whose weights the engines have
+
+    @property
+    def models(self) -> dict[str, ModelRanks]:
+        return {POLICY_FOLDER: self.policy}
+
+    def refresh_engines(self, timer: StepTimer) -> None:
+        """Publish the current weights unless the engines have them; SamplingError: that failed."""
+        step = self.state["total_steps"]
+        if self.transport is None or self.published_step == step:
+            return
+        try:
+            publish(self.transport, self.placement, step, timer)
+        except RefitError as error:
+            raise SamplingError(str(error)) from error
+        self.published_step = step
+
+    def measure_held_out(self, timer: StepTimer) -> dict[str, float]:
+        """Measure the mean loss of the held-out rows' tokens, of all and of each named set."""
+        self.placement.offload_engines(timer)
+        losses, tokens = defaultdict[str | None, float](float), defaultdict[str | None, int](int)
+        with timer.phase("held_out"):
+            for start in range(0, len(self.val_rows), self.config.training_loop.val_batch_size):
+                rows = self.val_rows[start : start + self.config.training_loop.val_batch_size]
+                # Every replica has a sequence: the first row is repeated for those without, and not counted again.
+                surplus = -len(rows) % self.config.policy.parallel.data
+                batch, _ = make_batch(self, rows + rows[:1] * surplus)
+                self.policy.add_field(batch, "prev_logprobs")
+                sums = self.rollouts.compute(sum_logprobs, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
+                for row, logprob, count in zip(rows, sums, batch.response_tokens, strict=False):
+                    for name in {None, row.get("dataset")}:
+                        losses[name] -= float(logprob)
+                        tokens[name] += int(count)
+        return {
+            f"{VALIDATION_PREFIX}{HELD_OUT_LOSS if name is None else f'set_{HELD_OUT_LOSS}/{name}'}": loss
+            / tokens[name]
+            for name, loss in losses.items()
+        }
+
+
+def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sample: int = 0) -> Trajectory:
+    """Make the sequence of a conversation, whose assistant messages are in the loss.
+
+    It has the form of a rollout, so that batches, packing and checks of steps are those of every algorithm.
+    """
+    ends = np.cumsum([len(message["token_ids"]) for message in messages]).tolist()
+    learnt = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    spans = [Span(ends[number] - len(messages[number]["token_ids"]), ends[number], version=-1) for number in learnt]
+    return Trajectory(
+        prompt_idx=row["idx"],
+        group=group,
+        sample=sample,
+        loss_multiplier=row["loss_multiplier"],
+        task_name=row["task_name"],
+        token_ids=np.array([token for message in messages for token in message["token_ids"]], dtype=np.int32),
+        spans=spans,
+        logprobs=np.zeros(sum(span.end - span.start for span in spans), dtype=np.float32),
+        response=messages[learnt[-1]]["content"] if learnt else "",
+        stop_reason="stop",
+    )
+
+
+def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
+    """Put the sequences of rows into the object store, as a batch."""
+    groups = run.rollouts.put([[make_trajectory(row["message_log"], row, group)] for group, row in enumerate(rows)])
+    batch = build_batch(run.config, groups, run.rollouts, run.policy.cost)
+    return batch, run.make_check(groups, run.state["total_steps"] + 1)
+
+
+def learn(run: SupervisedRun, batch: StepBatch, check: StepCheck) -> TrainResult | None:
+    """Do all optimizer steps of a step; None: no token is in the loss."""
+    samples = run.config.policy.train_global_batch_samples or len(batch)
+    try:
+        return train_in_minibatches(run.policy, batch, run.loss_fn, samples=samples, iterations=1)
+    except NonFiniteGradientError as error:
+        check.stop("the gradient", error.sequences)
+
+
+def make_report(
+    run: SupervisedRun, batch: StepBatch, learned: TrainResult | None, timer: StepTimer, metrics: dict[str, float]
+) -> StepReport:
+    """Report a learnt step."""
+    config, outcomes, timing = run.config, list[Outcome](), timer.seconds
+    metrics = {"sequence_length": float(batch.lengths.mean()), **compute_learning_metrics(learned, batch), **metrics}
+    throughput = compute_throughput(
+        run.policy.shape,
+        batch.lengths.tolist(),
+        timing,
+        passes=_count_passes(config, learned),
+        devices=config.policy.parallel.world_size,
+        peak=find_peak_tflops(run.policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
+    )
+    if learned is not None and learned.gpu_memory_gib:
+        throughput["gpu_memory_gib"] = learned.gpu_memory_gib
+    return StepReport(metrics, timing, throughput, outcomes)
+
+
+def _count_passes(config: Config, learned: TrainResult | None) -> float:
+    # Minibatches without a token in the loss had no optimizer step.
+    return 0.0 if learned is None else learned.optimizer_steps / config.optimizer_steps_per_step
