@@ -150,8 +150,10 @@ def split_rendering(renderer: PromptRenderer, messages: Sequence[ChatMessage], f
                 f"prompt, so that the turn would be learnt after another text than it is sampled after{_ADVICE}"
             )
         end = _find_turn_end(renderer, messages, number, text)
+        # A generation prompt may begin the turn, as <think> does, so that the content begins there.
+        opening = before.removeprefix(renderer.render(messages[:number], add_generation_prompt=False))
         turn = text[len(before) : end]
-        _require_content(messages[number], turn, name)
+        _require_content(messages[number], opening + turn, name)
         yield Part(text[position : len(before)], is_learnt=False)
         yield Part(turn, is_learnt=True)
         position = end
@@ -162,30 +164,33 @@ def split_rendering(renderer: PromptRenderer, messages: Sequence[ChatMessage], f
 def _find_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], number: int, text: str) -> int:
     """Find the end of an assistant's turn in the whole text."""
     content = messages[number].get("content")
-    upto = renderer.render(messages[: number + 1], add_generation_prompt=False)
-    if text.startswith(upto):
-        end = len(upto)
-        follows = end - len(upto.rstrip())
-    elif isinstance(content, str) and not messages[number].get("tool_calls"):
-        # Templates may write the last turn otherwise (with empty thoughts), so the text after the content tells.
-        mark = renderer.make_mark()
-        marked = renderer.render(
-            [*messages[:number], {**messages[number], "content": mark}, *messages[number + 1 :]],
-            add_generation_prompt=False,
-        )
-        _, _, after = marked.rpartition(mark)
-        if mark not in marked or not text.endswith(after):
-            raise ValueError(f"the chat template leaves out message {number + 1}, the assistant's{_ADVICE}")
-        token = renderer.find_first_special(after)
-        if token is None:
-            raise ValueError(f"the chat template ends message {number + 1}, the assistant's, with no special token")
-        return len(text) - len(after) + after.index(token) + len(token)
-    else:
-        raise ValueError(
-            f"the chat template changes message {number + 1}, the assistant's, once others follow{_ADVICE}"
-        )
-    # Blanks behind the token that ends the turn are the template's; without such a token they are part of the turn.
-    return end - follows if renderer.ends_with_special(upto.rstrip()) else end
+    is_plain = isinstance(content, str) and bool(content.strip()) and not messages[number].get("tool_calls")
+    through = renderer.render(messages[: number + 1], add_generation_prompt=False)
+    if text.startswith(through):
+        begin = through.rfind(content.strip()) if is_plain and isinstance(content, str) else -1
+        content_end = begin + len(str(content).strip()) if begin >= 0 else 0
+        token = renderer.find_first_special(through[content_end:]) if begin >= 0 else None
+        if token is not None:
+            return through.index(token, content_end) + len(token)
+        # Blanks behind the token that ends the turn are the template's; without such a token they are part of the turn.
+        return len(through.rstrip()) if renderer.ends_with_special(through.rstrip()) else len(through)
+    if not is_plain:
+        text = f"the chat template changes message {number + 1}, the assistant's, once others follow"
+        raise ValueError(text + _ADVICE)
+    return _find_changed_turn_end(renderer, messages, number, text)
+
+
+def _find_changed_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], number: int, text: str) -> int:
+    """Find the end of a turn that the template writes otherwise where it is the last (with empty thoughts)."""
+    mark, name = renderer.make_mark(), f"message {number + 1}, the assistant's"
+    marked_messages = [*messages[:number], {**messages[number], "content": mark}, *messages[number + 1 :]]
+    _, mark_in_text, after = renderer.render(marked_messages, add_generation_prompt=False).rpartition(mark)
+    if not mark_in_text or not text.endswith(after):
+        raise ValueError(f"the chat template leaves out {name}{_ADVICE}")
+    token = renderer.find_first_special(after)
+    if token is None:
+        raise ValueError(f"the chat template ends {name}, with no special token{_ADVICE}")
+    return len(text) - len(after) + after.index(token) + len(token)
 
 
 def _require_content(message: ChatMessage, turn: str, name: str) -> None:

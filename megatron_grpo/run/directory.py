@@ -39,12 +39,8 @@ MODEL_FILE = "model.json"  # path and digest of the model that the run began wit
 VALUE_FOLDER = "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
 IDENTITY = (
-    "algorithm",
-    *(f"{loop}.seed" for loop in LOOPS),
-    "data.response_key",
-    "data.min_reward",
-    "data.best_of_group",
-    "debug.train",
+    *("algorithm", *(f"{loop}.seed" for loop in LOOPS), "debug.train"),
+    *("data.response_key", "data.from_rollouts", "data.min_reward", "data.best_of_group"),
 )
 
 
