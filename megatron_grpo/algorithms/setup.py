@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState, PPORun, SamplingRun, make_save_state
+from megatron_grpo.algorithms.dpo import PreferenceRun
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
@@ -25,6 +26,7 @@ from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.preference import SequenceGradientLossFn
 from megatron_grpo.losses.supervised import NLLLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
@@ -112,11 +114,12 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     if models is None:
         return sampling
     if config.training_loop.is_supervised:
-        return SupervisedRun(
+        is_of_pairs = config.algorithm == "dpo"
+        return (PreferenceRun if is_of_pairs else SupervisedRun)(
             **vars(sampling),
             policy=models.policy,
             transport=transport,
-            loss_fn=NLLLossFn(),
+            loss_fn=SequenceGradientLossFn() if is_of_pairs else NLLLossFn(),
             val_rows=data.val_rows,
             published_step=progress.state["total_steps"],
         )

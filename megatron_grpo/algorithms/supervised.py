@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,26 +55,32 @@ class SupervisedRun(SamplingRun):
         self.published_step = step
 
     def measure_held_out(self, timer: StepTimer) -> dict[str, float]:
-        """Measure the mean loss of the held-out rows' tokens, of all and of each named set."""
+        """Measure means over the held-out rows (`measure_rows`), of all and of each named set."""
         self.placement.offload_engines(timer)
-        losses, tokens = defaultdict[str | None, float](float), defaultdict[str | None, int](int)
+        totals: dict[str | None, Counter[str]] = {}
+        size, replicas = self.config.training_loop.val_batch_size, self.config.policy.parallel.data
         with timer.phase("held_out"):
-            for start in range(0, len(self.val_rows), self.config.training_loop.val_batch_size):
-                rows = self.val_rows[start : start + self.config.training_loop.val_batch_size]
-                # Every replica has a sequence: the first row is repeated for those without, and not counted again.
-                surplus = -len(rows) % self.config.policy.parallel.data
-                batch, _ = make_batch(self, rows + rows[:1] * surplus)
-                self.policy.add_field(batch, "prev_logprobs")
-                sums = self.rollouts.compute(sum_logprobs, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
-                for row, logprob, count in zip(rows, sums, batch.response_tokens, strict=False):
-                    for name in {None, row.get("dataset")}:
-                        losses[name] -= float(logprob)
-                        tokens[name] += int(count)
+            for name in dict.fromkeys(row.get("dataset") for row in self.val_rows):
+                of_set = [row for row in self.val_rows if row.get("dataset") == name]
+                for start in range(0, len(of_set), size):
+                    rows = of_set[start : start + size]
+                    # Every replica has a sequence: the first row is repeated for those without, and not counted again.
+                    figures = self.measure_rows(rows + rows[:1] * (-len(rows) % replicas), len(rows))
+                    for key in {None, name}:
+                        totals.setdefault(key, Counter()).update(figures)
         return {
-            f"{VALIDATION_PREFIX}{HELD_OUT_LOSS if name is None else f'set_{HELD_OUT_LOSS}/{name}'}": loss
-            / tokens[name]
-            for name, loss in losses.items()
+            f"{VALIDATION_PREFIX}{figure if name is None else f'set_{figure}/{name}'}": value / total["units"]
+            for name, total in totals.items()
+            for figure, value in total.items()
+            if figure != "units"
         }
+
+    def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
+        """Sum figures over the first `count` rows, and count what they are means over as `units`."""
+        batch, _ = make_batch(self, rows)
+        self.policy.add_field(batch, "prev_logprobs")
+        sums = self.rollouts.compute(sum_logprobs, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
+        return {HELD_OUT_LOSS: -float(sums[:count].sum()), "units": float(batch.response_tokens[:count].sum())}
 
 
 def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sample: int = 0) -> Trajectory:
@@ -100,8 +106,14 @@ def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sam
 
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
-    """Put the sequences of rows into the object store, as a batch."""
-    groups = run.rollouts.put([[make_trajectory(row["message_log"], row, group)] for group, row in enumerate(rows)])
+    """Put the sequences of rows, or of pairs, into the object store, as a batch."""
+    conversations = [[row["message_log"], *([row["rejected"]] if "rejected" in row else [])] for row in rows]
+    groups = run.rollouts.put(
+        [
+            [make_trajectory(messages, row, group, sample) for sample, messages in enumerate(of_row)]
+            for group, (row, of_row) in enumerate(zip(rows, conversations, strict=True))
+        ]
+    )
     batch = build_batch(run.config, groups, run.rollouts, run.policy.cost)
     return batch, run.make_check(groups, run.state["total_steps"] + 1)
 

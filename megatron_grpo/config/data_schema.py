@@ -131,6 +131,12 @@ class DataConfig(PromptConfig):
     """With algorithm=sft, the column with the response to learn from: a text, or a list of messages that follow the
     prompt. null: the prompt column has whole conversations, and all turns of the assistant are learnt."""
 
+    chosen_key: str = "chosen"
+    """With algorithm=dpo, the column with the better response: a text, or messages, also with the prompt before it."""
+
+    rejected_key: str = "rejected"
+    """With algorithm=dpo, the column with the worse response, in the form of chosen_key."""
+
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
 
@@ -293,6 +299,8 @@ SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
 
 # Kind of rows that have the responses to learn from, in place of an environment's type.
 SUPERVISED = "supervised"
+# Kind of rows that have two responses, a better and a worse one.
+PREFERENCE = "preference"
 # Types that need the reference answer of a row.
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 

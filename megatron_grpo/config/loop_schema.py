@@ -78,11 +78,11 @@ class AsyncGRPOConfig(Section):
 class LoopConfig(Section):
     """The training loop of every algorithm.
 
-    `grpo.KEY`, `ppo.KEY` and `sft.KEY` are names of one setting, whichever of the algorithms runs.
+    `grpo.KEY`, `ppo.KEY`, `sft.KEY` and `dpo.KEY` are names of one setting, whichever of the algorithms runs.
     """
 
     num_prompts_per_step: Positive = 32
-    """Prompts of one step; with algorithm=sft its rows."""
+    """Prompts of one step; with algorithm=sft its rows, with dpo its pairs."""
 
     num_generations_per_prompt: Positive = 16
     """Responses to each prompt; samples of a step = prompts * generations. PPO, with its value model, needs one."""
@@ -226,11 +226,8 @@ class MseValueLossConfig(Section):
     """Factor of the loss, and so of its gradient; the reported loss is without it."""
 
 
-class SFTConfig(LoopConfig):
-    """Keys that only supervised fine-tuning has; for algorithm=sft."""
-
-    num_generations_per_prompt: Positive = 1
-    """A row is one sequence, so 1."""
+class RowsLoopConfig(LoopConfig):
+    """The training loop of algorithms that learn from rows."""
 
     val_rewards: bool = False
     """Sample responses to the validation prompts and score them, as GRPO does; this starts engines. The held-out loss
@@ -240,14 +237,49 @@ class SFTConfig(LoopConfig):
     passes_name: ClassVar[str] = "max_num_epochs"
 
 
+class SFTConfig(RowsLoopConfig):
+    """Keys that only supervised fine-tuning has; for algorithm=sft."""
+
+    num_generations_per_prompt: Positive = 1
+    """A row is one sequence, so 1."""
+
+
+class DPOConfig(RowsLoopConfig):
+    """Keys that only preference training has; for algorithm=dpo."""
+
+    num_generations_per_prompt: Positive = 2
+    """A row is a pair of sequences, so 2."""
+
+    reference_policy_kl_penalty: PositiveFloat = 0.05
+    """Strength of the pull towards the reference policy (beta)."""
+
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a pair: sigmoid as in DPO, or the squared distance of IPO."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that the responses of a pair are the wrong way round; for loss_type=sigmoid."""
+
+    preference_loss_weight: NonNegativeFloat = 1.0
+    """Weight of the pairs' loss."""
+
+    preference_average_log_probs: bool = False
+    """Divide the log-probability of a response by its tokens in the pairs' loss; TRL's ipo does."""
+
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the chosen responses."""
+
+    sft_average_log_probs: bool = False
+    """Divide the log-probability of a response by its tokens in that likelihood."""
+
+
 # The algorithms; each has a section of its name.
-LOOPS = ("grpo", "ppo", "sft")
+LOOPS = ("grpo", "ppo", "sft", "dpo")
 # Keys, and sections of keys, that all algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 # Keys of the same meaning with different names, defaults and limits.
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
 # Sections that only one algorithm reads, except the shared keys in them.
-READER = {"grpo": "grpo", "ppo": "ppo", "value": "ppo", "value_loss_fn": "ppo", "sft": "sft"}
+READER = {"grpo": "grpo", "ppo": "ppo", "value": "ppo", "value_loss_fn": "ppo", "sft": "sft", "dpo": "dpo"}
 # Shared keys, and sections of keys, about responses that a step samples to learn from.
 OF_SAMPLES = frozenset(
     {"overlong_filtering", "advantage_clip_low", "advantage_clip_high", "reward_scaling", "reward_shaping"}

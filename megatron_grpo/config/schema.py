@@ -11,9 +11,16 @@ from dataclasses import field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, EnvironmentConfig, SandboxConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, EnvironmentConfig, SandboxConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
-from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, LoopConfig, MseValueLossConfig, PPOConfig, SFTConfig
+from megatron_grpo.config.loop_schema import (
+    VALIDATION_PREFIX,
+    DPOConfig,
+    LoopConfig,
+    MseValueLossConfig,
+    PPOConfig,
+    SFTConfig,
+)
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
@@ -61,9 +68,9 @@ class GRPOConfig(LoopConfig):
 class Config(Section):
     """The configuration of one run."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
-    """grpo compares the samples of a prompt, ppo uses a value model, sft learns from the rows of the data; each has a
-    section of its name."""
+    algorithm: Literal["grpo", "ppo", "sft", "dpo"] = "grpo"
+    """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
+    responses; each has a section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -80,6 +87,7 @@ class Config(Section):
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
@@ -104,7 +112,7 @@ class Config(Section):
     @property
     def needs_generation(self) -> bool:
         """True if responses are sampled, for steps or only for validation."""
-        return self.reads_prompts and (not self.training_loop.is_supervised or self.sft.val_rewards)
+        return self.reads_prompts and getattr(self.training_loop, "val_rewards", True)
 
     @property
     def reads_prompts(self) -> bool:
@@ -149,10 +157,15 @@ class Config(Section):
     def find_row_kinds(self, *, trains: bool) -> dict[str, str]:
         """Find what the rows of each task have to be, for training or for sampling.
 
-        The kind is the type of the environment that scores the responses, or SUPERVISED.
+        The kind is the type of the environment that scores the responses, or `row_kind`.
         """
         is_learnt = self.training_loop.is_supervised and (trains or not self.needs_generation)
-        return dict.fromkeys(self.env, SUPERVISED) if is_learnt else self.environment_types
+        return dict.fromkeys(self.env, self.row_kind) if is_learnt else self.environment_types
+
+    @property
+    def row_kind(self) -> str:
+        """Kind of the rows that the algorithm learns from, if it does."""
+        return PREFERENCE if self.algorithm == "dpo" else SUPERVISED
 
     @property
     def has_checkpoints(self) -> bool:
@@ -172,7 +185,7 @@ class Config(Section):
     def uses_reference(self) -> bool:
         """True if a reference policy is loaded."""
         if self.training_loop.is_supervised:
-            return False
+            return self.algorithm == "dpo"
         # PPO reports the distance to it even without a penalty.
         observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
         return observed or self.loss_fn.reference_policy_kl_penalty > 0

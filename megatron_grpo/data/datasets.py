@@ -47,7 +47,9 @@ def convert_datum(
     name = task if datum.get("task_name") is None else datum["task_name"]
     if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"returned task_name={name!r}, which is not an environment")
+    pair = {} if datum.get("rejected") is None else {"rejected": _convert_messages(datum["rejected"])}
     return DatumSpec(
+        **pair,
         message_log=messages,
         length=length,
         extra_env_info={**_collect_extra_fields(datum), **_add_reference(datum["extra_env_info"], row, spec)},

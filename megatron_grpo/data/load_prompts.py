@@ -20,8 +20,8 @@ from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, Prompt
 from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set
-from megatron_grpo.data.specs import find_rendering, make_processors, make_task_spec
-from megatron_grpo.data.supervised_rows import recorded_data_processor, supervised_data_processor
+from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
+from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
@@ -224,9 +224,8 @@ class PromptReader:
         self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool
     ) -> AllTaskProcessedDataset:
         data, is_supervised = self.config.data, self._is_supervised(trains)
-        processors = make_processors(
-            data, self.config.env, supervised_data_processor if is_supervised else math_data_processor
-        )
+        make = ROW_PROCESSORS[self.config.row_kind] if is_supervised else math_data_processor
+        processors = make_processors(data, self.config.env, make)
         if config.path == data.from_rollouts:
             processors = {task: (spec, recorded_data_processor) for task, (spec, _) in processors.items()}
         return AllTaskProcessedDataset(

@@ -43,6 +43,8 @@ class DatumSpec(TypedDict):
     task_name: str
     prompt: str | list[dict[str, str]]
     """The row's prompt as it is in the data, for logs and reward functions."""
+    rejected: NotRequired[list[Message]]
+    """The conversation with the worse response of a pair; message_log has the better one."""
     dataset: NotRequired[str]
     """Name of the prompt's validation set; absent where sets have no names."""
 
@@ -56,6 +58,8 @@ class TaskDataSpec(PromptFormat):
     answer_key: str | None = "answer"
     response_key: str | None = None
     """Column with the response to learn from; None: the prompt's column has whole conversations."""
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     prompt: str | None = None
     """Text around every prompt: {} is replaced by the prompt, {NAME} by a column."""
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"

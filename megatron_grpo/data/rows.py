@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
@@ -26,10 +26,11 @@ from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
 from megatron_grpo.data.sources import Row, Source, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
-from megatron_grpo.data.supervised_rows import find_row_problem
+from megatron_grpo.data.supervised_rows import find_pair_problem, find_row_problem
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
+_LEARNT = {SUPERVISED, PREFERENCE}  # kinds of rows that have the responses to learn from
 _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.
@@ -192,7 +193,7 @@ class RowCheck:
         if self.default_task in self._opaque or self.default_task in self._forms:
             return  # their rows' columns have other names
         spec = self._load_spec(self.default_task)
-        is_supervised = self._environments.get(self.default_task) == SUPERVISED
+        is_supervised = self._environments.get(self.default_task) in _LEARNT
         other = ("response_key", spec.response_key) if is_supervised else ("answer_key", spec.answer_key)
         for setting, column in (("prompt_key", spec.prompt_key), other):
             if column is not None and column in media:
@@ -205,7 +206,7 @@ class RowCheck:
         task = find_task(row, self.default_task)
         if not isinstance(task, str) or task not in self._environments:
             # Columns are checked first: after a mistyped path they tell more about the file than the task does.
-            is_opaque = self.default_task in self._opaque or SUPERVISED in self._environments.values()
+            is_opaque = self.default_task in self._opaque or not _LEARNT.isdisjoint(self._environments.values())
             missing = None if is_opaque else _find_missing_column(row, self._load_spec(self.default_task))
             names = ", ".join(sorted(self._environments))
             return missing or f"task_name {task!r} is not an environment; env has {names}"
@@ -220,11 +221,13 @@ class RowCheck:
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""
-        return row if task in self._opaque or RECORDED in row else row[self._load_spec(task).prompt_key]
+        spec = self._load_spec(task)
+        is_whole = task in self._opaque or RECORDED in row or spec.prompt_key not in row  # pairs may lack a prompt
+        return row if is_whole else row[spec.prompt_key]
 
     def find_oddities(self, task: str, row: Row) -> Iterator[tuple[str, str]]:
         """Find which of _ODDITIES a converted row has, with details."""
-        if self._environments[task] == SUPERVISED:
+        if self._environments[task] in _LEARNT:
             return
         prompt = self.read_prompt(task, row)
         if is_conversation(prompt) and prompt[-1]["role"] == "assistant":
@@ -242,8 +245,9 @@ class RowCheck:
 
 
 def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
-    if kind == SUPERVISED:
-        return find_row_problem(row, spec, is_conversation)
+    if kind in _LEARNT:
+        check = find_row_problem if kind == SUPERVISED else find_pair_problem
+        return check(row, spec, is_conversation)
     missing = _find_missing_column(row, spec)
     if missing is not None:
         return missing

@@ -9,12 +9,16 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
-from megatron_grpo.data.supervised_rows import recorded_data_processor, supervised_data_processor
+from megatron_grpo.data.supervised_rows import (
+    preference_data_processor,
+    recorded_data_processor,
+    supervised_data_processor,
+)
 
 # A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset.
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
@@ -103,6 +107,13 @@ ROW_FORMS: dict[str, RowForm] = {  # by their names in data.processor
 }
 
 
+# Processors of algorithms that learn from rows, by the kind of the rows.
+ROW_PROCESSORS: dict[str, DataProcessor] = {
+    SUPERVISED: supervised_data_processor,
+    PREFERENCE: preference_data_processor,
+}
+
+
 def find_processor(name: str | None, make: DataProcessor = math_data_processor) -> DataProcessor:
     """Find a processor by its name in data.processor; ValueError: it is unusable.
 
@@ -129,7 +140,7 @@ def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDa
 def is_built_in(processor: DataProcessor) -> bool:
     """True for a processor of the package, whose results need no check."""
     own = processor.func if isinstance(processor, partial) else processor
-    return own in (_convert_and_make, math_data_processor, supervised_data_processor, recorded_data_processor)
+    return own in (_convert_and_make, math_data_processor, recorded_data_processor, *ROW_PROCESSORS.values())
 
 
 def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
@@ -172,6 +183,8 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
         prompt_key="prompt" if has_form else _choose(config.prompt_key, data.prompt_key) or "",
         answer_key="answer" if has_form else _choose(config.answer_key, data.answer_key),
         response_key=data.response_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
         apply_chat_template=bool(_choose(config.apply_chat_template, data.apply_chat_template)),
         system_prompt=_choose(system, _choose(data.system_prompt, _read(data.system_prompt_file, str))),
         prompt=_read(config.prompt_file or data.prompt_file, str),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,9 +48,7 @@ def supervised_data_processor(
     except ValueError as error:
         raise ValueError(f"row {idx}: {error}") from error
     length = sum(len(message["token_ids"]) for message in messages)
-    if length > max_seq_length and spec.long_prompts == "error":
-        text = f"has {length} tokens, more than policy.max_total_sequence_length={max_seq_length}"
-        raise ValueError(f"row {idx}: the conversation {text} (data.long_prompts=error)")
+    _require_length(length, max_seq_length, spec, idx)
     return DatumSpec(
         message_log=messages,
         length=length,
@@ -61,15 +60,52 @@ def supervised_data_processor(
     )
 
 
+def preference_data_processor(
+    datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
+    """Make a pair of sequences of a row's chosen and rejected responses, as `supervised_data_processor` makes one.
+
+    Without a prompt, the responses are conversations, whose common first messages are the prompt.
+    """
+    spec, pair = task_data_spec, [datum_dict[task_data_spec.chosen_key], datum_dict[task_data_spec.rejected_key]]
+    if spec.prompt_key in datum_dict:
+        prompt = apply_prompt_file(datum_dict[spec.prompt_key], datum_dict, spec, idx)
+    else:
+        equal = itertools.takewhile(lambda messages: messages[0] == messages[1], zip(*pair, strict=False))
+        prompt = [first for first, _ in equal]
+        pair = [conversation[len(prompt) :] for conversation in pair]
+    try:
+        renderer = PromptRenderer(tokenizer, spec)
+        chosen, rejected = (encode_conversation(renderer, prompt, response) for response in pair)
+    except ValueError as error:
+        raise ValueError(f"row {idx}: {error}") from error
+    length = max(sum(len(message["token_ids"]) for message in messages) for messages in (chosen, rejected))
+    _require_length(length, max_seq_length, spec, idx)
+    return DatumSpec(
+        message_log=chosen,
+        rejected=rejected,
+        length=length,
+        extra_env_info={},
+        loss_multiplier=1.0 if length <= max_seq_length else 0.0,
+        idx=idx,
+        task_name=find_task(datum_dict, spec.task_name),
+        prompt=prompt,
+    )
+
+
+def _require_length(length: int, longest: int, spec: TaskDataSpec, idx: int) -> None:
+    if length > longest and spec.long_prompts == "error":
+        text = f"has {length} tokens, more than policy.max_total_sequence_length={longest}"
+        raise ValueError(f"row {idx}: the conversation {text} (data.long_prompts=error)")
+
+
 def recorded_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
     """Make a sequence to learn from of a recorded rollout, whose sampled tokens are the tokens in the loss."""
     sequence: RecordedSequence = datum_dict[RECORDED]
     length = len(sequence.token_ids)
-    if length > max_seq_length and task_data_spec.long_prompts == "error":
-        text = f"has {length} tokens, more than policy.max_total_sequence_length={max_seq_length}"
-        raise ValueError(f"row {idx}: the rollout {text} (data.long_prompts=error)")
+    _require_length(length, max_seq_length, task_data_spec, idx)
     messages = [
         Message(
             role=ASSISTANT if is_sampled else "user", content=sequence.response if is_sampled else "", token_ids=ids
@@ -244,4 +280,28 @@ def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec, is_conversation
     learnt = row[spec.prompt_key if spec.response_key is None else spec.response_key]
     if isinstance(learnt, list) and not any(message.get("role") == ASSISTANT for message in learnt):
         return "has no message of the assistant to learn from"
+    return None
+
+
+def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec, is_conversation: Any) -> str | None:
+    """Find why a row is no pair to learn from, by its columns; None: it is."""
+    for setting, column in (("chosen_key", spec.chosen_key), ("rejected_key", spec.rejected_key)):
+        if column not in row:
+            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+    pair = [row[spec.chosen_key], row[spec.rejected_key]]
+    if spec.prompt_key not in row:
+        if not all(map(is_conversation, pair)):
+            text = f"has no column {spec.prompt_key!r} (data.prompt_key), and its responses are no conversations"
+            return f"{text} from which it could be taken"
+        if pair[0][:1] != pair[1][:1]:
+            return f"has no column {spec.prompt_key!r}, and its responses begin with different messages"
+    if pair[0] == pair[1]:
+        return f"columns {spec.chosen_key!r} and {spec.rejected_key!r} are equal, so that nothing can be learnt"
+    columns = [column for column in (spec.prompt_key, spec.chosen_key, spec.rejected_key) if column in row]
+    for column in columns:
+        value = row[column]
+        if not ((isinstance(value, str) and value) or is_conversation(value)):
+            return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
+        if isinstance(value, list) and not spec.apply_chat_template:
+            return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
     return None

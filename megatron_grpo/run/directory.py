@@ -40,7 +40,14 @@ VALUE_FOLDER = "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
 IDENTITY = (
     *("algorithm", *(f"{loop}.seed" for loop in LOOPS), "debug.train"),
-    *("data.response_key", "data.from_rollouts", "data.min_reward", "data.best_of_group"),
+    *(
+        "data.response_key",
+        "data.chosen_key",
+        "data.rejected_key",
+        "data.from_rollouts",
+        "data.min_reward",
+        "data.best_of_group",
+    ),
 )
 
 
