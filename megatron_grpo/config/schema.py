@@ -177,6 +177,9 @@ class Config(Section):
         """Settings of checkpoints, ranked by reward instead of a validation that the run lacks."""
         settings, loop = self.checkpointing, self.training_loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
+        is_default = settings.metric_name == CheckpointingConfig().metric_name
+        if is_default and self.training_loop.is_supervised and not self.needs_generation:
+            return replace(settings, metric_name="val_loss" if validates else "loss", higher_is_better=False)
         if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
             return settings
         return replace(settings, metric_name="reward", higher_is_better=True)
