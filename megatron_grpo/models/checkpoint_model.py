@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
     ValueError: the configuration of its run, two folders above, does not say which model it began with.
     """
     checkpoint = Path(path)
-    if not (checkpoint / POLICY_FOLDER).is_dir():
+    if not os.path.isdir(checkpoint / POLICY_FOLDER):  # unlike `Path.is_dir`, false for any impossible name
         return None
     checkpoint = checkpoint.resolve()
     run_dir = checkpoint.parent.parent

@@ -59,8 +59,10 @@ def _suggest_batch_size(samples: int, size: int, data: int) -> str:
 
 
 def _check_validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    names = [f"{VALIDATION_PREFIX}{metric}" for metric in VALIDATION_METRICS if config.needs_generation]
-    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if config.training_loop.is_supervised else []
+    is_supervised = config.training_loop.is_supervised
+    metrics = VALIDATION_METRICS if config.needs_generation or not is_supervised else ()
+    names = [f"{VALIDATION_PREFIX}{metric}" for metric in metrics]
+    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if is_supervised else []
     names += [
         f"{VALIDATION_PREFIX}set_{metric}/{dataset}"
         for dataset in config.data.val_sets
