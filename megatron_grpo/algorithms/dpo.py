@@ -14,7 +14,7 @@ import torch
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, learn, make_batch, make_report
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, train_on_rows
 from megatron_grpo.algorithms.token_functions import sum_logprobs
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS
@@ -62,7 +62,7 @@ def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
         result = compare_pairs(run, batch)
     batch.advantages = -result.gradient.flatten().float().numpy()
     with timer.phase("train"):
-        learned = learn(run, batch, check)
+        learned = train_on_rows(run, batch, check)
     if learned is not None:
         learned.loss = result.loss
     return make_report(run, batch, learned, timer, result.metrics)

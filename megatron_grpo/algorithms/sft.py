@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, learn, make_batch, make_report
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, train_on_rows
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 
@@ -31,5 +31,5 @@ def sft_step(run: SupervisedRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
     with timer.phase("batch"):
         batch, check = make_batch(run, rows)
     with timer.phase("train"):
-        learned = learn(run, batch, check)
+        learned = train_on_rows(run, batch, check)
     return make_report(run, batch, learned, timer, {})

@@ -118,7 +118,7 @@ def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch
     return batch, run.make_check(groups, run.state["total_steps"] + 1)
 
 
-def learn(run: SupervisedRun, batch: StepBatch, check: StepCheck) -> TrainResult | None:
+def train_on_rows(run: SupervisedRun, batch: StepBatch, check: StepCheck) -> TrainResult | None:
     """Do all optimizer steps of a step; None: no token is in the loss."""
     samples = run.config.policy.train_global_batch_samples or len(batch)
     try:

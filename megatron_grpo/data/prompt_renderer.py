@@ -179,7 +179,7 @@ class PromptRenderer:
         tokens = [token for token in self._special_texts.values() if token and token in text]
         return min(tokens, key=lambda token: (text.index(token), -len(token)), default=None)
 
-    def ends_with_special(self, text: str) -> bool:
+    def has_special_end(self, text: str) -> bool:
         """True if a special token ends a text."""
         return text.endswith(tuple(token for token in self._special_texts.values() if token))
 

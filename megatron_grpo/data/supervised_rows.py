@@ -209,7 +209,7 @@ def _find_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], nu
         if token is not None:
             return through.index(token, content_end) + len(token)
         # Blanks behind the token that ends the turn are the template's; without such a token they are part of the turn.
-        return len(through.rstrip()) if renderer.ends_with_special(through.rstrip()) else len(through)
+        return len(through.rstrip()) if renderer.has_special_end(through.rstrip()) else len(through)
     if not is_plain:
         text = f"the chat template changes message {number + 1}, the assistant's, once others follow"
         raise ValueError(text + _ADVICE)
@@ -230,10 +230,10 @@ def _find_changed_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMess
 
 
 def _require_content(message: ChatMessage, turn: str, name: str) -> None:
-    shown = "".join(turn.split())
+    visible = "".join(turn.split())
     for key in ("content", "reasoning_content"):
         text = join_content(message.get(key))
-        if "".join(text.split()) not in shown:
+        if "".join(text.split()) not in visible:
             what = "the thoughts of" if key == "reasoning_content" or "</think>" in text else "a part of"
             raise ValueError(f"the chat template leaves out {what} {name}, so they cannot be learnt{_ADVICE}")
     for call in message.get("tool_calls") or []:

@@ -86,7 +86,7 @@ def test_its_checkpoint_is_a_model_and_recorded_rollouts_are_rows(straight: Trai
     assert before["val_accuracy"] == validations(straight)[-1]["val_accuracy"]
     right = [row for row in read_rollouts(grpo.run_dir, 1) if row["reward"] >= 1]
     prompts = len({row["prompt_idx"] for row in right})
-    options = ("sft.num_prompts_per_step=4", "sft.max_num_steps=2", "data.response_key=null", "data.min_reward=1")
+    options = ("sft.num_prompts_per_step=4", "sft.max_num_steps=2", "data.min_reward=1")
     run = sft_run(tmp_path / "run", *options, f"data.from_rollouts={grpo.run_dir}", "data.best_of_group=true")
     assert prompts >= 8
     assert run.finish() == 0, run.log()
