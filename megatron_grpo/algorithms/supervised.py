@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.step_report import StepReport, compute_learning_me
 from megatron_grpo.algorithms.token_functions import sum_logprobs
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
-from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DatumSpec, Message
@@ -107,6 +107,9 @@ def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sam
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
     """Put the sequences of rows, or of pairs, into the object store, as a batch."""
+    for row in rows if run.config.algorithm == "dpo" else ():
+        if "rejected" not in row:
+            raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")
     conversations = [[row["message_log"], *([row["rejected"]] if "rejected" in row else [])] for row in rows]
     groups = run.rollouts.put(
         [

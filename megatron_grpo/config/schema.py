@@ -159,7 +159,7 @@ class Config(Section):
 
         The kind is the type of the environment that scores the responses, or `row_kind`.
         """
-        is_learnt = self.training_loop.is_supervised and (trains or not self.needs_generation)
+        is_learnt = self.training_loop.is_supervised and trains
         return dict.fromkeys(self.env, self.row_kind) if is_learnt else self.environment_types
 
     @property

@@ -175,7 +175,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 prompt = convert_datum(prompt, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
-        largest = max((token for message in prompt["message_log"] for token in message["token_ids"]), default=0)
+        messages = [*prompt["message_log"], *prompt.get("rejected", [])]
+        largest = max((token for message in messages for token in message["token_ids"]), default=0)
         if self.vocab is not None and largest >= self.vocab:  # it has no embedding
             token = self.tokenizer.decode([largest])
             text = f"the prompt has the token {token!r} with number {largest}, and the model has {self.vocab} tokens"

@@ -92,7 +92,8 @@ def examine_dataset(config: Config, dataset: DatasetConfig, key: str = "") -> Se
     """Examine a set's rows, also before they are made (`key`: for messages)."""
     subject = f"{key}={dataset.path}"
     if not source.is_made_before_run(config, dataset.path):
-        kinds = config.find_row_kinds(trains=key in config.data.training_sets)
+        # Without engines, validation computes the loss of its rows.
+        kinds = config.find_row_kinds(trains=key in config.data.training_sets or not config.needs_generation)
         return examine_rows(config, subject, dataset, kinds)
     assert config.prepare.name is not None
     files = make_prompt_rows(config.prepare.name)
