@@ -80,7 +80,7 @@ def _check_start(config: Config) -> Path | None:
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
     start_from = find_start_checkpoint(checkpointer, config)
     folder = find_local_folder(config.policy.model.path)
-    if config.needs_generation and not is_prepared(config) and folder is not None and has_tokenizer(folder):
+    if config.reads_prompts and not is_prepared(config) and folder is not None and has_tokenizer(folder):
         from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 
         for note in load_examined_prompts(config, folder).notes:

@@ -18,6 +18,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
@@ -104,6 +105,13 @@ class SamplingRun:
     def make_check(self, groups: Sequence[SampledGroup], step: int, dataset: str = "training") -> StepCheck:
         """Make the check of a step's values; `dataset` is for messages."""
         return StepCheck(self.run_dir, self.rollouts.fetch, groups, step, dataset)
+
+    def refresh_engines(self, timer: StepTimer) -> None:
+        """Let engines have the current weights, before a validation; here every step has published them."""
+
+    def measure_held_out(self, timer: StepTimer) -> dict[str, float]:
+        """Measure figures of held-out rows that need no sampling; here there are none."""
+        return {}
 
     @property
     def loader_state(self) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.user_objects import UserObjects
 
 # Training function of each algorithm; imported late, because torch and Ray take seconds to import.
-ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
+ALGORITHMS = {name: f"megatron_grpo.algorithms.{name}:{name}_train" for name in LOOPS}
 SAMPLING_ONLY = "megatron_grpo.algorithms.grpo:sample_steps"
 
 

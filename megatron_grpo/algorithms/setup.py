@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState, PPORun, SamplingRun, make_save_state
+from megatron_grpo.algorithms.dpo import PreferenceRun
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.algorithms.supervised import SupervisedRun
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
@@ -24,6 +26,8 @@ from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.preference import SequenceGradientLossFn
+from megatron_grpo.losses.supervised import NLLLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
 from megatron_grpo.observability.run_files import write_json
@@ -38,6 +42,7 @@ from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
 from megatron_grpo.run.lifetime import Startup, open_run
+from megatron_grpo.run.model_export import export_checkpoint_model
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
@@ -47,8 +52,9 @@ from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
-    Yields a GRPORun, for algorithm=ppo a PPORun. With debug.train=false it is a SamplingRun without models, whose
-    engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
+    Yields a GRPORun, for algorithm=ppo a PPORun, for algorithm=sft a SupervisedRun. With debug.train=false it is a
+    SamplingRun without models, whose engines have the weights of the model folder. Without a `startup` from `open_run`
+    Ray starts and ends here.
 
     Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
     RunError if a process did not start; the message says which.
@@ -77,6 +83,9 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
         with startup.part("prepare"):
             assert config.prepare.name is not None
             prepare(config.prepare.name, config.prepare.folder)
+    for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
+        if path is not None:
+            export_checkpoint_model(path, key)
     folder = fetch_model_folder(config.policy.model.path)
     # Processes take long to start, so all begin at once; prompts are read meanwhile.
     models, generation, transport, rollouts = _start_processes(config, folder, startup, stack)
@@ -105,6 +114,16 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     sampling = _make_sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling
+    if config.training_loop.is_supervised:
+        is_of_pairs = config.algorithm == "dpo"
+        return (PreferenceRun if is_of_pairs else SupervisedRun)(
+            **vars(sampling),
+            policy=models.policy,
+            transport=transport,
+            loss_fn=SequenceGradientLossFn() if is_of_pairs else NLLLossFn(),
+            val_rows=data.val_rows,
+            published_step=progress.state["total_steps"],
+        )
     loss_fn = ClippedPGLossFn(config.loss_fn)
     run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
     if models.value is None:

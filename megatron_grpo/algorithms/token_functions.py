@@ -126,3 +126,14 @@ def measure_prob_error(
     is_allowed = ~prev.isneginf()  # tokens that the sampling filter removes count as agreement
     errors = torch.where(is_allowed, bounded_exp((prev - generation).abs()), torch.ones_like(prev))
     return {}, (float(errors.double().mean()), float(errors.max()))
+
+
+def sum_logprobs(
+    lengths: NDArray[np.int64], arrays: TokenArrays, field: str
+) -> tuple[TokenArrays, NDArray[np.float64]]:
+    """Sum a field of log-probabilities over the sampled tokens of each sequence: [sequences], float64.
+
+    A `TokenFunction` over the fields sampled and `field`; it adds none.
+    """
+    values = np.where(arrays["sampled"], arrays[field], 0.0).astype(np.float64)
+    return {}, np.add.reduceat(values, np.cumsum(lengths) - lengths)

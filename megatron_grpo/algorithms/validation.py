@@ -23,9 +23,11 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
 
     SamplingError: an engine or an environment failed, or a reward is not finite.
     """
-    if not run.val_prompts:
-        return {}
     timer = StepTimer() if timer is None else timer
+    held_out = run.measure_held_out(timer)
+    if not run.val_prompts:
+        return held_out
+    run.refresh_engines(timer)
     run.placement.wake_engines(timer)
     # An asynchronous run has begun responses of the next step, whose figures must not count validation.
     run.counts_before_validation = run.take_engine_counts()
@@ -45,7 +47,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
         rows = [make_sample_row(format_prompt(prompt), answer.to_row()) for prompt, answer in pairs]
         run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
     metrics = compute_held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
-    return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
+    return {**held_out, **{f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}}
 
 
 def sample_responses(

@@ -20,7 +20,7 @@ from megatron_grpo.config.conversion import convert_values, find_missing_keys
 from megatron_grpo.config.errors import ConfigError, Problem, select_first_line, to_text
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import find_key, flatten
-from megatron_grpo.config.loop_schema import COUNTERPART, LOOPS, SHARED, is_foreign_to, switch_algorithm, translate_key
+from megatron_grpo.config.loop_schema import COUNTERPART, LOOPS, SHARED, find_reader, is_foreign_to, translate_key
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -37,11 +37,11 @@ from megatron_grpo.config.suggestions import describe_unknown_key
 
 
 def explain_foreign_key(key: str, algorithm: str) -> str:
-    """Explain that only the other algorithm reads a key."""
+    """Explain that only another algorithm reads a key."""
     advice = "; the value model is PPO's baseline" if algorithm == "ppo" else ""
-    if key in COUNTERPART:
+    if COUNTERPART.get(key, "").startswith(f"{algorithm}."):
         advice = f"; give {COUNTERPART[key]}"
-    return f"is for algorithm={switch_algorithm(algorithm)}, and this run has algorithm={algorithm}{advice}"
+    return f"is for algorithm={find_reader(key)}, and this run has algorithm={algorithm}{advice}"
 
 
 @functools.cache
@@ -56,41 +56,51 @@ def build_schema_defaults() -> dict[str, Any]:
 def unite_shared_keys(
     composed: DictConfig, algorithm: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Write one value of each shared key into both loop sections.
+    """Write one value of each shared key into all loop sections.
 
-    The value is the one that was set, under either name, else the algorithm's default. `files` lists the composed files
+    The value is the one that was set, under any name, else the algorithm's default. `files` lists the composed files
     of conf/ in the order in which Hydra reads them; it takes a tenth of a second.
 
     Returns:
-        By key, the name under which it was set, if that is the other algorithm's; and the contradictions.
+        By key, the name under which it was set, if that is another algorithm's; and the contradictions.
     """
-    foreign = switch_algorithm(algorithm)
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     if not all(isinstance(tree[loop], dict) for loop in LOOPS):
         return {}, []  # a recipe with a value in place of a section is refused when types are checked
-    shared = {loop: _select_keys(tree[loop], shared=True) for loop in LOOPS}
-    set_values = {loop: dict(flatten(shared[loop])) for loop in LOOPS}
+    loops = sorted(LOOPS, key=lambda loop: loop != algorithm)  # the algorithm's own section is the first
+    set_values = {loop: dict(flatten(_select_keys(tree[loop], shared=True))) for loop in loops}
     defaults = _select_keys(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
-    united = OmegaConf.merge(defaults, shared[foreign], shared[algorithm])
-    from_foreign = set_values[foreign].keys() - set_values[algorithm].keys()
-    # A key may be set under both names, in different files or on the command line. Then the source that Hydra reads
+    united = OmegaConf.merge(defaults, *(_select_keys(tree[loop], shared=True) for loop in reversed(loops)))
+    setters = {
+        name: [loop for loop in loops if name in set_values[loop]]
+        for name in dict.fromkeys(name for loop in loops for name in set_values[loop])
+    }
+    # A key may be set under several names, in different files or on the command line. Then the source that Hydra reads
     # last decides, as for any other key; two values in one source are a contradiction.
-    conflicts = [name for name, value in set_values[algorithm].items() if set_values[foreign].get(name, value) != value]
+    conflicts = [
+        name
+        for name, names in setters.items()
+        if any(set_values[loop][name] != set_values[names[0]][name] for loop in names)
+    ]
     sources = [on_command_line, *map(read_settings, reversed(files()))] if conflicts else []
     problems = []
     for name in conflicts:
-        loops_by_source = ([loop for loop in LOOPS if f"{loop}.{name}" in source] for source in sources)
-        deciding_loops = next(filter(None, loops_by_source), [])
-        if deciding_loops == [foreign]:
-            OmegaConf.update(united, name, set_values[foreign][name])
-            from_foreign.add(name)
-        elif deciding_loops != [algorithm]:
-            first, second = (f"{loop}.{name}={to_text(set_values[loop][name])}" for loop in (algorithm, foreign))
-            problems.append(Problem(first, f"is the same setting as {second}; leave one of them out"))
+        loops_by_source = ([loop for loop in setters[name] if f"{loop}.{name}" in source] for source in sources)
+        first, *others = next(filter(None, loops_by_source), setters[name])
+        contradicting = [loop for loop in others if set_values[loop][name] != set_values[first][name]]
+        if contradicting:
+            written, other = (f"{loop}.{name}={to_text(set_values[loop][name])}" for loop in (first, contradicting[0]))
+            problems.append(Problem(written, f"is the same setting as {other}; leave one of them out"))
+        else:
+            OmegaConf.update(united, name, set_values[first][name])
+            setters[name] = [first]
     for loop in LOOPS:
         OmegaConf.update(composed, loop, OmegaConf.merge(_select_keys(tree[loop], shared=False), united), merge=False)
-    return {f"{algorithm}.{name}": f"{foreign}.{name}" for name in from_foreign}, problems
+    written_names = {
+        f"{algorithm}.{name}": f"{loop}.{name}" for name, (loop, *_) in setters.items() if loop != algorithm
+    }
+    return written_names, problems
 
 
 def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
@@ -207,9 +217,9 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
                 values["env"].setdefault(name, {"type": environment.type})
     if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:
         values["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
-    foreign = switch_algorithm(algorithm)
-    if isinstance(values[foreign], dict):  # the printed configuration shows a shared key once
-        values[foreign] = _select_keys(values[foreign], shared=False)
+    for loop in LOOPS:  # the printed configuration shows a shared key once
+        if loop != algorithm and isinstance(values[loop], dict):
+            values[loop] = _select_keys(values[loop], shared=False)
     return algorithm, overruled
 
 

@@ -52,7 +52,8 @@ def convert_argument(name: str, text: str, kind: Any) -> Any:
 def find_missing_keys(values: dict[str, Any], problem_keys: set[str]) -> list[Problem]:
     """Report required keys without a value, except `problem_keys`."""
     leaves = dict(flatten(values))
-    replaced = {"data.train_path"} if any(name.startswith("data.train_sets") for name in leaves) else set()
+    is_replaced = leaves.get("data.from_rollouts") or any(name.startswith("data.train_sets") for name in leaves)
+    replaced = {"data.train_path"} if is_replaced else set()
     return [
         Problem(name, f"is required: {' '.join(key.doc.split())}")
         for name, key in read_keys().items()

@@ -105,6 +105,16 @@ class DataConfig(PromptConfig):
     val_sets: dict[str, DatasetConfig] = field(default_factory=dict)
     """Validation sets by name, besides val_path; each has its own metrics, such as val_set_accuracy/NAME."""
 
+    from_rollouts: PathText | None = None
+    """With algorithm=sft, the folder of a run whose recorded rollouts are the training rows, in place of train_path:
+    rejection sampling. Their token ids are used as they are."""
+
+    min_reward: float | None = None
+    """Lowest reward of rollouts that from_rollouts takes; null: any reward."""
+
+    best_of_group: bool = False
+    """Of the samples of a prompt in a step, from_rollouts takes one with the highest reward (true), or all (false)."""
+
     streaming: bool = False
     """Read rows of train_path, a hub name or a script's train_dataset, on demand without storing them; shuffle_buffer
     shuffles them."""
@@ -117,6 +127,16 @@ class DataConfig(PromptConfig):
 
     answer_key: str | None = "answer"
     """Column with the reference answer; null: rows have none, for example with reward functions."""
+
+    response_key: str | None = None
+    """With algorithm=sft, the column with the response to learn from: a text, or a list of messages that follow the
+    prompt. null: the prompt column has whole conversations, and all turns of the assistant are learnt."""
+
+    chosen_key: str = "chosen"
+    """With algorithm=dpo, the column with the better response: a text, or messages, also with the prompt before it."""
+
+    rejected_key: str = "rejected"
+    """With algorithm=dpo, the column with the worse response, in the form of chosen_key."""
 
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
@@ -151,6 +171,8 @@ class DataConfig(PromptConfig):
     @property
     def training_sets(self) -> dict[str, DatasetConfig]:
         """The training sets, by the key of their path."""
+        if self.from_rollouts is not None:
+            return {"data.from_rollouts": DatasetConfig(path=self.from_rollouts)}
         if self.train_sets:
             return {f"data.train_sets.{name}.path": dataset for name, dataset in self.train_sets.items()}
         return {"data.train_path": DatasetConfig(path=self.train_path, subset=self.subset, split=self.train_split)}
@@ -276,6 +298,10 @@ MIN_COMPARED = 4
 # Further signs of undeserved rewards, by the built-in type that reports them.
 SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
 
+# Kind of rows that have the responses to learn from, in place of an environment's type.
+SUPERVISED = "supervised"
+# Kind of rows that have two responses, a better and a worse one.
+PREFERENCE = "preference"
 # Types that need the reference answer of a row.
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 

@@ -23,7 +23,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, translate_key
-from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
+from megatron_grpo.config.schema import MISSING, Config, LoopConfig
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
 
 # Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
@@ -39,31 +39,30 @@ class Key:
     """One leaf of the configuration."""
 
     name: str
-    """Dotted name, GRPO's if PPO shares the key; a part in angle brackets stands for a name that the user chooses."""
+    """Dotted name, GRPO's if algorithms share the key; <name> stands for a name that the user chooses."""
     type: str  # in words: "int > 0", "one of linear, cosine", "text or null"
     default: Any
     doc: str
 
     @property
     def default_text(self) -> str:
-        """The default in YAML, with PPO's if it differs; "required" without one."""
+        """The default in YAML, with those of algorithms that differ; "required" without one."""
         if self.default == MISSING:
             return "required"
-        defaults = [self.default]
-        if is_shared(self.name):
-            defaults.append(attrgetter(self.name.partition(".")[2])(PPOConfig()))
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in defaults]
-        return ", with ppo ".join(dict.fromkeys(texts))
+        names = {translate_key(loop, self.name): loop for loop in LOOPS} if is_shared(self.name) else {}
+        defaults = {"": self.default} | {f", with {loop} ": attrgetter(name)(Config()) for name, loop in names.items()}
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()}
+        return "".join(key + text for key, text in texts.items() if not key or text != texts[""])
 
 
 @dataclass(frozen=True, slots=True)
 class SectionKeys:
     """One section of the configuration, without the sections below it."""
 
-    name: str  # dotted name, GRPO's if PPO shares the section; empty for the top level
+    name: str  # dotted name, GRPO's if algorithms share the section; empty for the top level
     doc: str
     keys: tuple[Key, ...]
-    is_shared: bool = False  # True if GRPO and PPO share the section
+    is_shared: bool = False  # True if all algorithms share the section
 
     @property
     def names(self) -> tuple[str, ...]:

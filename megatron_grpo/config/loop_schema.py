@@ -1,4 +1,4 @@
-"""The keys of the training loops of GRPO and PPO."""
+"""The keys of the training loops, and the names that algorithms share."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from megatron_grpo.config.section import (
 VALIDATION_PREFIX = "val_"
 # Metrics of a validation, without VALIDATION_PREFIX.
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
+# Metric of a validation with algorithm=sft, without VALIDATION_PREFIX.
+HELD_OUT_LOSS = "loss"
 
 
 class EarlyStopConfig(Section):
@@ -74,13 +76,13 @@ class AsyncGRPOConfig(Section):
 
 
 class LoopConfig(Section):
-    """The training loop of GRPO and PPO.
+    """The training loop of every algorithm.
 
-    `grpo.KEY` and `ppo.KEY` are two names of one setting, whichever of the two algorithms runs.
+    `grpo.KEY`, `ppo.KEY`, `sft.KEY` and `dpo.KEY` are names of one setting, whichever of the algorithms runs.
     """
 
     num_prompts_per_step: Positive = 32
-    """Prompts of one step."""
+    """Prompts of one step; with algorithm=sft its rows, with dpo its pairs."""
 
     num_generations_per_prompt: Positive = 16
     """Responses to each prompt; samples of a step = prompts * generations. PPO, with its value model, needs one."""
@@ -159,6 +161,8 @@ class LoopConfig(Section):
 
     has_value_model: ClassVar[bool] = False
     """True if the algorithm trains a value model beside the policy."""
+    is_supervised: ClassVar[bool] = False
+    """True if the algorithm learns from rows of the data instead of samples."""
     passes_name: ClassVar[str]
     """Key, without its section, of the number of passes over the samples of a step."""
 
@@ -222,18 +226,69 @@ class MseValueLossConfig(Section):
     """Factor of the loss, and so of its gradient; the reported loss is without it."""
 
 
+class RowsLoopConfig(LoopConfig):
+    """The training loop of algorithms that learn from rows."""
+
+    val_rewards: bool = False
+    """Sample responses to the validation prompts and score them, as GRPO does; this starts engines. The held-out loss
+    (val_loss) needs none."""
+
+    is_supervised: ClassVar[bool] = True
+    passes_name: ClassVar[str] = "max_num_epochs"
+
+
+class SFTConfig(RowsLoopConfig):
+    """Keys that only supervised fine-tuning has; for algorithm=sft."""
+
+    num_generations_per_prompt: Positive = 1
+    """A row is one sequence, so 1."""
+
+
+class DPOConfig(RowsLoopConfig):
+    """Keys that only preference training has; for algorithm=dpo."""
+
+    num_generations_per_prompt: Positive = 2
+    """A row is a pair of sequences, so 2."""
+
+    reference_policy_kl_penalty: PositiveFloat = 0.05
+    """Strength of the pull towards the reference policy (beta)."""
+
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a pair: sigmoid as in DPO, or the squared distance of IPO."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that the responses of a pair are the wrong way round; for loss_type=sigmoid."""
+
+    preference_loss_weight: NonNegativeFloat = 1.0
+    """Weight of the pairs' loss."""
+
+    preference_average_log_probs: bool = False
+    """Divide the log-probability of a response by its tokens in the pairs' loss; TRL's ipo does."""
+
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the chosen responses."""
+
+    sft_average_log_probs: bool = False
+    """Divide the log-probability of a response by its tokens in that likelihood."""
+
+
 # The algorithms; each has a section of its name.
-LOOPS = ("grpo", "ppo")
-# Keys, and sections of keys, that both algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
+LOOPS = ("grpo", "ppo", "sft", "dpo")
+# Keys, and sections of keys, that all algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 # Keys of the same meaning with different names, defaults and limits.
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
 # Sections that only one algorithm reads, except the shared keys in them.
-READ_BY = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
+READER = {"grpo": "grpo", "ppo": "ppo", "value": "ppo", "value_loss_fn": "ppo", "sft": "sft", "dpo": "dpo"}
+# Shared keys, and sections of keys, about responses that a step samples to learn from.
+OF_SAMPLES = frozenset(
+    {"overlong_filtering", "advantage_clip_low", "advantage_clip_high", "reward_scaling", "reward_shaping"}
+    | {"use_dynamic_sampling", "batch_multiplier", "seq_logprob_error_threshold", "async_grpo", "sync_ref_model"}
+)
 
 
 def is_shared(name: str) -> bool:
-    """True for a shared key or section, under either algorithm's name."""
+    """True for a shared key or section, under any algorithm's name."""
     section, _, rest = name.partition(".")
     return section in LOOPS and rest.partition(".")[0] in SHARED
 
@@ -243,11 +298,11 @@ def translate_key(algorithm: str, name: str) -> str:
     return f"{algorithm}.{name.partition('.')[2]}" if is_shared(name) else name
 
 
-def switch_algorithm(algorithm: str) -> str:
-    """Return the other algorithm."""
-    return "grpo" if algorithm == "ppo" else "ppo"
+def find_reader(name: str) -> str | None:
+    """Find the only algorithm that reads a key; None: all read it."""
+    return None if is_shared(name) else READER.get(name.partition(".")[0])
 
 
 def is_foreign_to(algorithm: str, name: str) -> bool:
-    """True if only the other algorithm reads a key."""
-    return name.partition(".")[0] in READ_BY[switch_algorithm(algorithm)] and not is_shared(name)
+    """True if only another algorithm reads a key."""
+    return find_reader(name) not in (None, algorithm)

@@ -11,9 +11,16 @@ from dataclasses import field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig, SandboxConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, EnvironmentConfig, SandboxConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
-from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, LoopConfig, MseValueLossConfig, PPOConfig
+from megatron_grpo.config.loop_schema import (
+    VALIDATION_PREFIX,
+    DPOConfig,
+    LoopConfig,
+    MseValueLossConfig,
+    PPOConfig,
+    SFTConfig,
+)
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
@@ -61,8 +68,9 @@ class GRPOConfig(LoopConfig):
 class Config(Section):
     """The configuration of one run."""
 
-    algorithm: Literal["grpo", "ppo"] = "grpo"
-    """grpo compares the samples of a prompt, ppo uses a value model; each has a section of its name."""
+    algorithm: Literal["grpo", "ppo", "sft", "dpo"] = "grpo"
+    """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
+    responses; each has a section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -78,6 +86,8 @@ class Config(Section):
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
@@ -94,14 +104,19 @@ class Config(Section):
 
     @property
     def training_loop(self) -> LoopConfig:
-        """The section of the algorithm that runs: `grpo` or `ppo`."""
+        """The section of the algorithm that runs."""
         section = getattr(self, self.algorithm)
         assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
         return section
 
     @property
     def needs_generation(self) -> bool:
-        """True if rollouts are sampled, false if they are recorded ones."""
+        """True if responses are sampled, for steps or only for validation."""
+        return self.reads_prompts and getattr(self.training_loop, "val_rewards", True)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """True if the rows of the data are used, false if steps are recorded ones."""
         return self.debug.rollouts_from is None
 
     @property
@@ -139,6 +154,19 @@ class Config(Section):
         """Type of each environment, by task name."""
         return {name: environment.type for name, environment in self.env.items()}
 
+    def find_row_kinds(self, *, trains: bool) -> dict[str, str]:
+        """Find what the rows of each task have to be, for training or for sampling.
+
+        The kind is the type of the environment that scores the responses, or `row_kind`.
+        """
+        is_learnt = self.training_loop.is_supervised and trains
+        return dict.fromkeys(self.env, self.row_kind) if is_learnt else self.environment_types
+
+    @property
+    def row_kind(self) -> str:
+        """Kind of the rows that the algorithm learns from, if it does."""
+        return PREFERENCE if self.algorithm == "dpo" else SUPERVISED
+
     @property
     def has_checkpoints(self) -> bool:
         """True if the run writes checkpoints."""
@@ -149,6 +177,9 @@ class Config(Section):
         """Settings of checkpoints, ranked by reward instead of a validation that the run lacks."""
         settings, loop = self.checkpointing, self.training_loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
+        is_default = settings.metric_name == CheckpointingConfig().metric_name
+        if is_default and self.training_loop.is_supervised and not self.needs_generation:
+            return replace(settings, metric_name="val_loss" if validates else "loss", higher_is_better=False)
         if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
             return settings
         return replace(settings, metric_name="reward", higher_is_better=True)
@@ -156,6 +187,8 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """True if a reference policy is loaded."""
+        if self.training_loop.is_supervised:
+            return self.algorithm == "dpo"
         # PPO reports the distance to it even without a penalty.
         observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
         return observed or self.loss_fn.reference_policy_kl_penalty > 0
@@ -163,6 +196,8 @@ class Config(Section):
     @property
     def needs_prev_logprobs(self) -> bool:
         """True if a separate pass computes log-probabilities before training."""
+        if self.training_loop.is_supervised:
+            return False
         # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
         is_needed_earlier = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
@@ -213,7 +248,8 @@ class Config(Section):
     @property
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
-        return int(getattr(self.training_loop, self.training_loop.passes_name))
+        loop = self.training_loop
+        return 1 if loop.is_supervised else int(getattr(loop, loop.passes_name))
 
     @property
     def optimizer_steps_per_step(self) -> int:

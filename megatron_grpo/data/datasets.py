@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
 from megatron_grpo.data.rows import is_conversation
-from megatron_grpo.data.specs import find_rendering
+from megatron_grpo.data.specs import is_built_in
 
 
 def convert_datum(
@@ -47,7 +47,9 @@ def convert_datum(
     name = task if datum.get("task_name") is None else datum["task_name"]
     if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"returned task_name={name!r}, which is not an environment")
+    pair = {} if datum.get("rejected") is None else {"rejected": _convert_messages(datum["rejected"])}
     return DatumSpec(
+        **pair,
         message_log=messages,
         length=length,
         extra_env_info={**_collect_extra_fields(datum), **_add_reference(datum["extra_env_info"], row, spec)},
@@ -160,7 +162,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {tasks}') from None
         function = process if hasattr(process, "__qualname__") else type(process)
         name = f"row {idx}: its processor {function.__module__}.{function.__qualname__}"
-        is_builtin = find_rendering(process) is not None
+        is_builtin = is_built_in(process)
         try:
             prompt = process(row, spec, self.tokenizer, self.max_seq_length, idx)
         except Exception as error:  # a user's own processor may raise anything
@@ -173,7 +175,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 prompt = convert_datum(prompt, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
-        largest = max((token for message in prompt["message_log"] for token in message["token_ids"]), default=0)
+        messages = [*prompt["message_log"], *prompt.get("rejected", [])]
+        largest = max((token for message in messages for token in message["token_ids"]), default=0)
         if self.vocab is not None and largest >= self.vocab:  # it has no embedding
             token = self.tokenizer.decode([largest])
             text = f"the prompt has the token {token!r} with number {largest}, and the model has {self.vocab} tokens"

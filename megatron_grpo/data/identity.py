@@ -64,8 +64,10 @@ def _identify_set(config: Config, key: str) -> SetIdentity:
     report, is_streamed = SetReport(), config.data.streaming and key in training
     # The rows that prepare.name makes follow from it, and may be made only after this check.
     is_made = is_made_before_run(config, dataset.path)
-    if config.needs_generation and not is_streamed and not is_made and (has_parts or os.path.isfile(dataset.path)):
-        report = examine_set(dataset, config.data, config.environment_types)
+    if config.reads_prompts and not is_streamed and not is_made and (has_parts or os.path.isfile(dataset.path)):
+        report = examine_set(
+            dataset, config.data, config.find_row_kinds(trains=key in training or not config.needs_generation)
+        )
     if report.source is None:
         return SetIdentity(path, weight=dataset.weight)
     usable = xxh3_128(report.usable.tobytes()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
-from megatron_grpo.data.processors import DatumSpec, find_task
+from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set
-from megatron_grpo.data.specs import find_rendering, make_processors, make_task_spec
+from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
+from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
@@ -78,6 +79,7 @@ class PromptData:
     stops: special_tokens.StopConditions
     notes: list[str]  # remarks about the files for the user
     tokenizer: Any = None  # tokenizer of the prompts, from transformers; None: a recording replaces the prompts
+    val_rows: list[DatumSpec] = field(default_factory=list)  # rows of the held-out loss, with algorithm=sft
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: Any = None) -> PromptData:
@@ -89,8 +91,9 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: A
     """
     reader = PromptReader(config, model, tokenizer)
     loader = reader.make_stream(rows) if config.data.streaming else reader.make_loader()
-    val_prompts = list(reader.read_validation())
-    return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
+    val_prompts = list(reader.read_validation()) if config.needs_generation else []
+    val_rows = list(reader.read_validation(trains=True)) if config.training_loop.is_supervised else []
+    return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer, val_rows)
 
 
 class PromptReader:
@@ -112,7 +115,7 @@ class PromptReader:
                 raise ConfigError([Problem("tokenizer", text)])
         self._vocab = read_vocabulary_size(model)
         self.stops = special_tokens.find_stop_conditions(config.generation, self.tokenizer, model)
-        self.notes += self._find_unstopped_turns()
+        self.notes += self._find_unstopped_turns() if config.needs_generation else ()
 
     def _find_unstopped_turns(self) -> Iterator[str]:
         # A turn whose last token stops nothing goes on to the token limit, with further turns of both sides in it.
@@ -133,7 +136,7 @@ class PromptReader:
         config, sets = self.config, self.config.data.training_sets
         datasets, usable = [], 0
         for key, training_set in sets.items():
-            dataset, usable_rows = self._read(key, training_set)
+            dataset, usable_rows = self._read(key, training_set, trains=True)
             datasets.append(dataset)
             usable += min(usable_rows, training_set.count_visits(usable_rows))
         per_batch = config.prompts_per_generation_batch
@@ -166,24 +169,26 @@ class PromptReader:
             config=training_set,
             data=config.data,
             environments=self.config.environment_types,
-            prompts=self._make_prompts(training_set, []),
+            prompts=self._make_prompts(training_set, [], trains=True),
             prompts_per_batch=config.prompts_per_generation_batch,
             seed=config.training_loop.seed,
         )
 
-    def read_validation(self) -> Iterator[DatumSpec]:
-        """Read at most max_val_samples validation prompts of each set."""
+    def read_validation(self, *, trains: bool = False) -> Iterator[DatumSpec]:
+        """Read at most max_val_samples rows of each validation set, as prompts, or as training reads them."""
         for key, validation_set in self.config.data.validation_sets.items():
             is_named = key != "data.val_path"
-            for prompt in self.read_held_out(key, validation_set)[: self.config.training_loop.max_val_samples]:
+            for prompt in self.read_held_out(key, validation_set, trains=trains)[
+                : self.config.training_loop.max_val_samples
+            ]:
                 yield {**prompt, "dataset": key.split(".")[2]} if is_named else prompt
 
-    def read_held_out(self, key: str, config: DatasetConfig) -> list[DatumSpec]:
-        """Read, render and tokenize a set as for validation.
+    def read_held_out(self, key: str, config: DatasetConfig, *, trains: bool = False) -> list[DatumSpec]:
+        """Read, render and tokenize a set as for validation, or as training does.
 
         `key`: of its path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are too long.
         """
-        dataset, usable = self._read(key, config)
+        dataset, usable = self._read(key, config, trains=trains)
         subject = f"{key}={config.path}"
         if not usable:
             raise ConfigError([Problem(subject, "has no usable row")])
@@ -193,17 +198,17 @@ class PromptReader:
             raise ConfigError([Problem(subject, str(error))]) from error
         return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
-    def _read(self, key: str, config: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
-        """Read a set and count its usable prompts."""
+    def _read(self, key: str, config: DatasetConfig, *, trains: bool) -> tuple[AllTaskProcessedDataset, int]:
+        """Read a set, for training or sampling, and count its usable prompts."""
         data, subject = self.config.data, f"{key}={config.path}"
-        report = examine_set(config, data, self.config.environment_types)
+        report = examine_set(config, data, self.config.find_row_kinds(trains=trains))
         if report.problems:
             raise ConfigError(report.problems)
         self.notes += [f"{remark.subject} {remark.text}" for remark in report.remarks]
         if not report.rows:
             raise ConfigError([Problem(subject, "has no rows")])
         source: Any = report.source  # not None, since it has no problems
-        dataset = self._make_prompts(config, Subset(source, report.usable))
+        dataset = self._make_prompts(config, Subset(source, report.usable), trains=trains)
         try:
             rendered = min(len(dataset), data.rows_rendered_at_start)
             left_out = count_left_out(dataset, rendered)
@@ -217,22 +222,31 @@ class PromptReader:
         if left_out:
             among = "" if rendered == len(dataset) else "first "
             text = f"more than data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
+            if self._is_supervised(trains):
+                text = f"more than policy.max_total_sequence_length={dataset.max_seq_length} tokens"
             self.notes.append(f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: {text}")
         return dataset, len(dataset) - left_out - len(refused)
 
     def _make_prompts(
-        self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]]
+        self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool
     ) -> AllTaskProcessedDataset:
-        data = self.config.data
+        data, is_supervised = self.config.data, self._is_supervised(trains)
+        make = ROW_PROCESSORS[self.config.row_kind] if is_supervised else math_data_processor
+        processors = make_processors(data, self.config.env, make)
+        if config.path == data.from_rollouts:
+            processors = {task: (spec, recorded_data_processor) for task, (spec, _) in processors.items()}
         return AllTaskProcessedDataset(
             rows,
             self.tokenizer,
             make_task_spec(data, config.task_name or data.task_name),
-            make_processors(data, self.config.env),
-            data.max_input_seq_length,
+            processors,
+            self.config.policy.max_total_sequence_length if is_supervised else data.max_input_seq_length,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
         )
+
+    def _is_supervised(self, trains: bool) -> bool:
+        return trains and self.config.training_loop.is_supervised
 
 
 class JoinedPrompts(ConcatDataset[DatumSpec]):

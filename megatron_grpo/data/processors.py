@@ -43,6 +43,8 @@ class DatumSpec(TypedDict):
     task_name: str
     prompt: str | list[dict[str, str]]
     """The row's prompt as it is in the data, for logs and reward functions."""
+    rejected: NotRequired[list[Message]]
+    """The conversation with the worse response of a pair; message_log has the better one."""
     dataset: NotRequired[str]
     """Name of the prompt's validation set; absent where sets have no names."""
 
@@ -54,6 +56,10 @@ class TaskDataSpec(PromptFormat):
     task_name: str
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
+    response_key: str | None = None
+    """Column with the response to learn from; None: the prompt's column has whole conversations."""
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     prompt: str | None = None
     """Text around every prompt: {} is replaced by the prompt, {NAME} by a column."""
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"
@@ -118,7 +124,7 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
 
     ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
     """
-    prompt = _apply_prompt_file(row[spec.prompt_key], row, spec, idx)
+    prompt = apply_prompt_file(row[spec.prompt_key], row, spec, idx)
     renderer = PromptRenderer(tokenizer, spec)
     if spec.apply_chat_template and not renderer.has_template:
         raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
@@ -128,7 +134,7 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
         raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
 
 
-def _apply_prompt_file(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
+def apply_prompt_file(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
     """Put the prompt file's text around a prompt, or around its user's last message."""
     if spec.prompt is None:
         return prompt

@@ -113,7 +113,7 @@ class PromptRenderer:
         `earlier`: messages before the model's first turn; `messages`: those after it, up to its second turn;
         `last_token`: last token of the first turn. ValueError: the template does not show the model's message.
         """
-        mark = f"{MODEL_TURN}{secrets.token_hex(8)}"  # drawn at random, because messages may hold any text
+        mark = self.make_mark()
         conversation = [*earlier, {"role": "assistant", "content": mark}, *messages]
         has_results = any(message.get("role") == "tool" for message in messages)
         render = partial(self.render, tools=tools, variables=variables)
@@ -168,6 +168,20 @@ class PromptRenderer:
         if any("tool_calls" in message for message in conversation):
             return render_calls(self.tokenizer, conversation, **options)
         return render_chat(self.tokenizer, conversation, **options)
+
+    @staticmethod
+    def make_mark() -> str:
+        """Make a text that stands for a turn, drawn at random, because messages may hold any text."""
+        return f"{MODEL_TURN}{secrets.token_hex(8)}"
+
+    def find_first_special(self, text: str) -> str | None:
+        """Find the first special token in a text; None: it has none."""
+        tokens = [token for token in self._special_texts.values() if token and token in text]
+        return min(tokens, key=lambda token: (text.index(token), -len(token)), default=None)
+
+    def has_special_end(self, text: str) -> bool:
+        """True if a special token ends a text."""
+        return text.endswith(tuple(token for token in self._special_texts.values() if token))
 
     def encode_after(self, text: str, last_token: int) -> list[int]:
         """Encode a text that follows a sampled token.

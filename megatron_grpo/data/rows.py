@@ -17,17 +17,20 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
 from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.prompt_renderer import are_text_parts
-from megatron_grpo.data.sources import Row, Source, SourceError, open_source
+from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
+from megatron_grpo.data.sources import Row, Source, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
+from megatron_grpo.data.supervised_rows import find_pair_problem, find_row_problem
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
+_LEARNT = {SUPERVISED, PREFERENCE}  # kinds of rows that have the responses to learn from
 _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.
@@ -43,7 +46,7 @@ _reports: dict[str, SetReport] = {}  # the checks before a run and the run itsel
 class SetReport:
     """A set of rows with its summary; the counts are of usable rows."""
 
-    source: Source | None = None  # None: it cannot be read
+    source: Source | RecordedRows | None = None  # None: it cannot be read
     usable: array[int] = field(default_factory=lambda: array("q"))  # indices of the usable rows in the source
     digest: str = ""
     """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
@@ -84,8 +87,9 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     report = SetReport()
     try:
-        report.source = source = open_source(config)
-    except SourceError as error:
+        is_recorded = config.path == data.from_rollouts
+        report.source = source = RecordedRows(data) if is_recorded else open_source(config)
+    except ValueError as error:
         report.problems.append(Problem(config.path, str(error)))
         return report
     check = RowCheck(config, data, environments)
@@ -104,7 +108,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     return report
 
 
-def _check_rows(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> list[str]:
+def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetReport, data: DataConfig) -> list[str]:
     """Fill a report; returns remarks about usable rows that look odd."""
     digests = array("Q")
     oddities, details = Counter[str](), dict[str, str]()
@@ -165,6 +169,8 @@ def digest_rows(rows: Iterable[Row]) -> str:
 
 def _convert_to_bytes(row: Row | str) -> bytes:
     def convert(value: Any) -> str:
+        if isinstance(value, RecordedSequence):
+            value = value.token_ids.tobytes() + str(value.spans).encode()
         return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
 
     return json.dumps(row, sort_keys=True, default=convert).encode()
@@ -187,16 +193,20 @@ class RowCheck:
         if self.default_task in self._opaque or self.default_task in self._forms:
             return  # their rows' columns have other names
         spec = self._load_spec(self.default_task)
-        for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
+        is_supervised = self._environments.get(self.default_task) in _LEARNT
+        other = ("response_key", spec.response_key) if is_supervised else ("answer_key", spec.answer_key)
+        for setting, column in (("prompt_key", spec.prompt_key), other):
             if column is not None and column in media:
                 yield f"column {column!r} (data.{setting}) holds {media[column]} data; name a column of texts"
 
     def convert(self, row: Row) -> Row | str:
         """Convert a row to its task's form, or say why not."""
+        if RECORDED in row:
+            return row
         task = find_task(row, self.default_task)
         if not isinstance(task, str) or task not in self._environments:
             # Columns are checked first: after a mistyped path they tell more about the file than the task does.
-            is_opaque = self.default_task in self._opaque
+            is_opaque = self.default_task in self._opaque or not _LEARNT.isdisjoint(self._environments.values())
             missing = None if is_opaque else _find_missing_column(row, self._load_spec(self.default_task))
             names = ", ".join(sorted(self._environments))
             return missing or f"task_name {task!r} is not an environment; env has {names}"
@@ -211,10 +221,14 @@ class RowCheck:
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""
-        return row if task in self._opaque else row[self._load_spec(task).prompt_key]
+        spec = self._load_spec(task)
+        is_whole = task in self._opaque or RECORDED in row or spec.prompt_key not in row  # pairs may lack a prompt
+        return row if is_whole else row[spec.prompt_key]
 
     def find_oddities(self, task: str, row: Row) -> Iterator[tuple[str, str]]:
         """Find which of _ODDITIES a converted row has, with details."""
+        if self._environments[task] in _LEARNT:
+            return
         prompt = self.read_prompt(task, row)
         if is_conversation(prompt) and prompt[-1]["role"] == "assistant":
             yield _BEGUN, ""
@@ -231,6 +245,9 @@ class RowCheck:
 
 
 def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
+    if kind in _LEARNT:
+        check = find_row_problem if kind == SUPERVISED else find_pair_problem
+        return check(row, spec, is_conversation)
     missing = _find_missing_column(row, spec)
     if missing is not None:
         return missing

@@ -9,11 +9,16 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
+from megatron_grpo.data.supervised_rows import (
+    preference_data_processor,
+    recorded_data_processor,
+    supervised_data_processor,
+)
 
 # A function that adds `prompt` and `answer` to a row; ValueError for a row of another dataset.
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
@@ -102,12 +107,22 @@ ROW_FORMS: dict[str, RowForm] = {  # by their names in data.processor
 }
 
 
-def find_processor(name: str | None) -> DataProcessor:
-    """Find a processor by its name in data.processor; ValueError: it is unusable."""
+# Processors of algorithms that learn from rows, by the kind of the rows.
+ROW_PROCESSORS: dict[str, DataProcessor] = {
+    SUPERVISED: supervised_data_processor,
+    PREFERENCE: preference_data_processor,
+}
+
+
+def find_processor(name: str | None, make: DataProcessor = math_data_processor) -> DataProcessor:
+    """Find a processor by its name in data.processor; ValueError: it is unusable.
+
+    `make` is the processor of rows that data.processor leaves as they are, or converts.
+    """
     if name is None:
-        return math_data_processor
+        return make
     if name in ROW_FORMS:
-        return partial(_convert_and_make, ROW_FORMS[name], math_data_processor)
+        return partial(_convert_and_make, ROW_FORMS[name], make)
     module, _, function = name.rpartition(".")
     processor: DataProcessor = import_object(module, function)
     if not callable(processor):
@@ -116,10 +131,16 @@ def find_processor(name: str | None) -> DataProcessor:
 
 
 def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
-    """Find the renderer of a built-in processor's prompts; None: a user's processor."""
-    if isinstance(processor, partial) and processor.func is _convert_and_make:
+    """Find the renderer of a built-in processor's prompts; None: it makes more than prompts, or is a user's."""
+    if isinstance(processor, partial) and processor.args[-1] is math_data_processor:
         return partial(_convert_and_make, processor.args[0], render_prompt)
     return render_prompt if processor is math_data_processor else None
+
+
+def is_built_in(processor: DataProcessor) -> bool:
+    """True for a processor of the package, whose results need no check."""
+    own = processor.func if isinstance(processor, partial) else processor
+    return own in (_convert_and_make, math_data_processor, recorded_data_processor, *ROW_PROCESSORS.values())
 
 
 def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
@@ -161,6 +182,9 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
         task_name=task,
         prompt_key="prompt" if has_form else _choose(config.prompt_key, data.prompt_key) or "",
         answer_key="answer" if has_form else _choose(config.answer_key, data.answer_key),
+        response_key=data.response_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
         apply_chat_template=bool(_choose(config.apply_chat_template, data.apply_chat_template)),
         system_prompt=_choose(system, _choose(data.system_prompt, _read(data.system_prompt_file, str))),
         prompt=_read(config.prompt_file or data.prompt_file, str),
@@ -226,11 +250,13 @@ def find_processor_problems(data: DataConfig) -> Iterator[Problem]:
             yield Problem(f"{section}.processor={config.processor}", str(error))
 
 
-def make_processors(data: DataConfig, tasks: Iterable[str]) -> dict[str, tuple[TaskDataSpec, DataProcessor]]:
+def make_processors(
+    data: DataConfig, tasks: Iterable[str], make: DataProcessor = math_data_processor
+) -> dict[str, tuple[TaskDataSpec, DataProcessor]]:
     """Make each task's specification and processor; ConfigError: one cannot be imported."""
     if problems := list(find_processor_problems(data)):
         raise ConfigError(problems)
-    return {task: (make_task_spec(data, task), find_processor(find_processor_name(data, task))) for task in tasks}
+    return {task: (make_task_spec(data, task), find_processor(find_processor_name(data, task), make)) for task in tasks}
 
 
 def _list_sections(data: DataConfig) -> dict[str, PromptConfig]:

@@ -15,6 +15,7 @@ from xxhash import xxh3_128
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_token_ids
@@ -42,8 +43,15 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def find_local_folder(path: str) -> Path | None:
-    """Find a model's folder on this machine, perhaps in the hub's cache."""
+    """Find a model's folder on this machine, perhaps in the hub's cache.
+
+    That of a checkpoint is its export, and before that is made the model that its run began with: sizes and tokenizer
+    are the same. ValueError: the checkpoint's run cannot be read.
+    """
     if not is_hub_name(path):
+        model = find_checkpoint_model(path)
+        if model is not None:
+            return model.export if model.export.is_dir() else find_local_folder(model.origin)
         return Path(path) if os.path.isdir(path) else None
     from huggingface_hub import try_to_load_from_cache  # here: its import takes longer than all others together
 
@@ -67,7 +75,8 @@ def download_config(path: str) -> str | None:
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     """Find or download a complete model's folder; RunError: the download failed."""
     if not is_hub_name(path):
-        return Path(path)
+        model = find_checkpoint_model(path)
+        return Path(path) if model is None else model.export
     from huggingface_hub import snapshot_download
 
     try:
@@ -110,8 +119,8 @@ def find_value_shape(config: Config) -> ModelShape | None:
 
 
 def _read_local_shape(path: str, *, reward_models: bool = False) -> ModelShape | None:
-    folder = find_local_folder(path)
     try:
+        folder = find_local_folder(path)
         return None if folder is None else read_model_shape(folder, reward_models=reward_models)
     except ValueError:
         return None  # preflight reports what is wrong with the files

@@ -49,4 +49,5 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from rewards.check_rewards(config)
     yield from list_conflicts(config, "loss")
     yield from loop.check_ppo(config)
+    yield from loop.check_supervised(config)
     yield from loop.check_debug_modes(config)

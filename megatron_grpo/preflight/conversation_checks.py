@@ -46,10 +46,11 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
     Raises ConfigError if a file, a row, or the chat template cannot be used.
     """
     data = load_prompt_data(config, model, tokenizer, rows)
-    problems, remarks = examine_conversations(config, data.tokenizer)
+    problems, remarks = examine_conversations(config, data.tokenizer) if config.needs_generation else ([], [])
     if problems:
         raise ConfigError(problems)
-    remarks += _find_changed_prompts(config, data)
+    if not config.training_loop.is_supervised:  # the processor of rows refuses those whose turns are not exact
+        remarks += _find_changed_prompts(config, data)
     return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
 
 

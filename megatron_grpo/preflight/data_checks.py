@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, examine_file, find_recorded_folder, find_recorded_steps
+from megatron_grpo.batch.rollout_files import (
+    ROLLOUTS_FOLDER,
+    RecordedFile,
+    examine_file,
+    find_recorded_folder,
+    find_recorded_steps,
+)
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.paths import check_readable
@@ -46,6 +52,8 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
                 problems.append(Problem(weight, f"{text} or more, or leave the set out"))
         elif not report.problems and report.rows == 0:
             problems.append(Problem(subject, "has no rows"))
+    if config.data.from_rollouts is not None and not problems:
+        problems += _find_vocabulary_problems(config, config.data.from_rollouts)
     prompts = config.prompts_per_generation_batch
     if not problems and not config.data.streaming and rows < prompts:
         key, dataset = next(iter(training.items()))
@@ -65,21 +73,28 @@ def count_training_rows(config: Config) -> int:
     return sum(dataset.count_visits(examine_dataset(config, dataset, key).rows) for key, dataset in sets)
 
 
-def examine_rows(config: Config, subject: str, dataset: DatasetConfig) -> SetReport:
-    """Examine a set's rows; problems of its file have this subject (KEY=PATH)."""
+def examine_rows(
+    config: Config, subject: str, dataset: DatasetConfig, kinds: Mapping[str, str] | None = None
+) -> SetReport:
+    """Examine a set's rows; problems of its file have this subject (KEY=PATH).
+
+    `kinds`: what the rows of each task have to be (`find_row_kinds`); None: prompts for the environments.
+    """
     is_file = not is_remote(dataset.path) and not os.path.isdir(dataset.path)
     reason = check_readable(dataset.path) if is_file else None
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
         return SetReport(problems=[Problem(subject, reason + advice)])
-    return examine_set(dataset, config.data, config.environment_types)
+    return examine_set(dataset, config.data, kinds or config.environment_types)
 
 
 def examine_dataset(config: Config, dataset: DatasetConfig, key: str = "") -> SetReport:
     """Examine a set's rows, also before they are made (`key`: for messages)."""
     subject = f"{key}={dataset.path}"
     if not source.is_made_before_run(config, dataset.path):
-        return examine_rows(config, subject, dataset)
+        # Without engines, validation computes the loss of its rows.
+        kinds = config.find_row_kinds(trains=key in config.data.training_sets or not config.needs_generation)
+        return examine_rows(config, subject, dataset, kinds)
     assert config.prepare.name is not None
     files = make_prompt_rows(config.prepare.name)
     name = str(Path(dataset.path).relative_to(config.prepare.folder))
@@ -96,13 +111,16 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     """Check settings against prompts that are made before the run."""
     data, name = config.data, f"prepare.name={config.prepare.name}"
     columns, longest = rows[0].keys(), max(len(row["prompt"]) for row in rows)  # a token for each character
-    for key, column in (("data.prompt_key=", data.prompt_key), ("data.answer_key=", data.answer_key)):
+    keys = {"data.prompt_key=": data.prompt_key, "data.answer_key=": data.answer_key}
+    for key, column in (keys | {"data.response_key=": data.response_key}).items():
         yield column is not None and column not in columns, key, f"{name} makes rows with {', '.join(columns)}"
     for task in dict.fromkeys(row["task_name"] for row in rows):
         text = f"{name} makes rows of the task {task}, and env has {', '.join(sorted(config.env))}; use env={task}"
         yield task not in config.env, "env", text
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
+    text = "makes prompts without responses; name the column to learn from"
+    yield config.training_loop.is_supervised and data.response_key is None, "data.response_key=", f"{name} {text}"
     text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
     yield data.max_input_seq_length < longest and not data.apply_chat_template, "data.max_input_seq_length=", text
 
@@ -176,7 +194,26 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
     yield step.longest > config.policy.max_total_sequence_length, "policy.max_total_sequence_length=", text
     text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
     yield loop.use_dynamic_sampling and not step.dynamic_sampling, "LOOP.use_dynamic_sampling=", text
-    shape = source.find_model_shape(config)
+    yield from _check_vocabulary(config, file, recorded)
+
+
+@evaluate_rules
+def _find_vocabulary_problems(config: Config, path: str) -> Iterator[Rule]:
+    """Check that the model has the tokens of recorded rollouts."""
+    for file in find_recorded_steps(path).values():
+        try:
+            recorded = examine_file(file)
+        except (OSError, ValueError) as error:
+            yield True, f"data.from_rollouts={path}", f"{file} {error}"
+            return
+        rules = [rule for rule in _check_vocabulary(config, file, recorded) if rule[0]]
+        yield from rules
+        if rules:  # other steps have the same problem
+            return
+
+
+def _check_vocabulary(config: Config, file: Path, recorded: RecordedFile) -> Iterator[Rule]:
+    run, shape = recorded.record.run, source.find_model_shape(config)
     if shape is None:
         return
     subject = "policy.model.path="

@@ -29,11 +29,15 @@ def summarize_run(config: Config, start_from: Path | None) -> str:
     loop, generation = config.training_loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
+    samples = f"{loop.num_prompts_per_step} rows" if loop.is_supervised else samples
     parts = [f"policy on {_describe_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_describe_ranks(config.value.parallel)}")
     engines = f"{format_count('engine', generation.data)} of {format_count('rank', generation.ranks_per_engine)}"
-    parts.append(engines if config.needs_generation else f"rollouts of {config.debug.rollouts_from}")
+    if config.needs_generation:
+        parts.append(engines)
+    elif not config.reads_prompts:
+        parts.append(f"rollouts of {config.debug.rollouts_from}")
     devices = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
     folder = Path(os.path.abspath(config.run_dir))
     if start_from is None:
@@ -94,7 +98,7 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems, remarks = examine_machine(config)
     loop = config.training_loop
     if not problems and loop.max_num_steps == _UNCOUNTED_STEPS:
-        if not config.needs_generation:
+        if not config.reads_prompts:
             loop.max_num_steps = read_recorded_max_num_steps(config)
         elif config.data.streaming:
             text = "needs rows that can be counted, and they are streamed; give a number of steps"

@@ -1,4 +1,4 @@
-"""Checks of the training loop, oversampling, PPO and the debug modes."""
+"""Checks of the training loop, oversampling, PPO, rows to learn from, and the debug modes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_grpo.config.compose import explain_foreign_key
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, switch_algorithm
+from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, OF_SAMPLES, READER, VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule, list_conflicts
@@ -22,7 +22,8 @@ def check_loop(config: Config) -> Iterator[Rule]:
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
-    ranked_by = config.checkpointing.metric_name
+    checkpointing = config.ranked_checkpointing if config.training_loop.is_supervised else config.checkpointing
+    ranked_by = checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         check_metric = _check_validation_metric if ranked_by.startswith(VALIDATION_PREFIX) else _check_step_metric
         yield from check_metric(config, "checkpointing.metric_name=", ranked_by)
@@ -58,7 +59,10 @@ def _suggest_batch_size(samples: int, size: int, data: int) -> str:
 
 
 def _check_validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    names = [f"{VALIDATION_PREFIX}{metric}" for metric in VALIDATION_METRICS]
+    is_supervised = config.training_loop.is_supervised
+    metrics = VALIDATION_METRICS if config.needs_generation or not is_supervised else ()
+    names = [f"{VALIDATION_PREFIX}{metric}" for metric in metrics]
+    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if is_supervised else []
     names += [
         f"{VALIDATION_PREFIX}set_{metric}/{dataset}"
         for dataset in config.data.val_sets
@@ -117,20 +121,31 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
 
 
 def check_ppo(config: Config) -> Iterator[Rule]:
-    """Check settings of PPO, and find changed settings of the other algorithm."""
-    for section in READ_BY[switch_algorithm(config.algorithm)]:
+    """Check settings of PPO, and find changed settings of other algorithms."""
+    for section in [section for section, reader in READER.items() if reader != config.algorithm]:
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
     if config.algorithm == "ppo":
         yield from list_conflicts(config, "ppo")
 
 
+def check_supervised(config: Config) -> Iterator[Rule]:
+    """Check settings of algorithms that learn from rows."""
+    if not config.training_loop.is_supervised:
+        yield from list_conflicts(config, "sampled")
+        return
+    yield from list_conflicts(config, "supervised")
+    for key, value in list_changes(config, config.algorithm):
+        text = f"is about samples that a step learns from, and algorithm={config.algorithm} learns from rows"
+        yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", f"{text}; leave it out"
+
+
 def check_debug_modes(config: Config) -> Iterator[Rule]:
     """Check settings that need the part of the run which is left out."""
     yield from list_conflicts(config, "debug")
-    if config.needs_generation and not config.debug.train:
+    if config.reads_prompts and not config.debug.train:
         yield from list_conflicts(config, "without_policy")
-    if config.needs_generation or not config.debug.train:
+    if config.reads_prompts or not config.debug.train:
         return
     loop, data = config.training_loop, config.data
     causes_of_validation = {

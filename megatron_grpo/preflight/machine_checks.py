@@ -121,7 +121,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
-    files, remarks = check_prompt_files(config) if config.needs_generation else check_recording(config)
+    files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
     problems = [
         *find_cluster_problems(config),
         *find_package_problems(config),

@@ -81,8 +81,10 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
     path = config.policy.model.path
     if source.is_hub_name(path) or source.is_made_before_run(config, path):
         return
-    shape = read_model_shape(path)
-    carried = [name for name in list_stored_tensors(Path(path)) if is_carried(name, shape)]
+    folder = source.find_local_folder(path)
+    assert folder is not None, "other checks report a model that is not there"
+    shape = read_model_shape(folder)
+    carried = [name for name in list_stored_tensors(folder) if is_carried(name, shape)]
     if carried:
         text = f"holds {len(carried)} tensor(s) beside the language model, which are not trained, and which an export"
         yield Problem(f"policy.model.path={path}", f"{text} copies as they are: {sorted(carried)[0]}, …")
@@ -93,9 +95,9 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
     for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
         if path is None:
             continue
-        subject, is_value_model, folder = f"{key}={path}", key.startswith("value."), Path(path)
+        subject, is_value_model = f"{key}={path}", key.startswith("value.")
         if source.is_made_before_run(config, path):
-            if folder != Path(config.prepare.folder, source.PREPARED_FOLDER):
+            if Path(path) != Path(config.prepare.folder, source.PREPARED_FOLDER):
                 text = f"prepare.name={config.prepare.name} makes one model: {source.PREPARED_FOLDER}"
                 yield Problem(subject, text)
             continue
@@ -103,6 +105,8 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
         yield from unusable
         if unusable or source.is_hub_name(path):  # weights of a hub model are downloaded at the start
             continue
+        folder = source.find_local_folder(path)
+        assert folder is not None
         shape = read_model_shape(folder, reward_models=is_value_model)
         if any(folder.glob("*.safetensors")):
             expected = as_value_model(shape) if is_value_model else shape
@@ -162,9 +166,12 @@ def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = Fa
     if reason is not None:
         yield Problem(subject, text)
         return
-    folder = source.find_local_folder(path)
-    assert folder is not None
     try:
+        folder = source.find_local_folder(path)
+        if folder is None:
+            text = "is a checkpoint, and the model that its run began with is not there; it has settings and tokenizer"
+            yield Problem(subject, text)
+            return
         read_model_shape(folder, reward_models=is_value_model)
     except ValueError as error:
         yield Problem(subject, str(error))

@@ -63,7 +63,8 @@ def check_environments(config: Config) -> Iterator[Rule]:
             is_too_few = sign == UNUSUALLY_SHORT and samples < MIN_COMPARED
             yield is_too_few, f"{section}.leave_out_suspects={sign}", f"{text} that high"
         task = config.data.tasks.get(name)
-        has_no_answer = config.data.answer_key is None and (task is None or task.answer_key is None)
+        is_scored = config.needs_generation or not config.training_loop.is_supervised
+        has_no_answer = is_scored and config.data.answer_key is None and (task is None or task.answer_key is None)
         text = f"{section} of type {kind} compares with an answer; give the column that has it"
         yield has_no_answer and kind in WITH_ANSWER, "data.answer_key=None", text
 

@@ -18,12 +18,13 @@ from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.keys import flatten
-from megatron_grpo.config.loop_schema import translate_key
+from megatron_grpo.config.loop_schema import LOOPS, translate_key
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
 from megatron_grpo.data.specs import find_task_templates
+from megatron_grpo.models.checkpoint_model import POLICY_FOLDER as POLICY_FOLDER
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
 
@@ -34,10 +35,20 @@ ENGINES_FILE = "engines.json"  # settings that each engine reported when it star
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
 MODEL_FILE = "model.json"  # path and digest of the model that the run began with
-# Folders of the models' distributed checkpoints inside a checkpoint, the value model's with PPO.
-POLICY_FOLDER, VALUE_FOLDER = "megatron", "megatron_value"
+# Folder of PPO's value model inside a checkpoint, beside POLICY_FOLDER.
+VALUE_FOLDER = "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
-IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
+IDENTITY = (
+    *("algorithm", *(f"{loop}.seed" for loop in LOOPS), "debug.train"),
+    *(
+        "data.response_key",
+        "data.chosen_key",
+        "data.rejected_key",
+        "data.from_rollouts",
+        "data.min_reward",
+        "data.best_of_group",
+    ),
+)
 
 
 @contextmanager
@@ -157,7 +168,7 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
         raise ConfigError([Problem(subject, f"{error}; it tells whose folder this is. {advice}")]) from None
     now = dict(flatten(dataclasses.asdict(config)))
     changed_keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    key = next((key for key in IDENTITY if key in changed_keys), None)
+    key = next((key for key in IDENTITY if key in changed_keys and key in before), None)  # not in older runs
     reason = None if key is None else f"its {key} is {before.get(key)}, this one's is {now[key]}"
     reason = reason or _describe_model_difference(folder, before, config)
     if reason is not None:

@@ -100,13 +100,14 @@ def _start_generation(
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     """Make the settings of the policy's ranks; `folder` has the model."""
+    is_sampled = not config.training_loop.is_supervised  # rows have no temperature and no filter
     return RankSettings(
         config=config.policy,
         shape=read_model_shape(folder),
         folder=str(folder),
         reference=config.reference if config.uses_reference else None,
-        temperature=config.generation.temperature,
-        token_filter=make_training_filter(config.generation),
+        temperature=config.generation.temperature if is_sampled else 1.0,
+        token_filter=make_training_filter(config.generation) if is_sampled else None,
         decay_steps=config.decay_steps,
         seed=config.training_loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one

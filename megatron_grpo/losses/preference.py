@@ -1,0 +1,85 @@
+"""The loss of preference pairs (DPO), and its gradient by sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_grpo.batch.token_batch import TokenFields, require_field
+from megatron_grpo.config.loop_schema import DPOConfig
+from megatron_grpo.losses.loss import GlobalCounts, Segments, mask_values
+
+
+class PreferenceLoss(NamedTuple):
+    """The loss of some pairs, with its derivatives."""
+
+    loss: float
+    gradient: Tensor
+    """[pairs, 2], float64: derivative of the loss by the log-probability of each response (the sum over its tokens)."""
+    metrics: dict[str, float]
+
+
+def compute_preference_loss(
+    logprobs: Tensor, reference: Tensor, tokens: Tensor, weights: Tensor, config: DPOConfig
+) -> PreferenceLoss:
+    """Direct Preference Optimization (Rafailov et al. 2023, eq. 7) with an optional likelihood of the chosen response.
+
+    ::
+
+        h     = (chosen - chosen under the reference) - (rejected - rejected under the reference)
+        pair  = -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)         (sigmoid; s: label_smoothing)
+                (h - 1 / (2 beta))^2                                          (ipo, Azar et al. 2023, eq. 17)
+        loss  = mean of preference_loss_weight * pair - sft_loss_weight * chosen
+
+    Args:
+        logprobs: [pairs, 2], float64: of the chosen and the rejected response under the policy, summed over tokens.
+        reference: the same under the reference policy.
+        tokens: [pairs, 2]: tokens of each response, for averages.
+        weights: [pairs]: of each pair in the mean.
+    """
+    policy = logprobs.detach().clone().requires_grad_()
+    scale = tokens.to(policy) if config.preference_average_log_probs else torch.ones_like(policy)
+    # Rewards of the responses, up to a term of the prompt that their difference lacks.
+    rewards = config.reference_policy_kl_penalty * (policy - reference) / scale
+    margin = rewards[:, 0] - rewards[:, 1]
+    if config.loss_type == "ipo":
+        pair = (margin / config.reference_policy_kl_penalty - 0.5 / config.reference_policy_kl_penalty).square()
+    else:
+        smoothing = config.label_smoothing
+        pair = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+    chosen = policy[:, 0] / tokens[:, 0] if config.sft_average_log_probs else policy[:, 0]
+    share = weights / weights.sum()
+    preference, likelihood = (pair * share).sum(), -(chosen * share).sum()
+    loss = config.preference_loss_weight * preference + config.sft_loss_weight * likelihood
+    (gradient,) = torch.autograd.grad(loss, policy)
+    rewards = rewards.detach()
+    metrics = {
+        "preference_loss": preference.item(),
+        "sft_loss": likelihood.item(),
+        "preference_accuracy": float((rewards[:, 0] > rewards[:, 1]).double() @ share),
+        "rewards_chosen_mean": float(rewards[:, 0] @ share),
+        "rewards_rejected_mean": float(rewards[:, 1] @ share),
+    }
+    return PreferenceLoss(loss.item(), gradient, metrics)
+
+
+class SequenceGradientLossFn:
+    """A loss with a known derivative by each sequence (a `losses.loss.LossFunction`).
+
+    loss = sum of derivative * log-probability over the sampled tokens. A loss of whole sequences, such as that of
+    pairs, has this gradient, and the sum over tokens can be split over any microbatches, replicas and context-parallel
+    ranks. The field advantages has the negative derivative of the token's sequence. The value means nothing.
+    """
+
+    field_names = ("sampled",)
+
+    def __call__(
+        self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute this microbatch's share of the gradient."""
+        mask = require_field(tokens.loss_mask) > 0
+        loss = -(mask_values(curr_logprobs, mask) * mask_values(require_field(tokens.advantages), mask)).sum()
+        return loss, {"loss": loss}

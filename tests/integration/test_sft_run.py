@@ -1,0 +1,131 @@
+"""Whole runs of supervised and preference training: figures, resuming to the last digit, checkpoints as models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.batch.rollout_files import read_rollouts
+from tests.integration.runs import TrainingRun, without_timing
+from tests.support.documented import undocumented
+
+pytestmark = pytest.mark.slow
+
+SHORT = (
+    "sft.max_num_steps=6",
+    "sft.num_prompts_per_step=16",
+    "sft.val_period=3",
+    "sft.max_val_samples=64",
+    "checkpointing.save_period=3",
+    "checkpointing.keep_top_k=null",
+)
+
+
+def sft_run(run_dir: Path, *overrides: str) -> TrainingRun:
+    return TrainingRun(run_dir, *SHORT, *overrides, recipe="quickstart_sft")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Six steps without interruption, sampled before, between and after."""
+    run = sft_run(tmp_path_factory.mktemp("sft") / "run")
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    return run
+
+
+def validations(run: TrainingRun) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.run_dir / "validation.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_falls_and_validation_samples(straight: TrainingRun) -> None:
+    rows, found = straight.metrics(), validations(straight)
+    assert [row["step"] for row in found] == [0, 3, 6]
+    assert found[-1]["val_loss"] < found[0]["val_loss"]
+    assert all(0 <= row["val_accuracy"] <= 1 and row["val_response_length"] > 0 for row in found)
+    assert all(row["valid_tokens"] == 16 * 4 for row in rows), "three digits and the end of 16 answers"
+    assert undocumented(rows[-1].keys() - {"step", "timing", "throughput"}) == set()
+
+
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
+    first = sft_run(tmp_path / "run")
+    first.start()
+    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
+    first.kill()
+    first.assert_nothing_left()
+    second = sft_run(tmp_path / "run")
+    assert second.finish() == 0, second.log()
+    assert "resumed after step 3" in second.log()
+    assert without_timing(second.metrics()) == without_timing(straight.metrics())
+
+
+def test_without_engines_two_replicas_learn_the_same(straight: TrainingRun, tmp_path: Path) -> None:
+    run = sft_run(
+        tmp_path / "run",
+        "sft.val_rewards=false",
+        "policy.parallel.pipeline=1",
+        "policy.parallel.data=2",
+        "sft.max_val_samples=33",
+    )
+    assert run.finish() == 0, run.log()
+    expected = [row["loss"] for row in straight.metrics()]
+    assert [row["loss"] for row in run.metrics()] == pytest.approx(expected, rel=1e-4)
+    assert not list((run.run_dir / "logs").glob("engine*"))
+    assert validations(run)[-1].keys() == {"step", "val_loss", "timing"}
+
+
+def test_its_checkpoint_is_a_model_and_recorded_rollouts_are_rows(straight: TrainingRun, tmp_path: Path) -> None:
+    """GRPO begins from the checkpoint, exactly, and the rollouts of its step are the rows of another run."""
+    checkpoint = straight.run_dir / "checkpoints" / "step_6"
+    options = ("grpo.max_num_steps=1", "grpo.num_prompts_per_step=16", "grpo.max_val_samples=64", "logger.rollouts=all")
+    grpo = TrainingRun(tmp_path / "grpo", *options, f"policy.model.path={checkpoint}")
+    assert grpo.finish() == 0, grpo.log()
+    before = validations(grpo)[0]
+    assert before["val_accuracy"] == validations(straight)[-1]["val_accuracy"]
+    right = [row for row in read_rollouts(grpo.run_dir, 1) if row["reward"] >= 1]
+    prompts = len({row["prompt_idx"] for row in right})
+    options = ("sft.num_prompts_per_step=4", "sft.max_num_steps=2", "data.min_reward=1")
+    run = sft_run(tmp_path / "run", *options, f"data.from_rollouts={grpo.run_dir}", "data.best_of_group=true")
+    assert prompts >= 8
+    assert run.finish() == 0, run.log()
+    assert [row["optimizer_steps"] for row in run.metrics()] == [1, 1]
+    too_many = sft_run(
+        tmp_path / "other", *options, f"data.from_rollouts={grpo.run_dir}", f"sft.num_prompts_per_step={len(right) + 1}"
+    )
+    assert too_many.finish() == 2
+    assert f"has {len(right)} row" in too_many.log()
+
+
+def test_pairs_are_learnt_and_resumed(tmp_path: Path) -> None:
+    sums = [(a, b) for a in range(20, 40) for b in range(30, 40)]
+    rows = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b:03}", "rejected": f"{a + b + 1:03}"} for a, b in sums]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (
+        "algorithm=dpo",
+        f"data.train_path={data}",
+        f"data.val_path={data}",
+        "data.answer_key=null",
+        "dpo.num_generations_per_prompt=2",
+        "dpo.val_batch_size=64",
+        "policy.optimizer.lr=3e-4",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+    )
+    straight = TrainingRun(tmp_path / "straight", *SHORT, *options)
+    assert straight.finish() == 0, straight.log()
+    losses = [row["loss"] for row in straight.metrics()]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3), "log 2: the policy is still the reference"
+    assert losses[-1] < losses[0]
+    found = validations(straight)
+    assert found[-1]["val_loss"] < found[0]["val_loss"]
+    assert found[-1]["val_preference_accuracy"] > 0.8
+    assert undocumented(straight.metrics()[-1].keys() - {"step", "timing", "throughput"}) == set()
+    first = TrainingRun(tmp_path / "run", *SHORT, *options)
+    first.start()
+    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
+    first.kill()
+    second = TrainingRun(tmp_path / "run", *SHORT, *options)
+    assert second.finish() == 0, second.log()
+    assert without_timing(second.metrics()) == without_timing(straight.metrics())

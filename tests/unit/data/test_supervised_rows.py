@@ -1,0 +1,156 @@
+"""Tokens in the loss of a conversation are those of its assistant turns, in released templates and against TRL's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
+from megatron_grpo.data.processors import TaskDataSpec
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.data.rows import RowCheck
+from megatron_grpo.data.supervised_rows import encode_conversation, supervised_data_processor
+from megatron_grpo.models.source import VOCABULARY
+from megatron_grpo.prepare.models import make_tokenizer
+from tests.support.released.layout import Layout
+from tests.support.released.table import BY_NAME, LAYOUTS, SYSTEM, USER, calls, results
+from tests.support.released.templates import stored
+
+ANSWER = {"role": "assistant", "content": "There are 12."}
+SECOND = [{"role": "user", "content": "And one more?"}, {"role": "assistant", "content": "So 13."}]
+THOUGHTFUL = {"role": "assistant", "content": "<think>\nhmm\n</think>\n\nThere are 12."}
+TOOLS = [USER, {"role": "assistant", "content": "", "tool_calls": calls(1)}, *results(1), ANSWER]
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [USER, ANSWER],
+    "system": [SYSTEM, USER, ANSWER],
+    "two": [USER, ANSWER, *SECOND],
+    "thought": [USER, THOUGHTFUL],
+    "tools": TOOLS,
+}
+REFUSED = {
+    "one": {"qwen3_5", "r1_distill_llama", "r1_distill_qwen", "minimax_m2", "glm_5", "nemotron_3_nano"}
+    | {"qwen3_next_thinking"},
+    "thought": {"r1_distill_llama", "r1_distill_qwen", "minimax_m2", "glm_4", "glm_5"},
+}
+"""Templates whose prompts open thoughts that the whole conversation has otherwise, or that drop thoughts."""
+OTHER_ENDS = {"glm_4_5", "glm_4", "gpt_oss", "olmo_3"}
+"""Templates whose turns end where the next begins, or with another token where they are not the last."""
+
+
+def encode(layout: Layout, messages: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    """(role, token ids) of the parts."""
+    parts = encode_conversation(PromptRenderer(layout.oracle, PromptFormat()), messages, None)
+    return [(part["role"], part["token_ids"]) for part in parts]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_turns_follow_the_tokens_that_are_sampled_after(name: str) -> None:
+    """Against transformers' rendering of the whole conversation and of each prompt, in all released templates."""
+    messages, accepted = CONVERSATIONS[name], set()
+    for layout in LAYOUTS:
+        try:
+            parts = encode(layout, messages)
+        except ValueError:
+            continue
+        accepted.add(layout.name)
+        truth = layout.truth
+        whole = truth.encode(layout.render(messages, add_generation_prompt=False), add_special_tokens=False).ids
+        ids = [token for _, part in parts for token in part]
+        assert ids == whole[: len(ids)], layout.name
+        position, turns = 0, iter([n for n, message in enumerate(messages) if message["role"] == "assistant"])
+        for role, part in parts:
+            if role == "assistant":
+                number = next(turns)
+                prompt = truth.encode(layout.render(messages[:number]), add_special_tokens=False).ids
+                assert ids[:position] == prompt, f"{layout.name}: the prompt that the turn is sampled after"
+                text = truth.decode(part, skip_special_tokens=False)
+                assert messages[number]["content"].rpartition("\n")[2] in text
+                end = (layout.tool_end or layout.end) if "tool_calls" in messages[number] else layout.end
+                assert layout.name in OTHER_ENDS or text.endswith(end), layout.name
+            position += len(part)
+        assert next(turns, None) is None
+    assert len(accepted) >= (10 if name == "tools" else 20)
+    if name in REFUSED:
+        assert {layout.name for layout in LAYOUTS} - accepted == REFUSED[name]
+
+
+@pytest.mark.parametrize(
+    ("template", "layout"),
+    [("qwen2_5", "qwen2_5"), ("qwen3", "qwen2_5"), ("llama3", "llama_3_1"), ("gemma3", "gemma_3")],
+)
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_the_tokens_are_those_that_trl_marks(template: str, layout: str, name: str) -> None:
+    """TRL's templates for training have {% generation %} around what it learns, which may have a blank at the end."""
+    tokenizer: PreTrainedTokenizerFast = BY_NAME[layout].oracle
+    messages = CONVERSATIONS[name]
+    marked = tokenizer.apply_chat_template(
+        messages,
+        chat_template=stored(f"{template}_training"),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
+    expected = tokenizer.decode([token for token, is_learnt in pairs if is_learnt])
+    renderer = PromptRenderer(tokenizer, PromptFormat(chat_template=stored(f"{template}_training")))
+    parts = encode_conversation(renderer, messages, None)
+    learnt = tokenizer.decode([token for part in parts if part["role"] == "assistant" for token in part["token_ids"]])
+    assert "".join(learnt.split()) == "".join(expected.split())
+
+
+def test_dropped_thoughts_are_refused() -> None:
+    with pytest.raises(ValueError, match="leaves out the thoughts of message 2, the assistant's"):
+        encode(BY_NAME["qwen3"], [USER, THOUGHTFUL, *SECOND])
+
+
+def test_other_beginnings_are_refused() -> None:
+    with pytest.raises(ValueError, match="renders what precedes message 2, the assistant's, otherwise"):
+        encode(BY_NAME["r1_distill_qwen"], [USER, ANSWER])
+
+
+def test_a_response_alone_is_learnt_after_a_conversation() -> None:
+    renderer = PromptRenderer(BY_NAME["qwen2_5"].oracle, PromptFormat())
+    parts = encode_conversation(renderer, [USER, ANSWER, SECOND[0]], "So 13.")
+    assert [(part["role"], part["content"]) for part in parts][1:] == [("assistant", "So 13.<|im_end|>")]
+    assert parts == encode_conversation(renderer, [USER, ANSWER, SECOND[0]], [SECOND[1]])
+
+
+def supervised_spec(**settings: Any) -> TaskDataSpec:
+    return TaskDataSpec(task_name="addition", answer_key=None, **{"apply_chat_template": False, **settings})
+
+
+def test_a_plain_response_ends_with_the_end_of_sequence() -> None:
+    tokenizer = make_tokenizer(VOCABULARY, 64)
+    row = {"prompt": "12+30=", "answer": "042"}
+    datum = supervised_data_processor(row, supervised_spec(response_key="answer"), tokenizer, 32, 7)
+    expected = [
+        [VOCABULARY[letter] for letter in "12+30="],
+        [*(VOCABULARY[letter] for letter in "042"), VOCABULARY["<eos>"]],
+    ]
+    assert [message["token_ids"] for message in datum["message_log"]] == expected
+    assert [message["role"] for message in datum["message_log"]] == ["user", "assistant"]
+    assert (datum["length"], datum["loss_multiplier"], datum["idx"]) == (10, 1.0, 7)
+    too_long = supervised_data_processor(row, supervised_spec(response_key="answer"), tokenizer, 9, 7)
+    assert too_long["loss_multiplier"] == 0
+    with pytest.raises(ValueError, match=r"row 7: the conversation has 10 tokens, more than .*=9"):
+        supervised_data_processor(row, supervised_spec(response_key="answer", long_prompts="error"), tokenizer, 9, 7)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "problem"),
+    [
+        ({"prompt": "2+3="}, {"response_key": "response"}, r"no column 'response' \(data.response_key\)"),
+        ({"prompt": "2+3=", "response": 5}, {"response_key": "response"}, "column 'response' is neither a text nor"),
+        ({"prompt": "2+3="}, {}, "its response is in another; name that in data.response_key"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, {}, "has no message of the assistant to learn from"),
+        ({"prompt": [USER, ANSWER]}, {"apply_chat_template": False}, "needs data.apply_chat_template=true"),
+        ({"messages": [USER, ANSWER]}, {}, r"no column 'prompt' \(data.prompt_key\)"),
+    ],
+)
+def test_rows_without_a_response_are_named(row: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
+    check = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(**settings), {"math": SUPERVISED})
+    found = check.convert(row)
+    assert isinstance(found, str)
+    assert re.search(problem, found), found
