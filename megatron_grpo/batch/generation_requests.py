@@ -73,8 +73,8 @@ class GenerationOutput:
     text: str  # the text of `decode_response`
     stop_reason: StopReason
     spans: list[Span]  # tokens of one committed weight version each; positions count from the first response token
-    routed: NDArray[Any] | None = None
-    """Experts that each token went through: [prompt and response tokens but the last, `RoutedForm.columns`]. None: not
+    routed: NDArray[np.uint8] | None = None
+    """Experts that each token went through: [prompt and response tokens but the last, `RoutedForm.token_bytes`]. None: not
     recorded."""
 
 

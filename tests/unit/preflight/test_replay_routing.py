@@ -52,6 +52,11 @@ def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
             "with prefix caching only; use true",
         ),
         ([*ON_GPUS, "generation.parallel.pipeline=2"], "generation.parallel.pipeline=2", "from a pipeline; use 1"),
+        (
+            ["generation.engine.enforce_eager=true", "generation.parallel.pipeline=2"],
+            "generation.parallel.pipeline=2",
+            "from a pipeline; use 1",
+        ),
     ],
 )
 def test_settings_with_which_engines_do_not_record(
@@ -65,7 +70,23 @@ def test_settings_with_which_engines_do_not_record(
 
 
 def test_settings_with_which_they_do(given: list[str]) -> None:
-    assert problems(given, REPLAY, *ON_GPUS, "generation.parallel.tensor=2") == {}
+    speculative = "generation.engine.speculative={method: ngram, num_speculative_tokens: 2}"
+    assert problems(given, REPLAY, *ON_GPUS, "generation.parallel.tensor=2", speculative) == {}
     eager = "generation.engine.enforce_eager=true"
-    more = ["generation.parallel.pipeline=2", "generation.engine.enable_prefix_caching=false"]
-    assert problems(given, REPLAY, eager, *more) == {}
+    assert problems(given, REPLAY, eager, "generation.engine.enable_prefix_caching=false") == {}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=async_grpo"],
+        ["algorithm=ppo"],
+        ["generation.server.urls=[http://127.0.0.1:8000]", "refit.mode=files", "refit.directory=/tmp/refit"],
+        ["grpo.max_rollout_turns=3"],
+    ],
+)
+def test_runs_that_replay(given: list[str], overrides: list[str]) -> None:
+    overrides = ["generation.engine.enforce_eager=true", *overrides]
+    plain, replayed = ([*given, *overrides, f"policy.moe.replay_routing={flag}"] for flag in ("false", "true"))
+    known = {problem.subject for problem in find_problems(compose_config(plain), parse_model_shape(QWEN3_MOE))}
+    assert {problem.subject for problem in find_problems(compose_config(replayed), parse_model_shape(QWEN3_MOE))} == known
