@@ -69,8 +69,8 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "sampled": np.bool_,
     **dict.fromkeys((*_LOGPROBS, "advantages", "values", "returns"), np.float32),
 }
-"""Types of the fields in the object store. `routed_experts` is stored too, as bytes (`RoutedForm`); the other fields are
-computed on the rank."""
+"""Types of the fields in the object store. `routed_experts` is stored too, as bytes (`RoutedForm`); the other fields
+are computed on the rank."""
 
 
 @dataclass(slots=True)

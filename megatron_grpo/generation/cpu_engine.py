@@ -24,6 +24,7 @@ from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
     from megatron_grpo.generation.engine_arguments import VllmSettings
 
 CPU_BATCH_TOKENS = 4096  # of one forward pass; more when a single sequence may be longer

@@ -32,7 +32,12 @@ from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPro
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import list_own_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
-from megatron_grpo.generation.vllm_requests import iterate_finished, make_sampling_arguments, pack_experts, require_answers
+from megatron_grpo.generation.vllm_requests import (
+    iterate_finished,
+    make_sampling_arguments,
+    pack_experts,
+    require_answers,
+)
 from megatron_grpo.models.families import read_model_shape
 
 CONNECT_S = 10.0

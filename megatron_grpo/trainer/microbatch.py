@@ -122,7 +122,7 @@ class MicrobatchMaker:
         )
 
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
-        # `routed`: bytes of the recorded experts in this rank's layers (`RoutedForm`), [tokens of the flat sequences, bytes].
+        # `routed`: the recorded experts in this rank's layers (`RoutedForm`), [tokens of the flat sequences, bytes].
         shape = self._shape
         packed = packs.build_packed_sequences(
             layout, self._transformer_engine, shape.window, self._move, chunked=shape.chunked

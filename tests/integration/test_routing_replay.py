@@ -1,12 +1,13 @@
-"""The experts that vLLM says it chose, against transformers and the trainer, on a CPU: our own recorder.
+"""The experts that vLLM returns, against transformers and the trainer, on a CPU: our recorder, vLLM's scheduler.
 
-vLLM's own recording on GPUs has not run here; what it returns is made into the same form.
+vLLM's own recording on GPUs has not run here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -31,6 +33,7 @@ BLOCK = 128
 """Tokens of a block of vLLM's KV cache on a CPU."""
 LONG = [2 + 5 * j % (VOCAB - 2) for j in range(BLOCK + 9)]
 MAX_LENGTH = BLOCK + 40
+PROPOSED = {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3)}
 
 
 def moe(**sizes: object) -> PretrainedConfig:
@@ -68,8 +71,8 @@ def expect_own_routing(path: Path, prompt: list[int], output: GenerationOutput) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}], ids=["one rank", "tp2"])
-def test_recorded_experts_are_those_of_transformers(layout: dict[str, int], model: Path) -> None:
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, PROPOSED], ids=["one rank", "tp2", "speculation"])
+def test_recorded_experts_are_those_of_transformers(layout: dict[str, Any], model: Path) -> None:
     form = form_of(model)
     assert form == RoutedForm(layers=(0, 3), top_k=2, experts=8)
     settings = SamplingSettings(max_new_tokens=20)

@@ -16,9 +16,9 @@ from megatron_grpo.models.routed_experts import RoutedForm
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector  # noqa: E402
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
-from megatron_grpo.generation.cpu_worker import RoutingRecorder  # noqa: E402
+from megatron_grpo.generation.cpu_worker import RoutingRecorder
 
 LAYERS = (0, 2)
 FORM = RoutedForm(layers=LAYERS, top_k=2, experts=256)

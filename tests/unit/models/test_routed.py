@@ -13,7 +13,20 @@ from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from tests.support.moe_config import QWEN3_MOE
 
-SIZES = [(2, 2), (2, 3), (8, 128), (8, 256), (4, 32), (22, 512), (6, 64), (3, 1000), (1, 16), (1, 128), (1, 1), (8, 255)]
+SIZES = [
+    (2, 2),
+    (2, 3),
+    (8, 128),
+    (8, 256),
+    (4, 32),
+    (22, 512),
+    (6, 64),
+    (3, 1000),
+    (1, 16),
+    (1, 128),
+    (1, 1),
+    (8, 255),
+]
 """Experts of a token, and in a layer."""
 
 

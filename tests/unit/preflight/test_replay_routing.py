@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight import routed_memory
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.routed_memory import count_routed_bytes, find_routed_remarks
 from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
 
@@ -84,9 +88,36 @@ def test_settings_with_which_they_do(given: list[str]) -> None:
         ["generation.server.urls=[http://127.0.0.1:8000]", "refit.mode=files", "refit.directory=/tmp/refit"],
         ["grpo.max_rollout_turns=3"],
     ],
+    ids=["ahead", "ppo", "server", "turns"],
 )
-def test_runs_that_replay(given: list[str], overrides: list[str]) -> None:
-    overrides = ["generation.engine.enforce_eager=true", *overrides]
-    plain, replayed = ([*given, *overrides, f"policy.moe.replay_routing={flag}"] for flag in ("false", "true"))
-    known = {problem.subject for problem in find_problems(compose_config(plain), parse_model_shape(QWEN3_MOE))}
-    assert {problem.subject for problem in find_problems(compose_config(replayed), parse_model_shape(QWEN3_MOE))} == known
+def test_runs_that_replay(overrides: list[str]) -> None:
+    engines = ["generation.parallel.tensor=1", "generation.parallel.expert=1"]
+    compose_config(["+exp=quickstart_moe", "run_dir=unused", REPLAY, *engines, *overrides])
+
+
+def test_bytes_on_hosts_are_those_of_every_copy(given: list[str]) -> None:
+    """Two layers with experts, 2 of 8 chosen in 6 bits: a byte a layer."""
+    config = compose_config([*given, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=3"])
+    config.policy.moe.replay_routing = True
+    shape = parse_model_shape({**QWEN3_MOE, "mlp_only_layers": [0, 2]})
+    assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (1 + 1 + 1), "rollouts, partitions, one rank"
+    config.policy.parallel.tensor, config.policy.parallel.pipeline = 2, 2
+    assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (1 + 1 + 2), "stages have different layers"
+    config.grpo.async_grpo.enabled, config.grpo.async_grpo.max_trajectory_age_steps = True, 3
+    assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (4 + 1 + 2), "three batches are sampled ahead"
+    config.policy.moe.replay_routing = False
+    assert count_routed_bytes(config, shape, 100) == 0
+
+
+def test_what_a_machine_cannot_hold_is_said(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shape = compose_config(given), parse_model_shape(QWEN3_MOE)
+    config.policy.moe.replay_routing = True
+    needed = count_routed_bytes(config, shape, config.policy.max_total_sequence_length)
+    assert needed > 0
+    for total, is_told in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(
+            routed_memory, "psutil", SimpleNamespace(virtual_memory=lambda total=total: SimpleNamespace(total=total))
+        )
+        remarks = list(find_routed_remarks(config, shape))
+        assert [remark.subject for remark in remarks] == ["policy.moe.replay_routing=True"] * is_told
+        assert all("bytes a token" in remark.text for remark in remarks)
