@@ -57,7 +57,7 @@ def patch_expert_layers() -> None:
 
 
 class RoutingRecorder:
-    """Records each token's experts in vLLM's first model runner, whose engine has no prefix cache."""
+    """Records each token's experts in an engine without prefix cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -72,9 +72,10 @@ class RoutingRecorder:
         self._by_layer[layer] = experts.numpy().astype(np.uint16)
 
     def end_pass(self, scheduled: Any, order: list[str]) -> dict[str, AuxRequestOutput]:
-        """Return a pass's experts by request, [tokens, layers, experts of a token], as vLLM's second runner does.
+        """Return a pass's experts by request.
 
-        `scheduled` is vLLM's SchedulerOutput; `order` has the requests in the order of their tokens.
+        They are [tokens, layers, experts of a token], as from vLLM's second model runner. `scheduled` is vLLM's
+        SchedulerOutput; `order` has the requests in the order of their tokens.
         """
         by_layer, self._by_layer = self._by_layer, {}
         top_k = next(iter(by_layer.values())).shape[1]

@@ -116,7 +116,10 @@ def make_responses(
 
 
 def pack_experts(form: RoutedForm, chosen: NDArray[np.integer] | None, tokens: int) -> NDArray[np.uint8] | str:
-    """Pack the experts that vLLM reports of a sequence of `tokens`, or say why they are incomplete."""
+    """Pack the experts of a sequence, or say why they are incomplete.
+
+    `chosen`: as vLLM reports them, None: not at all; `tokens`: of prompt and response.
+    """
     rows = 0 if chosen is None else len(chosen)
     if chosen is None or rows != tokens - 1:
         return f"vLLM recorded the experts of {rows} tokens, and {tokens - 1} were processed"

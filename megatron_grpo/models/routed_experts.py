@@ -57,12 +57,15 @@ class RoutedForm:
         return len(self.layers) * self.layer_bytes
 
     def _list_parts(self, choice: int) -> list[tuple[int, int]]:
-        """List the bytes that hold parts of a code: (byte, bits to shift the code left by)."""
+        """List the bytes of a code, each with the shift to the left."""
         first = choice * self.bits
         return [(byte, first - 8 * byte) for byte in range(first // 8, (first + self.bits - 1) // 8 + 1)]
 
     def pack(self, chosen: NDArray[np.integer]) -> NDArray[np.uint8]:
-        """Pack experts, [tokens, any layers, experts of a token], into [tokens, layers * layer_bytes]; -1: unknown."""
+        """Pack experts into bytes: [tokens, layers * layer_bytes].
+
+        `chosen`: [tokens, any layers, experts of a token], -1 where they are unknown.
+        """
         tokens, layers, _ = chosen.shape
         packed = np.zeros((tokens, layers, self.layer_bytes), dtype=np.uint8)
         # Shifts of whole codes: numpy takes several times as long for an array of single bits.
@@ -74,7 +77,7 @@ class RoutedForm:
         return packed.reshape(tokens, layers * self.layer_bytes)
 
     def unpack(self, packed: NDArray[np.uint8]) -> NDArray[np.int16]:
-        """Unpack to [tokens, layers, experts of a token], UNKNOWN in layers without a record: inverts `pack`."""
+        """Unpack to [tokens, layers, experts of a token], inverting `pack`."""
         by_layer = packed.reshape(len(packed), packed.shape[1] // self.layer_bytes, self.layer_bytes)
         chosen = np.empty((*by_layer.shape[:2], self.top_k), dtype=np.int16)
         for choice in range(self.top_k):
@@ -88,7 +91,7 @@ class RoutedForm:
         return chosen
 
     def select_layers(self, packed: NDArray[np.uint8], layers: Sequence[int]) -> NDArray[np.uint8]:
-        """Select layers with experts, by their indices in `self.layers`: [tokens, len(layers) * layer_bytes]."""
+        """Select the bytes of layers, given by indices in `self.layers`."""
         by_layer = packed.reshape(len(packed), len(self.layers), self.layer_bytes)
         return by_layer[:, list(layers)].reshape(len(packed), len(layers) * self.layer_bytes)
 

@@ -21,9 +21,9 @@ def count_token_bytes(config: Config, shape: ModelShape | None) -> int:
 
 
 def count_routed_bytes(config: Config, shape: ModelShape | None, tokens_per_sample: float) -> float:
-    """Count bytes of recorded experts in host memory, over all nodes, when a step trains.
+    """Count bytes of recorded experts in host memory, over all nodes.
 
-    `tokens_per_sample`: of prompt and response together.
+    They are those of a step that trains. `tokens_per_sample`: of prompt and response together.
     """
     asynchronous, parallel = config.training_loop.async_grpo, config.policy.parallel
     samples = config.training_loop.num_generations_per_prompt
@@ -38,7 +38,7 @@ def count_routed_bytes(config: Config, shape: ModelShape | None, tokens_per_samp
 
 @evaluate_rules
 def find_routed_remarks(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Check that recorded experts fit this machine, if it is the run's only one."""
+    """Check that recorded experts fit the machine of a run on one."""
     needed = count_routed_bytes(config, shape, config.policy.max_total_sequence_length)
     memory = psutil.virtual_memory().total
     text = (

@@ -300,7 +300,10 @@ def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from
 
 
 def select_routing(form: RoutedForm, rows: NDArray[np.uint8], source: Ints, move: Move = torch.from_numpy) -> Tensor:
-    """Unpack the recorded experts of the tokens of `source`, as `PackedSequences.routed`; `rows`: of all tokens."""
+    """Unpack the recorded experts of the tokens of `source`.
+
+    `rows`: bytes of all tokens. Returns `PackedSequences.routed`.
+    """
     selected = form.unpack(rows[np.maximum(source, 0)])
     selected[source < 0] = UNKNOWN
     return move(selected)
