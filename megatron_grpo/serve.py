@@ -78,6 +78,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
         from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
+        if "--enable-return-routed-experts" in vllm_arguments:  # recorded by our worker, as in the run's own engines
+            command += ["--worker-cls=megatron_grpo.generation.cpu_worker.RecordingCPUWorker"]
+            command += ["--no-enable-prefix-caching", "--enforce-eager"]
     command += [*vllm_arguments, *_RUN_OPTIONS]
     token = read_token()
     if token is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +72,9 @@ class GenerationOutput:
     text: str  # the text of `decode_response`
     stop_reason: StopReason
     spans: list[Span]  # tokens of one committed weight version each; positions count from the first response token
-    routed: NDArray[Any] | None = None
-    """Experts that each token went through: [prompt and response tokens but the last, `RoutedForm.columns`]. None: not
-    recorded."""
+    routed: NDArray[np.uint8] | None = None
+    """Experts that each token went through: [prompt and response tokens but the last, `RoutedForm.token_bytes`]. None:
+    not recorded."""
 
 
 @dataclass(slots=True, kw_only=True)

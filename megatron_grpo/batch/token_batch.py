@@ -49,8 +49,8 @@ class TokenFields:
     returns: Tensor | None = None  # target of the value model before the token: [...], float32
     entropy: Tensor | None = None  # in nats, of the distribution that drew the token: [...], float32, with gradient
     routed_experts: Tensor | None = None
-    """Experts that the engine chose for the token, layer by layer: [..., layers with experts * experts of a token],
-    int8 or int16; -1 where they are unknown, as for a sequence's last token, which the engine never runs."""
+    """Experts that the engine chose for the token, in this rank's layers: [..., bytes], uint8 (`RoutedForm`); 0 where
+    they are unknown, as for a sequence's last token, which the engine never runs."""
 
     def as_dict(self) -> dict[str, Tensor]:
         """The fields that are not None, by name."""
@@ -69,8 +69,8 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "sampled": np.bool_,
     **dict.fromkeys((*_LOGPROBS, "advantages", "values", "returns"), np.float32),
 }
-"""Types of the fields in the object store. `routed_experts` is stored too, in the type of its model (`RoutedForm`); the
-other fields are computed on the rank."""
+"""Types of the fields in the object store. `routed_experts` is stored too, as bytes (`RoutedForm`); the other fields
+are computed on the rank."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class TokenBatch:
         """Join a replica's partitions, and repeat numbers per token.
 
         `arrays` has for each fetched field an array per partition: [tokens of the partition], in the types of
-        `STORED_DTYPES`, and for routed_experts [tokens of the partition, `RoutedForm.columns`].
+        `STORED_DTYPES`, and for routed_experts [tokens of the partition, bytes].
         """
         fields = TokenFields(**{name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()})
         # A number that all tokens of a response share travels once per sequence, and is repeated only here.

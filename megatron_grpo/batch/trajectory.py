@@ -100,9 +100,9 @@ class Trajectory(Outcome):
     response: str
     stop_reason: StopReason
     notes: dict[str, str] = field(default_factory=dict)  # the environment's, for readers of the file of rollouts
-    routed: NDArray[Any] | None = None
-    """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.columns`]. None: not recorded.
-    The engine never runs the last token."""
+    routed: NDArray[np.uint8] | None = None
+    """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.token_bytes`], uint8. None: not
+    recorded. The engine never runs the last token."""
 
     def __post_init__(self) -> None:
         # Counted once here, because metrics and the batch of a step read the counts without the arrays.
@@ -136,15 +136,15 @@ class Trajectory(Outcome):
             return self.to_row()
         # Base 85 is a quarter longer than the bytes; a list of numbers would be several times as long.
         encoded = base64.b85encode(self.routed.tobytes()).decode()
-        return self.to_row() | {"routed": [self.routed.dtype.str, self.routed.shape[1], encoded]}
+        return self.to_row() | {"routed": [self.routed.shape[1], encoded]}
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
         """Invert `to_saved_row` or `to_row`."""
         routed = None
         if row.get("routed") is not None:
-            dtype, columns, encoded = row["routed"]
-            routed = np.frombuffer(base64.b85decode(encoded), dtype=dtype).reshape(-1, columns)
+            token_bytes, encoded = row["routed"]
+            routed = np.frombuffer(base64.b85decode(encoded), dtype=np.uint8).reshape(-1, token_bytes)
         arrays = {
             "routed": routed,
             "token_ids": np.asarray(row["token_ids"], dtype=np.int32),

@@ -13,24 +13,17 @@ import multiprocessing
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
 from megatron_grpo.models.tokenizer_files import read_settings
 from megatron_grpo.platform.device import environment
 from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_grpo.generation.engine_arguments import VllmSettings
 
@@ -39,8 +32,6 @@ CPU_BATCH_TOKENS = 4096  # of one forward pass; more when a single sequence may 
 # The executor that runs a model of one rank in the engine core itself, without messages to and from a worker. Its short
 # name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-
-RECORD_ROUTING = "megatron_grpo_record_routing"  # in vLLM's additional_config: workers record tokens' experts
 
 SPIN_S = 0.002  # seconds that processes busy-wait for their next message before they sleep on a socket
 RECHECK_MS = 20  # longest sleep: a wake-up is lost when two messages come within a millisecond of each other
@@ -56,35 +47,13 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
         "worker_cls": "megatron_grpo.generation.cpu_worker.PipelineCPUWorker",
     }
-    if settings.routed is not None:  # vLLM's own record needs a GPU; ours lacks tokens from a prefix cache
-        arguments |= {"additional_config": {RECORD_ROUTING: True}, "enable_prefix_caching": False}
+    if settings.routed is not None:  # our record of experts lacks tokens from a prefix cache
+        arguments["enable_prefix_caching"] = False
     model = read_settings(Path(settings.model_path) / "config.json")
     if {"ssm_state_size", "linear_key_head_dim"} & (model.keys() | model.get("text_config", {}).keys()):
         # vLLM caches states (of Mamba, of delta nets) of a prefix only where prompts may be prefilled in parts.
         arguments["enable_prefix_caching"] = False
     return arguments
-
-
-async def read_recorded_experts(
-    llm: AsyncLLM, outputs: Sequence[RequestOutput], form: RoutedForm
-) -> list[NDArray[Any]]:
-    """Read the experts that `PipelineCPUWorker` has recorded for finished requests.
-
-    Returns for each request, as vLLM does on a GPU, [prompt and response tokens but the last, layers, experts of a
-    token], int16.
-    """
-    stages = await llm.collective_rpc("take_routing", args=([output.request_id for output in outputs],))
-    merged = []
-    for output in outputs:
-        tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids)
-        experts = np.full((max(tokens - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
-        for stage in stages:
-            for layer, buffer in stage.get(output.request_id, {}).items():
-                rows = np.frombuffer(buffer, dtype=np.int16).reshape(-1, form.top_k)
-                # A stop string is found after its tokens were sampled, so the engine may have computed more tokens.
-                experts[: len(rows), layer] = rows[: len(experts)]
-        merged.append(experts)
-    return merged
 
 
 def prepare_cpu_processes(settings: VllmSettings) -> None:
@@ -124,6 +93,7 @@ def patch_vllm() -> None:
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     check_hooks("cpu")
+    accept_recorder()
     cpu_triton_utils._expand_kernel_impl = repeat_per_token
     # The queues spin for a second after each message, on cores that a CPU run needs for training and sampling.
     shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
@@ -133,6 +103,16 @@ def patch_vllm() -> None:
     for executor in (multiproc_executor, uniproc_executor):
         # The workers' rendezvous file: vLLM would make it in the system's temporary folder and leave it there.
         executor.get_file_store_init_method = lambda: f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
+
+
+def accept_recorder() -> None:
+    """Let engines return experts that `RecordingCPUWorker` records.
+
+    vLLM would refuse, since its own record needs a prefix cache and its second model runner.
+    """
+    from vllm.config import VllmConfig
+
+    VllmConfig._verify_aux_output_compatibility = lambda _: None
 
 
 def repeat_per_token(output: Tensor, values: Tensor, ends: Tensor, replaced: float, value: float, *_: Any) -> None:

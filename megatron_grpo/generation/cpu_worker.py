@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections import defaultdict
 from functools import partial, wraps
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed import get_pp_group
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from megatron_grpo.generation.cpu_engine import RECORD_ROUTING, ForkedCore
+from megatron_grpo.generation.cpu_engine import ForkedCore
 from megatron_grpo.generation.vllm_plugin import begin_process
 from megatron_grpo.platform.hooks import check_hooks
 
@@ -56,54 +56,73 @@ def patch_expert_layers() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-Rows = dict[int, NDArray[np.int16]]  # experts by layer that has some: [tokens, experts of a token]
-
-
 class RoutingRecorder:
-    """Records each token's experts in this rank's layers, without a prefix cache."""
+    """Records each token's experts in an engine without prefix cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-        self._step: Rows = {}
-        # Recorded experts of each request in pieces, by vLLM's name of the request.
-        self._requests: defaultdict[str, list[Rows]] = defaultdict(list)
+        self._by_layer: dict[int, NDArray[np.uint16]] = {}  # of one pass: [tokens, experts of a token]
         for module in model.modules():
             if isinstance(module, MoERunner):
                 module.router.set_capture_fn(partial(self._capture, module.layer_id))
 
     def _capture(self, layer: int, experts: Tensor) -> None:
         # experts: [tokens of the pass, experts of a token], integers
-        self._step[layer] = experts.to(torch.int16).numpy().copy()
+        self._by_layer[layer] = experts.numpy().astype(np.uint16)
 
-    def end_step(self, scheduled: Any, order: list[str]) -> None:
-        # `scheduled` is vLLM's SchedulerOutput; `order` has the requests in the order of their tokens.
+    def end_pass(self, scheduled: Any, order: list[str]) -> dict[str, AuxRequestOutput]:
+        """Return a pass's experts by request.
+
+        They are [tokens, layers, experts of a token], as from vLLM's second model runner. `scheduled` is vLLM's
+        SchedulerOutput; `order` has the requests in the order of their tokens.
+        """
+        by_layer, self._by_layer = self._by_layer, {}
+        top_k = next(iter(by_layer.values())).shape[1]
+        rows = np.zeros((scheduled.total_num_scheduled_tokens, max(by_layer) + 1, top_k), dtype=np.uint16)
+        for layer, experts in by_layer.items():
+            rows[:, layer] = experts[: len(rows)]  # without padding
         cached = scheduled.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        step, self._step = self._step, {}
+        outputs: dict[str, AuxRequestOutput] = {}
         begin = 0
         for request in order:
-            count = scheduled.num_scheduled_tokens.get(request, 0)
-            if count:
-                if not starts.get(request, 0):  # the request begins, or begins anew after it was preempted
-                    self._requests[request] = []
-                self._requests[request].append({layer: rows[begin : begin + count] for layer, rows in step.items()})
+            if count := scheduled.num_scheduled_tokens.get(request, 0):
+                # The scheduler names the first token whose experts were not returned yet. Tokens before it are computed
+                # again, after a preemption or under new weights, and keep the experts of their first pass.
+                first = scheduled.aux_output_connector_metadata.requests[request]
+                skipped = first - starts.get(request, 0)
+                outputs[request] = AuxRequestOutput(first, rows[begin + skipped : begin + count])
                 begin += count
-
-    def take(self, name: str) -> Rows:
-        """Return and forget a finished request's experts; empty if it never ran."""
-        # vLLM appends a hyphen and random characters to the name as which a request was added.
-        vllm_name = next((request for request in self._requests if request.rpartition("-")[0] == name), None)
-        if vllm_name is None:
-            return {}
-        pieces = [piece for piece in self._requests.pop(vllm_name) if piece]
-        return {layer: np.concatenate([piece[layer] for piece in pieces]) for layer in pieces[0]} if pieces else {}
+        return outputs
 
 
-class PipelineCPUWorker(CPUWorker):
-    """vLLM's CPU worker with this module's additions."""
+class RecordingCPUWorker(CPUWorker):
+    """vLLM's CPU worker, which records experts where the engine returns them."""
 
     _recorder: RoutingRecorder | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        # vLLM's own record needs its second model runner, which needs Triton.
+        if self.vllm_config.aux_output_config.enable_return_routed_experts:
+            self._recorder = RoutingRecorder(self.model_runner.model)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)
+        if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
+            self._experts = self._recorder.end_pass(scheduler_output, self.model_runner.input_batch.req_ids)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if self._recorder is not None:
+            output.aux_output_connector_output = self._experts
+        return output
+
+
+class PipelineCPUWorker(RecordingCPUWorker):
+    """vLLM's CPU worker with this module's additions."""
 
     def __init__(self, *args: Any, local_rank: int, **kwargs: Any) -> None:
         # vLLM binds OpenMP by environment variables, which a process reads when it begins, not when it is forked.
@@ -119,27 +138,8 @@ class PipelineCPUWorker(CPUWorker):
             patch_expert_layers()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        # vLLM's own record needs its second model runner, which needs Triton.
-        if self.vllm_config.additional_config.get(RECORD_ROUTING):
-            self._recorder = RoutingRecorder(runner.model)
         # The buffer for the previous stage's activations, which vLLM allocates in a warm-up that eager mode skips.
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        output = super().execute_model(scheduler_output)
-        if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
-            self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids)
-        return output
-
-    def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
-        """Return and forget the experts of finished requests, by name and layer.
-
-        Experts are the bytes of [tokens, experts of a token], int16, since vLLM's messages carry no arrays.
-        """
-        # All tensor-parallel ranks see the same tokens.
-        if self._recorder is None or not get_tp_group().is_first_rank:
-            return {}
-        return {name: {layer: rows.tobytes() for layer, rows in self._recorder.take(name).items()} for name in names}

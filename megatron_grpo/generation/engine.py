@@ -171,7 +171,7 @@ class VllmEngine(Engine):
                     outputs = {index: task.result() for index, task in tasks.items()}
                     self._statistics.count_tokens(sum(len(output.outputs[0].token_ids) for output in outputs.values()))
                     yield wrap_for_pickling(
-                        await vllm_requests.make_responses(self._llm, outputs, self._settings.routed, self._tokenizer)
+                        vllm_requests.make_responses(outputs, self._settings.routed, self._tokenizer)
                     )
             finally:
                 # If the caller is gone, vLLM must forget the requests before the gate may pause it.
@@ -261,8 +261,6 @@ class VllmEngine(Engine):
         # too, since the scheduler runs all or none; if the comparison fails, the run ends without their tokens.
         async with self._gate.running_scheduler():
             outputs = await asyncio.gather(*(queue.get() for queue in queues))
-            if self._settings.routed is not None:  # recorded for every request, and kept until it is read
-                await await_alive(llm, vllm_requests.read_chosen_experts(llm, outputs, self._settings.routed))
             return [
                 [
                     candidates[token].logprob

@@ -78,6 +78,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if settings.adapter is not None:
         arguments |= make_adapter_arguments(settings.adapter)
+    if settings.routed is not None:
+        arguments["enable_return_routed_experts"] = True
     if config.engine.speculative.num_speculative_tokens:
         arguments["speculative_config"] = make_speculative_config(config.engine.speculative)
     if detect_platform().name == "cpu":
@@ -91,8 +93,6 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(GPU_BATCH_TOKENS, config.sequences_per_engine, longest)
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.is_colocated
-        if settings.routed is not None:
-            arguments["enable_return_routed_experts"] = True
     # None leaves the choice to vLLM, or to the CPU's arguments above.
     for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
         if getattr(config.engine, name) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -30,7 +32,12 @@ from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPro
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import list_own_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
-from megatron_grpo.generation.vllm_requests import iterate_finished, make_sampling_arguments, require_answers
+from megatron_grpo.generation.vllm_requests import (
+    iterate_finished,
+    make_sampling_arguments,
+    pack_experts,
+    require_answers,
+)
 from megatron_grpo.models.families import read_model_shape
 
 CONNECT_S = 10.0
@@ -189,12 +196,13 @@ class ServerEngine(Engine):
             if self._settings.keeps_cache:  # separates prompts cached under different weights
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
-                return self._parse_response(await self._post("/inference/v1/generate", body))
+                answer = await self._post("/inference/v1/generate", body)
+                return self._parse_response(answer, len(request.prompt_ids))
             except (ServerGoneError, OtherWeightsError) as error:
                 logger.warning("%s: %s: %s", name, type(error).__name__, error)
                 await self._ensure_current_version()
 
-    def _parse_response(self, answer: dict[str, Any]) -> GenerationOutput | str:
+    def _parse_response(self, answer: dict[str, Any], prompt_tokens: int) -> GenerationOutput | str:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
@@ -204,12 +212,20 @@ class ServerEngine(Engine):
         token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
         assert [token["token_id"] for token in content] == token_ids, "one log-probability per sampled token"
         logprobs = [math.nan if token["logprob"] == NAN_LOGPROB else token["logprob"] for token in content]
+        routed, form = None, self._settings.routed
+        if form is not None:
+            encoded = choice.get("routed_experts")  # numpy's format in base 64
+            chosen = None if encoded is None else np.load(BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+            routed = pack_experts(form, chosen, prompt_tokens + len(token_ids))
+            if isinstance(routed, str):
+                return routed
         return GenerationOutput(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
             text=decode_response(self._tokenizer, token_ids, choice["finish_reason"]),
             stop_reason=choice["finish_reason"],
             spans=[Span(span["start"], span["end"], int(span["version"].removeprefix(self._prefix))) for span in spans],
+            routed=routed,
         )
 
     async def _ensure_current_version(self) -> None:
@@ -284,6 +300,9 @@ class ServerEngine(Engine):
                 key = f"generation.parallel.{name}"
                 raise RuntimeError(f"{url} runs with {name} {worker[name]}; give {key}={worker[name]}")
         await self._require_same_tokenizer()
+        if self._settings.routed is not None and not worker["records_experts"]:
+            text = "returns no experts of tokens, for policy.moe.replay_routing=true; start it with"
+            raise RuntimeError(f"{url} {text} --enable-return-routed-experts")
         if worker["longest"] < self._settings.max_total_sequence_length:
             raise RuntimeError(
                 f"{url} takes sequences of {worker['longest']} tokens; start it with --max-model-len="

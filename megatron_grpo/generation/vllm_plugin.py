@@ -51,10 +51,14 @@ def register() -> None:
     from vllm.tokenizers.registry import TokenizerRegistry
 
     TokenizerRegistry.tokenizers["hf"] = (EngineTokenizer.__module__, EngineTokenizer.__name__)
-    if ENGINE_MARKER not in os.environ:  # a server's processes are otherwise unchanged vLLM
-        return
     from vllm.platforms import current_platform
 
+    if ENGINE_MARKER not in os.environ:  # a server's processes are otherwise unchanged vLLM
+        if current_platform.is_cpu():
+            from megatron_grpo.generation.cpu_engine import accept_recorder
+
+            accept_recorder()
+        return
     if current_platform.is_cpu():
         from megatron_grpo.generation.cpu_engine import patch_vllm
 

@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.special_tokens import decode_response
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.generation.engine_processes import await_alive
 from megatron_grpo.models.routed_experts import RoutedForm
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_grpo.models.adapter_names import AdapterSlot
 
@@ -123,34 +121,34 @@ def describe_settings(config: VllmConfig) -> dict[str, Any]:
     return json_settings
 
 
-async def read_chosen_experts(llm: AsyncLLM, outputs: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """Read requests' experts: [prompt and response tokens but the last, experts recorded]."""
-    from megatron_grpo.platform.device import detect_platform  # imports torch, which rollout workers do without
-
-    if detect_platform().name == "cpu":
-        from megatron_grpo.generation.cpu_engine import read_recorded_experts
-
-        return [form.from_engine(experts) for experts in await read_recorded_experts(llm, outputs, form)]
-    # A request that was aborted before its first token has no experts.
-    recorded = [output.outputs[0].routed_experts for output in outputs]
-    return [form.concatenate([]) if experts is None else form.from_engine(experts) for experts in recorded]
-
-
-async def make_responses(
-    llm: AsyncLLM, outputs: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
+def make_responses(
+    outputs: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
 ) -> list[tuple[int, GenerationOutput | str]]:
     """Convert finished requests, by index, to responses or reasons for none."""
-    routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
-    if form is not None:
-        routed = await await_alive(llm, read_chosen_experts(llm, list(outputs.values()), form))
-    pairs = zip(outputs.items(), routed, strict=True)
-    return [(index, _make_response(output, tokenizer, experts)) for (index, output), experts in pairs]
+    return [(index, _make_response(output, form, tokenizer)) for index, output in outputs.items()]
 
 
-def _make_response(output: RequestOutput, tokenizer: Any, routed: NDArray[Any] | None) -> GenerationOutput | str:
+def pack_experts(form: RoutedForm, chosen: NDArray[np.integer] | None, tokens: int) -> NDArray[np.uint8] | str:
+    """Pack the experts of a sequence, or say why they are incomplete.
+
+    `chosen`: as vLLM reports them, None: not at all; `tokens`: of prompt and response.
+    """
+    rows = 0 if chosen is None else len(chosen)
+    if chosen is None or rows != tokens - 1:
+        return f"vLLM recorded the experts of {rows} tokens, and {tokens - 1} were processed"
+    return form.from_engine(chosen)
+
+
+def _make_response(output: RequestOutput, form: RoutedForm | None, tokenizer: Any) -> GenerationOutput | str:
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return f"vLLM ended a request early: {completion.finish_reason}"
+    routed = None
+    if form is not None:
+        tokens = len(output.prompt_token_ids or ()) + len(completion.token_ids)
+        routed = pack_experts(form, completion.routed_experts, tokens)
+        if isinstance(routed, str):
+            return routed
     logprobs = completion.logprobs.logprobs
     spans = completion.weight_versions or []
     assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"

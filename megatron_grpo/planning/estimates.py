@@ -11,6 +11,7 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning import generation_cost
 from megatron_grpo.planning.generation_cost import count_expert_parameters, find_lengths
 from megatron_grpo.platform.hardware import Hardware
+from megatron_grpo.preflight.routed_memory import count_routed_bytes, count_token_bytes
 
 _CHUNK_TOKENS = 64  # of a chunk of Mamba's states, as in `trainer.model.state_space`
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes
@@ -93,7 +94,14 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
         total += parameters * _WIDTH[config.engine_dtype] * engines.data
     if config.has_checkpoints and config.checkpointing.async_save:  # copies weights and optimizer state
         total += parameters * (weight + trained * state)
-    return total
+    return total + count_replayed_bytes(config, shape)
+
+
+def count_replayed_bytes(config: Config, shape: ModelShape) -> float:
+    """Count bytes of recorded experts in host memory, over all nodes."""
+    if config.plan.workload != "rl" or not count_token_bytes(config, shape):
+        return 0.0
+    return count_routed_bytes(config, shape, float(find_lengths(config).totals.mean()))
 
 
 def count_layer_parameters(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
 from megatron_grpo.planning.engine_layouts import find_room_problems
-from megatron_grpo.planning.estimates import count_host_bytes
+from megatron_grpo.planning.estimates import count_host_bytes, count_replayed_bytes
 from megatron_grpo.planning.generation_cost import EngineSize, find_lengths, size_engine
 from megatron_grpo.planning.policy_layouts import count_idle_gpus, has_own_engines
 from megatron_grpo.planning.step import StepTimes, build_step_times
@@ -24,6 +24,7 @@ from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
 from megatron_grpo.platform.hardware import Hardware, find_hardware, list_profiles
 from megatron_grpo.preflight.layout_checks import count_gpus
 from megatron_grpo.preflight.refit_memory import estimate_open_bytes, list_refit_parts
+from megatron_grpo.preflight.routed_memory import count_token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,8 @@ class Plan:
             "idle_gpus": self.idle,
             "host_gib": round(needed, 1),
             "host_memory_gib": available,
+            "routed_bytes_per_token": count_token_bytes(self.config, self.shape),
+            "routed_gib": round(count_replayed_bytes(self.config, self.shape) / GIB, 3),
             "peak_gib": round(self.fullest.peak / GIB, 3),
             "ranks": [rank.as_dict() for rank in (*self.ranks, *self.value_ranks)],
             "step_s": None if times is None else round(times.step_s, 3),
@@ -207,6 +210,11 @@ class Plan:
         if needed >= 1:
             of = "host memory not known, plan.host_memory_gib" if available is None else f"of {available:.0f} GiB"
             assumptions.append(f"tensors in host memory: {needed:.0f} GiB a node, {of}")
+        if token_bytes := count_token_bytes(self.config, self.shape):
+            total = count_replayed_bytes(self.config, self.shape) / GIB
+            assumptions.append(
+                f"recorded experts: {token_bytes} bytes a token, {total:.1f} GiB in host memory over all nodes"
+            )
         if self.engine is not None:
             assumptions.append(
                 f"an engine's GPU has {self.engine.weight_bytes / GIB:.1f} GiB of weights, "

@@ -19,6 +19,7 @@ from megatron_grpo.preflight.data_checks import count_training_rows, read_record
 from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.preflight.refit_memory import find_refit_remarks
 from megatron_grpo.preflight.remarks import find_remarks
+from megatron_grpo.preflight.routed_memory import find_routed_remarks
 
 # Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has.
 _UNCOUNTED_STEPS = 2**31 - 1
@@ -107,8 +108,9 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
             loop.max_num_steps = max(per_epoch * loop.max_num_epochs, 1)
-    refit_remarks = find_refit_remarks(config, find_model_shape(config), find_hardware(config))
-    return problems, [*find_remarks(config), *refit_remarks, *remarks]
+    shape = find_model_shape(config)
+    memory_remarks = [*find_refit_remarks(config, shape, find_hardware(config)), *find_routed_remarks(config, shape)]
+    return problems, [*find_remarks(config), *memory_remarks, *remarks]
 
 
 def compose_checked(overrides: Sequence[str]) -> ComposedConfig:

@@ -168,7 +168,10 @@ class RankActor:
         names = [name for name in self.model.list_needed_fields(loss_fn) if name in batch.fields]
         with phase("fetch tokens"):  # waits for partitions that are still in transfer
             arrays = iter(ray.get([reference for name in names for reference in batch.fields[name]]))
-        return TokenBatch.from_replica(batch, {name: [next(arrays) for _ in batch.partitions] for name in names})
+        parts = {name: [next(arrays) for _ in batch.partitions] for name in names}
+        if "routed_experts" in parts:  # of all layers, by far the largest field
+            parts["routed_experts"] = [self.model.routing.select_layers(part) for part in parts["routed_experts"]]
+        return TokenBatch.from_replica(batch, parts)
 
     @phase("begin_profile")
     def begin_profile(self) -> None:

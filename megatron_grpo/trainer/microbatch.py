@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import Segments
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model import packed_sequences as packs
@@ -121,7 +122,7 @@ class MicrobatchMaker:
         )
 
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
-        # `routed`: the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
+        # `routed`: the recorded experts in this rank's layers (`RoutedForm`), [tokens of the flat sequences, bytes].
         shape = self._shape
         packed = packs.build_packed_sequences(
             layout, self._transformer_engine, shape.window, self._move, chunked=shape.chunked
@@ -135,7 +136,7 @@ class MicrobatchMaker:
             source = packs.select_source(layout, part=part, parts=parts, is_dummy=is_dummy)
             packed.membership = packs.build_membership(layout, source, self._move)
             if routed is not None:
-                packed.routed = packs.select_routing(routed.numpy(), source, self._move)
+                packed.routed = packs.select_routing(RoutedForm.from_shape(shape), routed.numpy(), source, self._move)
         return packed
 
 

@@ -30,6 +30,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_fie
 from megatron_grpo.losses.divergence import error_without_worst
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
@@ -79,8 +80,8 @@ class ModelRank(ABC):
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             is_policy = shape.value_head is None
-            replays, name = is_policy and config.moe.replay_routing, "moe" if is_policy else "value_moe"
-            self.routing = StepRouting(self.chunks, config.moe, name, replays=replays)
+            form = RoutedForm.from_shape(shape) if is_policy and config.moe.replay_routing else None
+            self.routing = StepRouting(self.chunks, config.moe, "moe" if is_policy else "value_moe", form)
         self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
@@ -108,8 +109,7 @@ class ModelRank(ABC):
 
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """List the batch fields that this rank's pipeline stage reads."""
-        replayed = self.routing is not None and self.routing.replays and self.routing.routers
-        routed = ("routed_experts",) if replayed else ()
+        routed = ("routed_experts",) if self.routing is not None and self.routing.replays else ()
         if not parallel_state.is_pipeline_last_stage():
             return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
         of_loss = ("sampled",) if loss_fn is None else loss_fn.field_names

@@ -173,6 +173,7 @@ class RefitWorker(Worker):
         tensor = parallel.tensor_parallel_size
         return {
             "shape": json.loads(json.dumps(shape)),
+            "records_experts": config.aux_output_config.enable_return_routed_experts,
             "tensor": tensor,
             "pipeline": parallel.pipeline_parallel_size,
             "expert": tensor if parallel.enable_expert_parallel else 1,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
-from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.weight_sync.boxes import Box, to_slices, unpack_boxes
 from megatron_grpo.weight_sync.fingerprints import (
     PROBES,
@@ -41,7 +41,8 @@ def score_canary(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) -> Lo
     fields = TokenFields(token_ids=torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int32))
     if rank.routing is not None and rank.routing.replays:  # nothing is recorded, so that routers choose
         form = RoutedForm.from_shape(rank.shape)
-        fields.routed_experts = torch.full((sum(lengths), form.columns), UNKNOWN, dtype=torch.int16)
+        nothing = rank.routing.select_layers(form.concatenate([(sum(lengths), None)]))
+        fields.routed_experts = torch.from_numpy(nothing)
     settings = rank.settings
     # vLLM computes those of a prompt without a temperature and without filters.
     rank.settings = replace(settings, temperature=1.0, token_filter=None)

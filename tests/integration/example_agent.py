@@ -41,6 +41,22 @@ async def single(prompt: str, access: ModelAccess, **columns: Any) -> str:
     return answer.choices[0].text
 
 
+async def twice(prompt: str, access: ModelAccess, **columns: Any) -> int:
+    """Asks for a short answer, and for what follows it and a digit; returns the characters of both."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=access.base_url, api_key=access.token)
+    first = await client.completions.create(model=access.model, prompt=prompt, max_tokens=1)
+    text = prompt + first.choices[0].text + "1"
+    second = await client.completions.create(model=access.model, prompt=text, max_tokens=2)
+    return len(first.choices[0].text) + len(second.choices[0].text)
+
+
+def longer(completions: Sequence[Any], agent_result: Sequence[int], **_: Any) -> list[float]:
+    """A character more, a point more."""
+    return [float(characters) for characters in agent_result]
+
+
 def long(completions: Sequence[Any], agent_result: Sequence[list[list[int]]], **columns: Any) -> list[float]:
     """A token more, a point more."""
     return [float(sum(len(turn) for turn in result)) for result in agent_result]

@@ -1,12 +1,13 @@
-"""The experts that vLLM says it chose, against transformers and the trainer, on a CPU: our own recorder.
+"""The experts that vLLM returns, against transformers and the trainer, on a CPU: our recorder, vLLM's scheduler.
 
-vLLM's own recording on GPUs has not run here; what it returns is made into the same form.
+vLLM's own recording on GPUs has not run here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -31,6 +33,7 @@ BLOCK = 128
 """Tokens of a block of vLLM's KV cache on a CPU."""
 LONG = [2 + 5 * j % (VOCAB - 2) for j in range(BLOCK + 9)]
 MAX_LENGTH = BLOCK + 40
+PROPOSED = {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3)}
 
 
 def moe(**sizes: object) -> PretrainedConfig:
@@ -52,21 +55,25 @@ def _ray() -> Iterator[None]:
     ray.shutdown()
 
 
+def form_of(path: Path) -> RoutedForm:
+    return RoutedForm.from_shape(read_model_shape(path))
+
+
 def expect_own_routing(path: Path, prompt: list[int], output: GenerationOutput) -> None:
     """The recorded experts are those of transformers in float32, of every token but the last."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.tensor([*prompt, *output.token_ids.tolist()])
     expected = own_routing(model, ids)[:-1].sort(dim=-1).values.numpy()
     assert output.routed is not None
-    assert output.routed.dtype == np.int8
-    found = np.sort(output.routed.reshape(len(ids) - 1, 2, 2), axis=-1)
+    found = np.sort(form_of(path).unpack(output.routed), axis=-1)
+    assert found.shape == (len(ids) - 1, 2, 2)
     np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"tensor": 2}], ids=["one rank", "pp2", "tp2"])
-def test_recorded_experts_are_those_of_transformers(layout: dict[str, int], model: Path) -> None:
-    form = RoutedForm.from_shape(read_model_shape(model))
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, PROPOSED], ids=["one rank", "tp2", "speculation"])
+def test_recorded_experts_are_those_of_transformers(layout: dict[str, Any], model: Path) -> None:
+    form = form_of(model)
     assert form == RoutedForm(layers=(0, 3), top_k=2, experts=8)
     settings = SamplingSettings(max_new_tokens=20)
     with engines(model, routed=form, max_length=MAX_LENGTH, **layout) as generation:
@@ -91,7 +98,7 @@ def logprobs_on_rank(
     _layout: Layout, path: Path, precision: str, prompts: list[list[int]], outputs: list[GenerationOutput], replay: bool
 ) -> NDArray[np.float32]:
     """Log-probabilities of all sampled tokens under the policy, one response after the other."""
-    form = RoutedForm.from_shape(read_model_shape(path))
+    form = form_of(path)
     config = PolicyConfig(model=ModelConfig(path=str(path)), precision=precision, moe=MoeConfig(replay_routing=replay))
     rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(path), folder=str(path), decay_steps=1))
     lengths = [len(prompt) + len(output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
@@ -101,7 +108,7 @@ def logprobs_on_rank(
     fields = TokenFields(
         token_ids=torch.from_numpy(np.concatenate(ids).astype(np.int32)),
         sampled=torch.from_numpy(np.concatenate(sampled)),
-        routed_experts=torch.from_numpy(routed) if replay else None,
+        routed_experts=torch.from_numpy(rank.routing.select_layers(routed)) if replay else None,
     )
     found = rank.compute_logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
     return found[fields.sampled].numpy()
@@ -111,7 +118,7 @@ def logprobs_on_rank(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_replay_brings_training_no_further_from_generation(precision: str, model: Path) -> None:
     """In float32 they agree anyway; in bfloat16 some routers decide otherwise, and replayed ones do not."""
-    form = RoutedForm.from_shape(read_model_shape(model))
+    form = form_of(model)
     prompts = PROMPTS * 8
     requests = [request(prompt, seed=number, max_new_tokens=40) for number, prompt in enumerate(prompts)]
     with engines(model, routed=form, precision=precision) as generation:

@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
@@ -24,11 +24,13 @@ from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
+from tests.support.forced_routing import own_routing
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
 BLOCK = 128
@@ -53,11 +55,18 @@ def longer(**sizes: Any) -> PretrainedConfig:
     return Qwen3Config(**(sizes | {"max_position_embeddings": MAX_LENGTH}))
 
 
+def mixture(**sizes: Any) -> PretrainedConfig:
+    """A mixture of experts, of which a layer has none."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    depth = {"num_hidden_layers": 3, "mlp_only_layers": [1], "max_position_embeddings": MAX_LENGTH}
+    return Qwen3MoeConfig(**(sizes | experts | depth))
+
+
 class Versions:
     """Models of which the policy takes turns to be, and the version that each has been published as."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folders = [make_model(folder / str(seed), seed, longer) for seed in range(MODELS)]
+    def __init__(self, folder: Path, family: Callable[..., PretrainedConfig] = longer) -> None:
+        self.folders = [make_model(folder / str(seed), seed, family) for seed in range(MODELS)]
         self.models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval() for one in self.folders]
         self.number = {0: 0}
         """By version, the number of its model."""
@@ -154,6 +163,46 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
             assert output.spans == [Span(0, len(output.token_ids), version)]
         generate(generation, asked, greedy)
         assert bool(_prefix_hits(generation)) == (not recompute), "a cache that is kept is found under its own weights"
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_tokens_keep_the_experts_of_the_version_that_drew_the_next_one(tmp_path: Path) -> None:
+    """Each row of the record is that of transformers, which computes all earlier tokens with this version."""
+    versions = Versions(tmp_path, mixture)
+    form = RoutedForm.from_shape(read_model_shape(versions.folders[0]))
+    in_flight = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=True)
+    requests = [request([2 + (3 * i + j) % 30 for j in range(9)], seed=i, max_new_tokens=TOKENS) for i in range(12)]
+    try:
+        with engines(versions.folders[0], max_length=MAX_LENGTH, in_flight=in_flight, routed=form) as generation:
+            refit = RefitConfig(mode="broadcast", bucket_mib=0.05, timeout_s=60.0)
+            transport = make_transport(versions.policy, generation, refit, Path())
+            transport.connect()
+            most = 0
+            for _ in range(ROUNDS):
+                for asked, output in zip(
+                    requests, _while_publishing(generation, requests, versions, transport), strict=True
+                ):
+                    most = max(most, len(output.spans))
+                    assert_recorded(form.unpack(output.routed), asked, output, versions)
+                if most > 2:
+                    break
+            assert most > 2, "no response met two updates"
+    finally:
+        versions.policy.shutdown()
+
+
+def assert_recorded(chosen: Any, asked: GenerationRequest, output: GenerationOutput, versions: Versions) -> None:
+    prompt = len(asked.prompt_ids)
+    token_ids = torch.tensor([*asked.prompt_ids.tolist(), *output.token_ids.tolist()])
+    assert len(chosen) == len(token_ids) - 1
+    first = 0
+    for span in output.spans:  # the prompt's tokens are those of the first span
+        last = prompt + span.end - 1
+        expected = own_routing(versions.models[versions.number[span.version]], token_ids)[first:last]
+        found = torch.from_numpy(chosen[first:last]).sort(dim=-1).values
+        assert torch.equal(found.long(), expected.sort(dim=-1).values.long()), span
+        first = last
 
 
 def _prefix_hits(generation: VllmGeneration) -> int:

@@ -79,8 +79,7 @@ def other_record(tiny: TinyModel) -> list[Tensor]:
 def with_record(tiny: TinyModel, batch: TokenBatch, order: list[int], records: list[Tensor]) -> TokenBatch:
     """A batch of some sequences of `make_batch`, with what is on record of them."""
     form = RoutedForm.from_shape(tiny.shape)
-    rows = torch.cat([records[number].flatten(1) for number in order])
-    routed = rows.to(getattr(torch, str(form.dtype)))
+    routed = torch.from_numpy(form.pack(torch.cat([records[number] for number in order]).numpy()))
     return TokenBatch(batch.lengths, replace(batch.fields, routed_experts=routed))
 
 

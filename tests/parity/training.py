@@ -52,7 +52,10 @@ def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunct
     names = {*model.list_needed_fields(loss_fn)}
     if "sampled" in names:
         names |= {"loss_mask", "positive", "weight"}
-    return TokenBatch(batch.lengths, TokenFields(**{n: v for n, v in batch.fields.as_dict().items() if n in names}))
+    fields = {name: value for name, value in batch.fields.as_dict().items() if name in names}
+    if "routed_experts" in fields:
+        fields["routed_experts"] = torch.from_numpy(model.routing.select_layers(fields["routed_experts"].numpy()))
+    return TokenBatch(batch.lengths, TokenFields(**fields))
 
 
 def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list[int]], list[int]]:

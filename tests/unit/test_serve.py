@@ -44,6 +44,15 @@ def test_it_listens_on_loopback_and_can_be_refitted(became: dict[str, Any]) -> N
     assert became["environment"][SERVER_MARKER] == became["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+@pytest.mark.parametrize("option", ["--enable-return-routed-experts", "--enable_return_routed_experts"])
+def test_on_a_cpu_our_worker_records_the_experts_that_it_returns(option: str, became: dict[str, Any]) -> None:
+    for options, is_ours in (([option], True), ([], False)):
+        with pytest.raises(Became):
+            serve.main([str(became["model"]), "--port=8123", *options])
+        worker = "--worker-cls=megatron_grpo.generation.cpu_worker.RecordingCPUWorker"
+        assert ({worker, "--no-enable-prefix-caching", "--enforce-eager"} <= set(became["arguments"])) == is_ours
+
+
 def test_it_makes_a_token_and_prints_it(became: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     made = set()
     for host in ("127.0.0.1", "0.0.0.0"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,10 +17,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.config.schema import MoeConfig
 from megatron_grpo.models.megatron_names import count_earlier
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
 
 
@@ -38,9 +41,9 @@ class ExpertRouter(TopKRouter):
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0  # over all replicas; both losses are averages over them
-        self.replays = False
+        self.replayed_layer: int | None = None  # index among this rank's layers with experts; None: it always chooses
         # `DecoderLayer` sets these before every pass: the sequence of each token of the microbatch, and its recorded
-        # experts, [tokens of this rank, experts of a token], int8 or int16, -1 where there are none.
+        # experts, [tokens of this rank, experts of a token], int16, -1 where there are none.
         self.membership: Membership | None = None
         self.record: Tensor | None = None
         self.clear()
@@ -62,7 +65,7 @@ class ExpertRouter(TopKRouter):
         """
         flat = logits.view(-1, self.num_experts)
         config, membership = self.config, self.membership
-        indices, agreed = self._replay(flat) if self.replays else (None, None)
+        indices, agreed = (None, None) if self.replayed_layer is None else self._replay(flat)
         probs, chosen = self._choose(flat, precomputed_indices=indices)
         if config.single_expert_has_weight_one:
             # Divided by itself, as transformers does it, so that the router stays in the graph with a gradient of 0.
@@ -214,10 +217,8 @@ class DecoderLayer(TransformerLayer):
             router = self.mlp.router
             router.membership = None if packed is None else packed.membership
             router.record = None
-            if packed is not None and packed.routed is not None:
-                before = count_earlier(self.config.moe_layer_freq, self.layer_number)  # layers with experts
-                top_k = self.config.moe_router_topk
-                router.record = packed.routed[:, before * top_k : (before + 1) * top_k]
+            if packed is not None and packed.routed is not None and router.replayed_layer is not None:
+                router.record = packed.routed[:, router.replayed_layer]
         return self._drop_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))
 
     def _drop_probs(self, result: Any) -> Any:
@@ -240,17 +241,32 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 
 class StepRouting:
-    """A rank's routers during optimizer steps; metrics have the prefix `name`."""
+    """A rank's routers during optimizer steps; metrics have the prefix `name`.
 
-    def __init__(self, chunks: Sequence[Any], config: MoeConfig, name: str, *, replays: bool) -> None:
+    `form`: of recorded experts, which the routers replay; None: they replay none.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: MoeConfig, name: str, form: RoutedForm | None) -> None:
         self._name, self._device = name, chunks[0].config.platform.device
         modules = [module for chunk in chunks for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, ExpertRouter)]  # layer by layer
-        self.replays = replays
+        self.form = form
+        layers = [module for module in modules if isinstance(module, DecoderLayer) and module.is_moe_layer]
+        self._layers = [count_earlier(layer.config.moe_layer_freq, layer.layer_number) for layer in layers]
         self._bias_rate = config.bias_update_rate
-        for router in self.routers:
+        for number, router in enumerate(self.routers):
             router.aux_loss_coeff, router.z_loss_coeff = config.aux_loss_coeff, config.z_loss_coeff
-            router.replays = replays
+            router.replayed_layer = None if form is None else number
+
+    @property
+    def replays(self) -> bool:
+        """True if routers of this rank replay recorded experts."""
+        return self.form is not None and bool(self.routers)
+
+    def select_layers(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Select the bytes of this rank's layers from rows of all layers."""
+        assert self.form is not None, "nothing is replayed"
+        return self.form.select_layers(rows, self._layers)
 
     def begin(self, sequences: float) -> None:
         """Start a step of `sequences` sequences, counted over all replicas."""
@@ -289,4 +305,4 @@ class StepRouting:
             f"{self._name}_aux_loss": aux,
             f"{self._name}_z_loss": z,
         }
-        return metrics | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self.replays else {})
+        return metrics | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self.form is not None else {})

@@ -31,7 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.models.routed_experts import UNKNOWN
+from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
 
 LEAST_FILL = 0.75  # sequences share an attention call if the shortest has at least this share of the longest's tokens
 
@@ -101,8 +101,8 @@ class PackedSequences(PackedSeqParams):
     membership: Membership | None = None
     """Sequences of this rank's tokens (under sequence parallelism of its part); None: a dense model."""
     routed: Tensor | None = None
-    """[tokens as in `membership`, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
-    -1 where the router chooses; None: the router always chooses."""
+    """[tokens as in `membership`, this rank's layers with experts, experts of a token], int16: experts to route tokens
+    to; -1 where the router chooses; None: the router always chooses."""
     calls: AttentionCalls | None = None
     windowed_calls: AttentionCalls | None = None
     """Attention calls of layers with a window; None: the model has no such layer."""
@@ -299,9 +299,12 @@ def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from
     return Membership(move(sequence), move(weight), count)
 
 
-def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
-    """Select the recorded experts, [tokens, ...], of the tokens of `source`; -1 on padding."""
-    selected = routed[np.maximum(source, 0)]
+def select_routing(form: RoutedForm, rows: NDArray[np.uint8], source: Ints, move: Move = torch.from_numpy) -> Tensor:
+    """Unpack the recorded experts of the tokens of `source`.
+
+    `rows`: bytes of all tokens. Returns `PackedSequences.routed`.
+    """
+    selected = form.unpack(rows[np.maximum(source, 0)])
     selected[source < 0] = UNKNOWN
     return move(selected)
 

@@ -88,7 +88,9 @@ def test_the_models_own_layers_propose_tokens(family: str, models: Callable[[str
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
     proposes = EngineConfig(speculative=SpeculativeConfig(method="mtp", num_speculative_tokens=2))
-    config = engine_config(folder, engine=proposes)
+    shape = read_model_shape(folder)
+    routed = None if shape.experts is None else RoutedForm.from_shape(shape)
+    config = engine_config(folder, engine=proposes, routed=routed)  # experts are recorded beside proposals
     assert config.use_v2_model_runner
     model = loaded_model(config)
     with set_current_vllm_config(config), torch.no_grad():

@@ -1,8 +1,7 @@
-"""What a CPU engine's worker records of made-up forward passes: preemption, requests in any order."""
+"""What a CPU engine's worker returns of made-up forward passes, and what vLLM's scheduler makes of it."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,108 +11,128 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_grpo.generation.cpu_worker import RoutingRecorder
-from megatron_grpo.generation.vllm_requests import read_chosen_experts
+from megatron_grpo.generation.vllm_requests import pack_experts
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.platform import device
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+from megatron_grpo.generation.cpu_worker import RoutingRecorder
 
 LAYERS = (0, 2)
+FORM = RoutedForm(layers=LAYERS, top_k=2, experts=256)
 
 
 @dataclass
-class Pass:
-    """A forward pass as vLLM's scheduler tells of it; tokens are numbers, and tell their experts."""
+class Request:
+    """As vLLM's Request: tokens are numbers."""
 
-    tokens: dict[str, list[int]]
-    """By request, in the order of the pass."""
-    old: dict[str, int] = field(default_factory=dict)
-    """Tokens of earlier requests that were computed."""
+    request_id: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    done: int = 0
+    """Tokens that are in the cache."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(routed_experts_prompt_start=0))
 
     @property
-    def scheduled(self) -> Any:
-        """As vLLM's SchedulerOutput."""
-        cached = SimpleNamespace(req_ids=list(self.old), num_computed_tokens=list(self.old.values()))
-        counts = {name: len(tokens) for name, tokens in self.tokens.items()}
-        return SimpleNamespace(scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
 
 
-def experts_of(tokens: list[int], layer: int) -> list[list[int]]:
+class Engine:
+    """A scheduler's side of vLLM, and a worker whose experts tell the token and the version of the weights."""
+
+    def __init__(self, *requests: Request) -> None:
+        self.requests = {request.request_id: request for request in requests}
+        self.connector, self.recorder = AuxOutputSchedulerConnector(), RoutingRecorder(nn.Identity())
+        self.returned: dict[str, list[Any]] = {name: [] for name in self.requests}
+        self.version = 0
+
+    def step(self, *names: str) -> None:
+        """Compute all tokens of these requests that are not in the cache, and sample one of each."""
+        counts = {name: len(self.requests[name].tokens) - self.requests[name].done for name in names}
+        old = [name for name in names if self.requests[name].num_output_tokens]
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=old, num_computed_tokens=[self.requests[name].done for name in old]
+            ),
+        )
+        scheduled.aux_output_connector_metadata = self.connector.build_connector_meta(scheduled, self.requests)  # type: ignore[arg-type]  # made-up requests
+        flat = [token for name in names for token in self.requests[name].tokens[self.requests[name].done :]]
+        for layer in LAYERS:
+            padded = [*experts_of(flat, layer, self.version), [7, 7]]
+            self.recorder._capture(layer, torch.tensor(padded))
+        output = self.recorder.end_pass(scheduled, ["gone", *names])
+        for name in names:
+            request = self.requests[name]
+            request.done = len(request.tokens)
+            request.tokens.append(10 * len(request.tokens))
+            self.returned[name].append(self.connector.take_output(request, output))  # type: ignore[arg-type]  # as above
+
+    def drop_cache(self) -> None:
+        """As a refit does under requests in flight; the next step computes all of their tokens."""
+        self.connector.reset()
+        for request in self.requests.values():
+            request.done = 0
+
+    def read(self, name: str) -> list[Any]:
+        """[tokens but the last, layers, 2]."""
+        packed = pack_experts(FORM, np.concatenate(self.returned[name]), len(self.requests[name].tokens))
+        assert not isinstance(packed, str), packed
+        return FORM.unpack(packed).tolist()
+
+
+def experts_of(tokens: list[int], layer: int, version: int) -> list[list[int]]:
     """[tokens, 2]."""
-    return [[token + layer, 100 + token + layer] for token in tokens]
+    return [[token + layer, 100 + 50 * version + layer] for token in tokens]
 
 
-def run(recorder: RoutingRecorder, one: Pass) -> None:
-    """Let the layers capture a pass, padding behind its tokens, and end it."""
-    flat = [token for tokens in one.tokens.values() for token in tokens]
-    for layer in LAYERS:
-        recorder._capture(layer, torch.tensor([*experts_of(flat, layer), [-7, -7]]))
-    recorder.end_step(one.scheduled, ["gone", *one.tokens])
+def expected(tokens: list[int], versions: list[int]) -> list[Any]:
+    """[tokens, layers, 2]."""
+    pairs = zip(tokens, versions, strict=True)
+    return [[experts_of([token], layer, version)[0] for layer in LAYERS] for token, version in pairs]
 
 
-def expect(recorder: RoutingRecorder, name: str, tokens: list[int]) -> None:
-    taken = recorder.take(name)
-    assert {layer: rows.tolist() for layer, rows in taken.items()} == {
-        layer: experts_of(tokens, layer) for layer in LAYERS
-    }
-    assert recorder.take(name) == {}, "forgotten"
+def test_passes_are_shared_out_over_requests() -> None:
+    engine = Engine(Request("a", [1, 2, 3], 3), Request("b", [9], 1))
+    engine.step("a", "b")
+    engine.step("b", "a")
+    engine.step("b")
+    assert engine.read("a") == expected([1, 2, 3, 30], [0] * 4)
+    assert engine.read("b") == expected([9, 10, 20], [0] * 3)
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> RoutingRecorder:
-    pytest.importorskip("vllm")
-    return RoutingRecorder(nn.Identity())
+def test_tokens_keep_the_experts_of_the_pass_that_drew_the_next_one() -> None:
+    """After the update the new weights compute all earlier tokens again, and draw from the last one."""
+    engine = Engine(Request("a", [1, 2, 3], 3), Request("b", [4, 5], 2))
+    engine.step("a", "b")
+    engine.step("a", "b")
+    engine.drop_cache()
+    engine.version = 1
+    engine.step("b", "a")
+    engine.step("a")
+    assert engine.read("a") == expected([1, 2, 3, 30, 40, 50], [0, 0, 0, 0, 1, 1])
+    assert engine.read("b") == expected([4, 5, 20, 30], [0, 0, 0, 1])
 
 
-def test_passes_are_shared_out_over_requests(recorder: RoutingRecorder) -> None:
-    run(recorder, Pass({"x.1-ab": [1, 2, 3], "x.11-cd": [9]}))
-    run(recorder, Pass({"x.11-cd": [8], "x.1-ab": [4]}, old={"x.1-ab": 3, "x.11-cd": 1}))
-    run(recorder, Pass({"x.11-cd": [7]}, old={"x.11-cd": 2}))
-    expect(recorder, "x.1", [1, 2, 3, 4])
-    expect(recorder, "x.11", [9, 8, 7])
-    assert recorder.take("never ran") == {}
+def test_a_cache_that_is_kept_continues_the_record() -> None:
+    engine = Engine(Request("a", [1, 2, 3], 3))
+    engine.step("a")
+    engine.version = 1
+    engine.step("a")
+    assert engine.read("a") == expected([1, 2, 3, 30], [0, 0, 0, 1])
 
 
-def test_a_preempted_request_begins_anew(recorder: RoutingRecorder) -> None:
-    run(recorder, Pass({"a-0": [1, 2, 3, 4]}))
-    run(recorder, Pass({"a-0": [5]}, old={"a-0": 4}))
-    run(recorder, Pass({"a-0": [1, 2, 3, 4, 15]}, old={"a-0": 0}))
-    expect(recorder, "a", [1, 2, 3, 4, 15])
-
-
-FORM = RoutedForm(layers=(1, 3), top_k=2, experts=8)
-
-
-def final(name: str, prompt: int, response: int, routed: Any = None) -> Any:
-    """As vLLM's RequestOutput."""
-    completion = SimpleNamespace(token_ids=[0] * response, routed_experts=routed)
-    return SimpleNamespace(request_id=name, prompt_token_ids=[0] * prompt, outputs=[completion])
-
-
-def on_platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(device, "detect_platform", lambda: SimpleNamespace(name=name))
-
-
-def test_stages_of_a_cpu_engine_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that only splits matrices tells nothing; after a stop string the engine has gone further."""
-    on_platform(monkeypatch, "cpu")
-    first, second = np.arange(10, dtype=np.int16).reshape(5, 2), np.arange(10, 20, dtype=np.int16).reshape(5, 2)
-
-    class Engine:
-        async def collective_rpc(self, method: str, args: tuple[list[str]]) -> list[Any]:
-            assert (method, args) == ("take_routing", (["a", "b"],))
-            return [{"a": {1: first.tobytes()}}, {}, {"a": {3: second.tobytes()}}, {}]
-
-    finals = [final("a", prompt=2, response=2), final("b", prompt=1, response=0)]
-    found, nothing = asyncio.run(read_chosen_experts(Engine(), finals, FORM))  # type: ignore[arg-type]  # a made-up engine
-    assert found.tolist() == np.concatenate([first, second], axis=1)[:3].tolist()
-    assert nothing.shape == (0, 4)
-
-
-def test_vllm_returns_them_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_platform(monkeypatch, "cuda")
-    chosen = np.arange(3 * 4 * 2, dtype=np.uint8).reshape(3, 4, 2)
-    finals = [final("a", prompt=2, response=2, routed=chosen), final("b", prompt=1, response=0)]
-    found, nothing = asyncio.run(read_chosen_experts(None, finals, FORM))  # type: ignore[arg-type]  # nobody asks it
-    assert found.dtype == np.int8
-    assert found.tolist() == [[*row[1], *row[3]] for row in chosen.tolist()]
-    assert nothing.shape == (0, 4)
+def test_a_record_with_a_gap_makes_no_response() -> None:
+    two = np.zeros((2, 3, 2), np.uint8)
+    assert pack_experts(FORM, two, 4) == "vLLM recorded the experts of 2 tokens, and 3 were processed"
+    assert pack_experts(FORM, None, 4) == "vLLM recorded the experts of 0 tokens, and 3 were processed"
+    assert pack_experts(FORM, two, 3).shape == (2, FORM.token_bytes)  # type: ignore[union-attr]  # nothing is missing

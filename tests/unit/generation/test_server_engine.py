@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +28,7 @@ from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.server import ServerEngine
 from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.routed_experts import RoutedForm
 from tests.support.tiny_models import TinyModel
 
 SETTINGS = SamplingSettings(max_new_tokens=4)
@@ -38,6 +42,7 @@ class MadeUpServer:
     def __init__(self, model: Path) -> None:
         shape = json.loads(json.dumps(asdict(read_model_shape(model))))
         self.worker: dict[str, Any] = {"shape": shape, "tensor": 1, "pipeline": 1, "expert": 1, "longest": 64}
+        self.worker["records_experts"] = True
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.served = "default"
         self.calls: list[str] = []
@@ -48,6 +53,8 @@ class MadeUpServer:
         self.restarts_before: int | None = None
         """After so many responses it is another process; None: it is not."""
         self.bodies: list[dict[str, Any]] = []
+        self.experts: NDArray[Any] | None = None
+        """Of a response: [tokens of prompt and response but the last, layers, experts of a token]."""
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
@@ -88,6 +95,9 @@ class MadeUpServer:
             "logprobs": {"content": [{"token_id": token, "logprob": self.logprob} for token in tokens]},
             "weight_versions": [{"version": self.served, "start": 0, "end": 2}],
         }
+        if self.experts is not None:
+            np.save(buffer := BytesIO(), self.experts)
+            choice["routed_experts"] = base64.b64encode(buffer.getvalue()).decode()
         return web.json_response({"choices": [choice]})
 
 
@@ -100,7 +110,9 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
     tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate("abcdef")}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
 
-    def run(what: Use, *, started: bool = True, timeout_s: float = 5.0, **changes: Any) -> Any:
+    def run(
+        what: Use, *, started: bool = True, timeout_s: float = 5.0, routed: RoutedForm | None = None, **changes: Any
+    ) -> Any:
         async def test() -> Any:
             server = MadeUpServer(model)
             for name, value in changes.items():
@@ -119,6 +131,7 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
                 precision="float32",
                 max_total_sequence_length=32,
                 token="secret",
+                routed=routed,
             )
             engine = ServerEngine(settings)
             try:
@@ -299,6 +312,31 @@ def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[
     use(what, started=False, timeout_s=1.0)
 
 
+FORM = RoutedForm(layers=(1,), top_k=2, experts=100)
+
+
+def test_experts_come_with_the_tokens(use: Any) -> None:
+    chosen = np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
+
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 1)
+        for output in await sampled(engine):
+            assert FORM.unpack(output.routed).tolist() == chosen[:, 1:].tolist()
+        server.experts = chosen[1:]
+        assert {*await sampled(engine)} == {"vLLM recorded the experts of 2 tokens, and 3 were processed"}
+
+    use(what, routed=FORM, experts=chosen)
+
+
+def test_a_server_that_returns_no_experts_is_told_at_the_start(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        server.worker["records_experts"] = False
+        with pytest.raises(RuntimeError, match=r"for policy.moe.replay_routing=true; start it with --enable-return-r"):
+            await engine.start()
+
+    use(what, started=False, routed=FORM)
+
+
 def test_a_server_with_another_tokenizer_is_refused(use: Any) -> None:
     words = {letter: n for n, letter in enumerate("bacdef")}
     other = Tokenizer(models.WordLevel(words, unk_token="b"))
@@ -318,7 +356,7 @@ def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) ->
         logprobs = {"content": [{"token_id": token, "logprob": -0.5} for token in (5, 2, 5)]}
         name = [{"version": f"{engine._prefix}0", "start": 0, "end": 3}]
         choice = {"token_ids": [5, 2, 5], "logprobs": logprobs, "weight_versions": name}
-        texts = [engine._parse_response({"choices": [choice | end]}) for end in (ended, cut)]
+        texts = [engine._parse_response({"choices": [choice | end]}, prompt_tokens=1) for end in (ended, cut)]
         assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
 
     use(what)

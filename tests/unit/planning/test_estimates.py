@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry_run import run_dry
 from megatron_grpo.planning.estimates import (
     count_host_bytes,
+    count_replayed_bytes,
     count_static_bytes,
     estimate_activation_bytes,
     estimate_step_s,
 )
+from megatron_grpo.planning.generation_cost import find_lengths
 from megatron_grpo.platform.hardware import load_hardware
+from tests.support.moe_config import QWEN3_MOE
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 from tests.unit.planning.test_layouts import recipe
 
@@ -67,6 +71,18 @@ def test_host_memory_is_what_is_kept_off_the_gpus() -> None:
     assert count_host_bytes(config, DENSE) == pytest.approx((16 + 4 * 2) * numbers)
     config.generation.placement, config.generation.parallel.data = "colocated", 2
     assert count_host_bytes(config, DENSE) == pytest.approx((16 + 4 * 2 + 4 * 2 + 2 * 2) * numbers)
+
+
+def test_host_memory_has_the_experts_of_replayed_tokens() -> None:
+    config, shape = small_run(data=4), parse_model_shape({**QWEN3_MOE, "num_hidden_layers": 4})
+    before = count_host_bytes(config, shape)
+    config.policy.moe.replay_routing = True
+    added = count_host_bytes(config, shape) - before
+    assert added == count_replayed_bytes(config, shape) > 0
+    tokens = find_lengths(config).totals.mean() * config.samples_per_step
+    assert added == pytest.approx(4 * tokens * 3), "a byte a layer: rollouts, partitions, ranks"
+    config.plan.workload = "pretrain"
+    assert count_replayed_bytes(config, shape) == 0
 
 
 def test_estimates_grow_with_recomputation_and_bubbles() -> None:

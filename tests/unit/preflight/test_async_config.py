@@ -46,11 +46,6 @@ def test_it_is_one_setting_for_grpo_and_ppo() -> None:
     assert compose_config(["+exp=quickstart_ppo", f"{ENABLED}=true", CORRECTION]).ppo.async_grpo.enabled
 
 
-def test_recorded_experts_are_of_one_version() -> None:
-    problems = problems_of(["+exp=quickstart_moe", "algorithm=async_grpo", "policy.moe.replay_routing=true"])
-    assert "policy.moe.replay_routing=true" in problems[f"{ENABLED}=True"]
-
-
 def test_what_is_remarked_on() -> None:
     said = {
         one.subject: one.text

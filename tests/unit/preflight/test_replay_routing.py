@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight import routed_memory
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.routed_memory import count_routed_bytes, find_routed_remarks
 from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
 
@@ -52,6 +56,11 @@ def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
             "with prefix caching only; use true",
         ),
         ([*ON_GPUS, "generation.parallel.pipeline=2"], "generation.parallel.pipeline=2", "from a pipeline; use 1"),
+        (
+            ["generation.engine.enforce_eager=true", "generation.parallel.pipeline=2"],
+            "generation.parallel.pipeline=2",
+            "from a pipeline; use 1",
+        ),
     ],
 )
 def test_settings_with_which_engines_do_not_record(
@@ -65,7 +74,50 @@ def test_settings_with_which_engines_do_not_record(
 
 
 def test_settings_with_which_they_do(given: list[str]) -> None:
-    assert problems(given, REPLAY, *ON_GPUS, "generation.parallel.tensor=2") == {}
+    speculative = "generation.engine.speculative={method: ngram, num_speculative_tokens: 2}"
+    assert problems(given, REPLAY, *ON_GPUS, "generation.parallel.tensor=2", speculative) == {}
     eager = "generation.engine.enforce_eager=true"
-    more = ["generation.parallel.pipeline=2", "generation.engine.enable_prefix_caching=false"]
-    assert problems(given, REPLAY, eager, *more) == {}
+    assert problems(given, REPLAY, eager, "generation.engine.enable_prefix_caching=false") == {}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=async_grpo"],
+        ["algorithm=ppo"],
+        ["generation.server.urls=[http://127.0.0.1:8000]", "refit.mode=files", "refit.directory=/tmp/refit"],
+        ["grpo.max_rollout_turns=3"],
+    ],
+    ids=["ahead", "ppo", "server", "turns"],
+)
+def test_runs_that_replay(overrides: list[str]) -> None:
+    engines = ["generation.parallel.tensor=1", "generation.parallel.expert=1"]
+    compose_config(["+exp=quickstart_moe", "run_dir=unused", REPLAY, *engines, *overrides])
+
+
+def test_bytes_on_hosts_are_those_of_every_copy(given: list[str]) -> None:
+    """Two layers with experts, 2 of 8 chosen in 6 bits: a byte a layer."""
+    config = compose_config([*given, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=3"])
+    config.policy.moe.replay_routing = True
+    shape = parse_model_shape({**QWEN3_MOE, "mlp_only_layers": [0, 2]})
+    assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (1 + 1 + 1), "rollouts, partitions, one rank"
+    config.policy.parallel.tensor, config.policy.parallel.pipeline = 2, 2
+    assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (1 + 1 + 2), "stages have different layers"
+    config.grpo.async_grpo.enabled, config.grpo.async_grpo.max_trajectory_age_steps = True, 3
+    assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (4 + 1 + 2), "three batches are sampled ahead"
+    config.policy.moe.replay_routing = False
+    assert count_routed_bytes(config, shape, 100) == 0
+
+
+def test_what_a_machine_cannot_hold_is_said(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shape = compose_config(given), parse_model_shape(QWEN3_MOE)
+    config.policy.moe.replay_routing = True
+    needed = count_routed_bytes(config, shape, config.policy.max_total_sequence_length)
+    assert needed > 0
+    for total, is_told in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(
+            routed_memory, "psutil", SimpleNamespace(virtual_memory=lambda total=total: SimpleNamespace(total=total))
+        )
+        remarks = list(find_routed_remarks(config, shape))
+        assert [remark.subject for remark in remarks] == ["policy.moe.replay_routing=True"] * is_told
+        assert all("bytes a token" in remark.text for remark in remarks)

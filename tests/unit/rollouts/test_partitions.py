@@ -37,12 +37,12 @@ def test_tokens_masks_and_logprobs_of_several_turns() -> None:
 
 def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> None:
     form = RoutedForm(layers=(1, 2), top_k=2, experts=200)
-    known = np.arange(8, dtype=np.int16).reshape(2, 4)
+    known = form.pack(np.arange(8).reshape(2, 2, 2))
     trajectories = [make_trajectory(routed=known), failed_trajectory(prompt_tokens=2), make_trajectory(routed=known)]
     routed = concatenate_trajectories(trajectories, form)["routed_experts"]
-    nothing = [-1] * 4
-    assert routed.dtype == np.int16
-    assert routed.tolist() == [*known.tolist(), nothing, nothing, nothing, *known.tolist(), nothing]
+    nothing = [[-1, -1]] * 2
+    experts = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert form.unpack(routed).tolist() == [*experts, nothing, nothing, nothing, *experts, nothing]
     assert tuple(concatenate_trajectories(trajectories, form)) == list_rollout_fields(form)
     assert tuple(concatenate_trajectories(trajectories)) == list_rollout_fields(None)
     assert concatenate_trajectories([], form)["routed_experts"].shape == (0, 4)

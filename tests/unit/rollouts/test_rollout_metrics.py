@@ -145,9 +145,9 @@ def test_a_trajectory_survives_json(failed: bool) -> None:
         one = failed_trajectory(prompt_tokens=2)
     again = Trajectory.from_row(json.loads(json.dumps(one.to_row())))
     assert plain(again) == plain(one)
-    one.routed = None if failed else np.array([[0, 1, -1], [127, -1, 5]], dtype=np.int8)
+    one.routed = None if failed else np.array([[0, 1, 255], [127, 128, 5]], dtype=np.uint8)
     saved = Trajectory.from_row(json.loads(json.dumps(one.to_saved_row())))
     assert plain(saved) == plain(one)
-    assert saved.routed is None or saved.routed.dtype == np.int8
+    assert saved.routed is None or saved.routed.dtype == np.uint8
     assert plain(Trajectory.from_row(one.to_row())) == plain(again), "people do not read which experts"
     assert (again.token_ids.dtype, again.logprobs.dtype) == (np.int32, np.float32)

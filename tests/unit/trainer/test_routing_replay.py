@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.platform.megatron_on_cpu import apply_patches
 from megatron_grpo.trainer.model.experts import ExpertRouter
@@ -56,7 +57,7 @@ def make_router(kind: dict[str, Any], record: Tensor | None) -> ExpertRouter:
     if router.expert_bias is not None:
         router.expert_bias.copy_(BIAS)
     router.membership = Membership(torch.zeros(4, dtype=torch.int64), torch.full((4,), 0.25), 1)
-    router.replays, router.record = record is not None, record
+    router.replayed_layer, router.record = None if record is None else 0, record
     return router
 
 
@@ -116,17 +117,19 @@ def test_the_routers_own_choice_on_record_changes_no_bit(kind: dict[str, Any]) -
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_token_finds_its_record_on_the_rank_that_holds_it(size: int, parts: int) -> None:
     total = sum(LENGTHS)
-    routed = torch.arange(total * 4, dtype=torch.int16).view(total, 4)
+    form = RoutedForm(layers=(0, 1), top_k=2, experts=100)
+    experts = torch.arange(total * 4, dtype=torch.int16).view(total, 2, 2)
+    rows = form.pack(experts.numpy())
     seen = []
     for rank in range(size):
         layout = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
         sources = [select_source(layout, part=part, parts=parts) for part in range(parts)]
-        held = [select_routing(routed.numpy(), source) for source in sources]
+        held = [select_routing(form, rows, source) for source in sources]
         assert [len(one) for one in held] == [layout.local_tokens // parts] * parts
         for row, source in zip(torch.cat(held).tolist(), layout.source.tolist(), strict=True):
-            assert row == ([-1] * 4 if source < 0 else routed[source].tolist())
+            assert row == ([[-1, -1]] * 2 if source < 0 else experts[source].tolist())
             seen.append(source)
-        nothing = select_routing(routed.numpy(), select_source(layout, part=0, parts=parts, is_dummy=True))
+        nothing = select_routing(form, rows, select_source(layout, part=0, parts=parts, is_dummy=True))
         assert (nothing == -1).all()
         assert nothing.dtype == torch.int16
     assert sorted(source for source in seen if source >= 0) == list(range(total))
