@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import INPUT_NORM, MLP, MLP_NORM, read_dense
 from megatron_grpo.models.families.mixtures import EXPERTS, read_expert_count, read_top_k
 from megatron_grpo.models.families.options import WINDOW
+from megatron_grpo.models.families.rotary import compute_yarn_scale
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, read_number, read_size
 
 # Every rank holds the whole compressed query.
@@ -81,11 +81,6 @@ def read_latent(
     if rope.get("mscale_all_dim"):
         scale *= compute_yarn_scale(read_number(rope, "factor", 1.0), read_number(rope, "mscale_all_dim", 1.0)) ** 2
     return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers, groups))
-
-
-def compute_yarn_scale(factor: float, weight: float) -> float:
-    """Compute YaRN's attention scale for stretched positions (Peng et al. 2023, eq. 22)."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _read_experts(raw: Mapping[str, Any], layers: int, default_groups: tuple[int, int]) -> ExpertShape:

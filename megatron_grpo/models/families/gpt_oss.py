@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.deepseek_v3 import compute_yarn_scale
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP_NORM, QKV_BIAS, read_dense
 from megatron_grpo.models.families.mixtures import read_expert_count, read_top_k
-from megatron_grpo.models.shape import ExpertShape, ModelShape, read_number, read_size
+from megatron_grpo.models.families.rotary import read_yarn_scale
+from megatron_grpo.models.shape import ExpertShape, ModelShape, read_size
 
 SINKS = "attention: self_attention.core_attention.softmax_offset [heads] = self_attn.sinks"
 _OUTPUT_BIAS = "attention: self_attention.linear_proj.bias [hidden] = self_attn.o_proj.bias"
@@ -91,15 +91,11 @@ def _read(raw: dict[str, Any]) -> ModelShape:
 
 
 def _read_yarn_scale(rope: Mapping[str, Any]) -> float:
-    """Read the factor of rotated vectors; ValueError: vLLM takes another one."""
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        if rope.get(key) is not None:
-            text = f"{key}={to_text(rope[key])} of the rotary embedding is not supported for gpt_oss: vLLM ignores it"
-            raise ValueError(f"{text}; remove it")
+    scale = read_yarn_scale(rope, "gpt_oss")
     for key in ("beta_fast", "beta_slow"):
         if rope.get(key) is None:
             raise ValueError(f"the rotary embedding has no {key}, which vLLM needs; add it, as in {_ROTARY[key]}")
-    return compute_yarn_scale(read_number(rope, "factor", 1.0), 1.0)
+    return scale
 
 
 def _list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:

@@ -6,13 +6,16 @@ Other families build on their sizes and weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_options
-from megatron_grpo.models.families.rotary import read_rotary, read_rotated_dim
+from megatron_grpo.models.families.rotary import read_rotary, read_rotated_dim, read_yarn_scale
 from megatron_grpo.models.shape import ModelShape, read_flag, read_number, read_size
+
+_ROPE_TYPES = ("default", "linear", "llama3")
 
 INPUT_NORM = "mixer: input_layernorm.weight [hidden] = input_layernorm.weight"
 MLP_NORM = "mlp: pre_mlp_layernorm.weight [hidden] = post_attention_layernorm.weight"
@@ -56,7 +59,7 @@ def read_dense(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     rotated: float | None = None,
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
+    rope_types: tuple[str, ...] = _ROPE_TYPES,
 ) -> ModelShape:
     """Read a dense decoder's sizes as transformers 5 and vLLM do.
 
@@ -100,6 +103,15 @@ def read_dense(
     )
 
 
+def read_qwen(raw: Mapping[str, Any], family: str, **settings: Any) -> ModelShape:
+    """Read sizes as `read_dense` does; positions may be stretched by YaRN."""
+    shape = read_dense(raw, family, rope_types=(*_ROPE_TYPES, "yarn"), **settings)
+    if shape.rope_scaling is None or shape.rope_scaling["rope_type"] != "yarn":
+        return shape
+    # Both rotated vectors have YaRN's factor, so their product has its square.
+    return replace(shape, softmax_scale=shape.head_dim**-0.5 * read_yarn_scale(shape.rope_scaling, family) ** 2)
+
+
 # transformers' values of keys that a Llama's config.json lacks.
 _DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
@@ -111,13 +123,25 @@ FAMILIES = (
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        read=partial(read_dense, family="qwen3", qk_norm=True, defaults=_QWEN3_DEFAULTS, nullable=_KEY_VALUE_HEADS),
+        read=partial(
+            read_qwen,
+            family="qwen3",
+            qk_norm=True,
+            defaults=_QWEN3_DEFAULTS,
+            nullable=_KEY_VALUE_HEADS,
+        ),
         tables=(INPUT_NORM, ATTENTION, QK_NORM, MLP_NORM, MLP),
     ),
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        read=partial(read_dense, family="qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=_KEY_VALUE_HEADS),
+        read=partial(
+            read_qwen,
+            family="qwen2",
+            qkv_bias=True,
+            defaults=QWEN_DEFAULTS,
+            nullable=_KEY_VALUE_HEADS,
+        ),
         tables=(INPUT_NORM, ATTENTION, QKV_BIAS, MLP_NORM, MLP),
     ),
     Family(

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.deepseek_v3 import compute_yarn_scale
 from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, MLP_NORM, QKV_BIAS, read_dense
 from megatron_grpo.models.families.options import WINDOW
+from megatron_grpo.models.families.rotary import compute_yarn_scale
 from megatron_grpo.models.shape import ModelShape, QueryScale, read_number
 
 # transformers' defaults for keys that config.json lacks, where they differ from Llama's.

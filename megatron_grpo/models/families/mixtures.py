@@ -8,7 +8,16 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
-from megatron_grpo.models.families.llama import ATTENTION, INPUT_NORM, MLP, MLP_NORM, QK_NORM, QWEN_DEFAULTS, read_dense
+from megatron_grpo.models.families.llama import (
+    ATTENTION,
+    INPUT_NORM,
+    MLP,
+    MLP_NORM,
+    QK_NORM,
+    QWEN_DEFAULTS,
+    read_dense,
+    read_qwen,
+)
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_flag, read_size
 
 EXPERTS = """
@@ -47,7 +56,7 @@ def list_sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     defaults = {**QWEN_DEFAULTS, "num_key_value_heads": 4}
-    shape = read_dense(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
+    shape = read_qwen(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
     count = read_expert_count(raw, "num_local_experts", "num_experts", 128)
     experts = ExpertShape(
         count=count,

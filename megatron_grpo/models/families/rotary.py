@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -106,6 +107,20 @@ def read_rotated_dim(raw: Mapping[str, Any], head_dim: int, default: float) -> i
         text = f"{first}={to_text(factor)} rotates {rotated} of the {head_dim} features of a head"
         raise ValueError(f"{text}; it must be an even number of them, of 2 or more")
     return rotated
+
+
+def compute_yarn_scale(factor: float, weight: float) -> float:
+    """Compute YaRN's attention scale for stretched positions (Peng et al. 2023, eq. 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def read_yarn_scale(rope: Mapping[str, Any], family: str) -> float:
+    """Read the factor of rotated vectors; ValueError: vLLM takes another one."""
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        if rope.get(key) is not None:
+            text = f"{key}={to_text(rope[key])} of the rotary embedding is not supported for {family}: vLLM ignores it"
+            raise ValueError(f"{text}; remove it")
+    return compute_yarn_scale(read_number(rope, "factor", 1.0), 1.0)
 
 
 def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:

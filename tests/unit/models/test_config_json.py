@@ -46,6 +46,10 @@ def test_a_size_that_is_none(tmp_path: Path, key: str, value: Any) -> None:
         ({"rope_scaling": [1]}, "rope_scaling=[1] must be an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type=linear needs factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor=two must be a number above 0"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
+            "mscale=0.7 of the rotary embedding is not",
+        ),
         ({"rope_theta": "large"}, "rope_theta=large must be a number above 0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
