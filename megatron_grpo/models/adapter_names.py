@@ -45,7 +45,8 @@ def make_policy_slot(policy: PolicyConfig, shape: ModelShape) -> AdapterSlot:
 def measure_adapters(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Measure all A and B, by name.
 
-    Those of a matrix are side by side. Names are peft's without its prefix, as those of `hf_weights.iter_adapter_tensors`.
+    Those of a matrix are side by side. Names are peft's without its prefix, as those of
+    `hf_weights.iter_adapter_tensors`.
     """
     shapes: dict[str, tuple[int, int]] = {}
     entries = build_weight_map(shape)

@@ -74,7 +74,8 @@ class AdapterLoad:
 def _holds(module: Any, index: int, weights: Any) -> bool:
     """True if a layer's slot has these matrices.
 
-    `weights` are vLLM's; None: the adapter has none. Of experts, whose slots have an order of their own, only the canary says so.
+    `weights` are vLLM's; None: the adapter has none. Of experts, whose slots have an order of their own, only the
+    canary says so.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
