@@ -47,7 +47,7 @@ def require_answers(answers: Sequence[Any], prefix: str = "") -> list[Any]:
 
 
 def make_adapter_request(adapter: AdapterSlot | None) -> LoRARequest | None:
-    """Make the part of a request that names its adapter, which a refit has put into its slot."""
+    """Name an adapter that a refit has put into its slot."""
     if adapter is None:
         return None
     from vllm.lora.request import LoRARequest

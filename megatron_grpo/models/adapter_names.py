@@ -43,9 +43,10 @@ def make_policy_slot(policy: PolicyConfig, shape: ModelShape) -> AdapterSlot:
 
 
 def measure_adapters(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Shapes of all A and B by name, those of a matrix side by side.
+    """Measure all A and B, by name.
 
-    Names are peft's without its prefix, as those of `hf_weights.iter_adapter_tensors`.
+    Those of a matrix are side by side. Names are peft's without its prefix, as those of
+    `hf_weights.iter_adapter_tensors`.
     """
     shapes: dict[str, tuple[int, int]] = {}
     entries = build_weight_map(shape)

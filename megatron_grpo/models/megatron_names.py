@@ -56,7 +56,7 @@ def name_parameter(layer: int, half: Half | None, name: str) -> tuple[str, ...]:
 
 
 def name_in_model(module: str, first_expert: int, number: int = 0) -> str:
-    """Name a rank's module in its layer as the model's: experts are numbered over all ranks.
+    """Name a rank's module with experts numbered over all ranks.
 
     `number` is the expert's in the rank, where one module has the matrices of several.
     """

@@ -24,8 +24,7 @@ from megatron_grpo.preflight.refit_memory import estimate_slot_bytes
 BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache, vLLM's default on GPUs."""
 _GRAPHS_BYTES = 1.5e9  # of a rank, assumed: captured graphs, workspaces of attention
-_PROFILED_TOKENS = 8192
-"""Tokens of the forward pass with which vLLM measures activations (`engine_arguments.GPU_BATCH_TOKENS`)."""
+_PROFILED_TOKENS = 8192  # of the pass with which vLLM measures activations (`engine_arguments.GPU_BATCH_TOKENS`)
 _VOCABULARY_MULTIPLE = 64  # vLLM pads vocabularies to a multiple of it
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
@@ -141,8 +140,8 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
     width, matrix_width = _find_widths(config)
     shards = split_engine(parallel, shape, has_draft=engine.speculative.uses_mtp)
-    weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in shards)
-    weights += estimate_slot_bytes(config, shape)
+    weights = estimate_slot_bytes(config, shape)
+    weights += max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in shards)
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
     layers = max(1, *(len(list_attention_layers(shape, shard.layers)) for shard in shards))
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)

@@ -99,7 +99,7 @@ def _format_bytes(size: int) -> str:
 
 
 def find_lone_adapters(config: Config, shape: ModelShape) -> dict[str, tuple[int, int]] | None:
-    """Find the shapes of adapters that a run's refits send alone; None: they send weights."""
+    """Measure adapters that are sent alone; None: weights are sent."""
     is_alone = config.refit.adapters == "alone" and config.policy.lora.rank
     return measure_adapters(shape, config.policy.lora) if is_alone else None
 
@@ -137,17 +137,9 @@ def summarize_refit(
         arguments = shape, adapters, sources, engine, generation.data, precision, bucket_bytes
         scheduled = plan_adapters(*arguments, devices_per_node=devices_per_node)
     else:
+        options: dict[str, Any] = {"devices_per_node": devices_per_node, "by_layer": by_layer}
         dtypes = choose_wire_dtypes(shape, precision, fp8_blocks)
-        scheduled = plan_messages(
-            shape,
-            sources,
-            engine,
-            generation.data,
-            dtypes,
-            bucket_bytes,
-            devices_per_node=devices_per_node,
-            by_layer=by_layer,
-        )
+        scheduled = plan_messages(shape, sources, engine, generation.data, dtypes, bucket_bytes, **options)
     relayed = scheduled[scheduled["relay"] != NO_RELAY]
     far = (np.bincount(relayed[side], weights=relayed["bytes"], minlength=1) for side in ("source", "relay"))
     planned_s = time.perf_counter() - began

@@ -75,9 +75,10 @@ def estimate_open_bytes(config: Config, shape: ModelShape, gpu: Hardware | None)
 
 
 def estimate_slot_bytes(config: Config, shape: ModelShape) -> int:
-    """Estimate an engine rank's bytes of slots for adapters, which are part of vLLM's share.
+    """Estimate an engine rank's bytes of slots for adapters.
 
-    Tensor parallelism splits one of A and B, or experts with expert parallelism; every stage has its layers' share.
+    They are part of vLLM's share. Tensor parallelism splits one of A and B, or experts with expert
+    parallelism; every stage has its layers' share.
     """
     if config.refit.adapters != "alone" or not config.policy.lora.rank:
         return 0

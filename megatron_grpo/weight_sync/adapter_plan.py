@@ -29,7 +29,7 @@ def plan_adapters(
     *,
     devices_per_node: int | None = None,
 ) -> Pieces:
-    """Plan the whole matrices A and B that each engine rank gets, and their messages.
+    """Plan which matrices A and B each engine rank gets.
 
     A rank gets those of the weights that it keeps a part of, from the first rank of the policy's stage, and vLLM takes
     the rank's part of them. `adapters`: shapes by name (`measure_adapters`); the other arguments as for
@@ -42,10 +42,10 @@ def plan_adapters(
             senders.setdefault(layer, rank)
     rows = []
     for engine_rank, boxes in enumerate(engine):
-        kept = {box.tensor for box in boxes}
+        rank_tensors = {box.tensor for box in boxes}
         for number, (name, sizes) in enumerate(adapters.items()):
             matrix = name_matrix(name)
-            if matrix in kept:
+            if matrix in rank_tensors:
                 ranges = [(0, size, 1) for size in sizes] + [(0, 0, 0)] * (4 - len(sizes))
                 nbytes = math.prod(sizes) * getattr(torch, precision).itemsize
                 source = senders[keys[matrix].layer]

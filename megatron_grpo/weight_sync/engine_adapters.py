@@ -72,9 +72,10 @@ class AdapterLoad:
 
 
 def _holds(module: Any, index: int, weights: Any) -> bool:
-    """True if a layer's slot has these matrices; `weights` are vLLM's, None: it has none.
+    """True if a layer's slot has these matrices.
 
-    Of experts, whose slots have an order of their own, only the canary says so.
+    `weights` are vLLM's; None: the adapter has none. Of experts, whose slots have an order of their own, only the
+    canary says so.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -94,7 +95,7 @@ def _holds(module: Any, index: int, weights: Any) -> bool:
 
 @contextmanager
 def base_layers(model: nn.Module) -> Iterator[None]:
-    """Put a model's own layers in the place of those with slots for adapters, in the body."""
+    """Take the layers with slots out of a model, in the body."""
     manager = getattr(model, "lora_manager", None)
     wrapped: dict[str, Any] = {} if manager is None else dict(manager.modules)
     try:

@@ -71,7 +71,7 @@ class TransferMode(ABC):
 
     @cached_property
     def sent_tensors(self) -> Mapping[str, Sequence[int]]:
-        """Shapes of what is sent, by name: the model's tensors, or those of its adapters."""
+        """Shapes of the tensors that are sent, by name."""
         settings = self.calls.policy.settings
         alone = self.config.adapters == "alone"
         return measure_adapters(settings.shape, settings.config.lora) if alone else self.tensors
@@ -164,7 +164,7 @@ class LinkMode(TransferMode):
         return self.config.adapters == "alone"
 
     def _plan(self, receivers: int) -> tuple[Pieces, list[str]]:
-        """Plan messages to a number of workers; returns dtypes by row of the weight map too."""
+        """Plan messages; returns dtypes by row of the weight map too."""
         settings, config = self.calls.policy.settings, self.config
         shape, precision = settings.shape, settings.config.precision
         policy_shards = split_policy(settings.config.parallel, shape)

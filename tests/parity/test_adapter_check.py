@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-5
 HEALTHY = {"after a step", "after two steps", "healthy at the end"}
 GATE_AND_UP = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
 FIRST = "0.mlp.linear_fc1"
-compute_term = AdaptedLinear._compute_term
+compute_term = AdaptedLinear.compute_term
 
 
 def make_rank(layout: Layout, model: TinyModel, precision: Precision, **settings: Any) -> PolicyRank:
@@ -92,7 +92,7 @@ def faults_on_rank(layout: Layout, model: TinyModel, precision: Precision) -> di
             found[fault] = check(rank).faults
     with planted(AdaptedLinear, "adapter_on", False):
         found["the layer computes without it"] = check(rank).faults
-    with planted(AdaptedLinear, "_compute_term", lambda *args: 2 * compute_term(*args)):
+    with planted(AdaptedLinear, "compute_term", lambda *args: 2 * compute_term(*args)):
         found["the layer adds it twice"] = check(rank).faults
     found["healthy at the end"] = check(rank).faults
     assert check(rank).has_moved

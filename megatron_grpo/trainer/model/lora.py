@@ -76,7 +76,7 @@ class Adapter:
     def _splits_columns(self) -> bool:
         return self.split_matrix == "lora_a"
 
-    def _compute_term(self, hidden: Tensor) -> Tensor:
+    def compute_term(self, hidden: Tensor) -> Tensor:
         lora_a, lora_b = self.lora_a.to(hidden.dtype), self.lora_b.to(hidden.dtype)
         if self._splits_columns:  # each rank's columns give a partial gradient of B, which backward sums
             lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
@@ -89,7 +89,7 @@ class Adapter:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         return self.scale * F.linear(low, lora_b)
 
-    def _add_parameters(self, layer: torch.nn.Module, rank: int, suffix: str = "") -> None:
+    def add_parameters(self, layer: torch.nn.Module, rank: int, suffix: str = "") -> None:
         """Give `layer` the parameters A and B of `weight`, their names followed by `suffix`."""
         rows, columns = self.weight.shape
         for name, shape in (("lora_a", (rank, columns)), ("lora_b", (rows, rank))):
@@ -122,7 +122,7 @@ class AdaptedLinear(Adapter):
         is_split = self.config.sequence_parallel and not self.is_gathered
         self.splits_sequence = is_split and not self._splits_columns
         layer: Any = self
-        self._add_parameters(layer, lora.rank)
+        self.add_parameters(layer, lora.rank)
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -158,7 +158,7 @@ class AdaptedLinear(Adapter):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
-        return output + self._compute_term(input) if self.adapter_on else output
+        return output + self.compute_term(input) if self.adapter_on else output
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
@@ -192,7 +192,7 @@ class AdaptedGroupedLinear:
         self._is_gated = config.gated_linear_unit
         layer: Any = self
         for number, adapter in enumerate(self.adapters):
-            adapter._add_parameters(layer, lora.rank, str(number))
+            adapter.add_parameters(layer, lora.rank, str(number))
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -200,11 +200,11 @@ class AdaptedGroupedLinear:
         return [ExpertAdapter(self, number) for number in range(self.num_gemms)]
 
     def forward(self, hidden: Tensor, tokens_of_experts: Sequence[int]) -> tuple[Tensor, Any]:
-        """Multiply: tokens of the first expert, then those of the next, [tokens, columns] to [tokens, rows]."""
+        """Multiply tokens, expert by expert: [tokens, columns] to [tokens, rows]."""
         output, bias = super().forward(hidden, tokens_of_experts)  # type: ignore[misc]
         if self.adapter_on:
             parts = zip(self.adapters, hidden.split(list(tokens_of_experts)), strict=True)
-            output = output + torch.cat([adapter._compute_term(part) for adapter, part in parts])
+            output = output + torch.cat([adapter.compute_term(part) for adapter, part in parts])
         return output, bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class ExpertAdapter(Adapter):
         weight = self.weight[:, columns].float()
         if not self._layer.adapter_on:
             return weight
-        return weight + self._compute_term(F.one_hot(columns, self.weight.shape[1]).float()).T
+        return weight + self.compute_term(F.one_hot(columns, self.weight.shape[1]).float()).T
 
 
 def train_adapters_alone(chunk: Any) -> None:
