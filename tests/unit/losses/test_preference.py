@@ -9,8 +9,8 @@ from torch.nn.functional import logsigmoid
 
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import DPOConfig
+from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_preference_loss
-from tests.support.loss_oracle import counts_of
 
 CASES = {
     "sigmoid": DPOConfig(reference_policy_kl_penalty=0.2),
@@ -61,6 +61,6 @@ def test_the_gradient_by_sequence_is_that_of_the_loss(config: DPOConfig) -> None
     result = compute_preference_loss(*sums, mask.sum(1).view(-1, 2), weights, config)
     assert result.loss == pytest.approx(expected.item())
     fields = TokenFields(loss_mask=mask, advantages=-result.gradient.flatten()[:, None].expand(shape))
-    loss, _ = SequenceGradientLossFn()(logprobs, fields, counts_of(fields))
+    loss, _ = SequenceGradientLossFn()(logprobs, fields, GlobalCounts(tokens=1, sequences=1, all_sequences=1))
     (actual,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(actual, gradient)
