@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.rows import RowCheck
-from megatron_grpo.data.supervised_rows import encode_conversation, supervised_data_processor
+from megatron_grpo.data.supervised_rows import encode_conversation, preference_data_processor, supervised_data_processor
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
 from tests.support.released.layout import Layout
@@ -152,5 +152,42 @@ def test_a_plain_response_ends_with_the_end_of_sequence() -> None:
 def test_rows_without_a_response_are_named(row: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
     check = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(**settings), {"math": SUPERVISED})
     found = check.convert(row)
+    assert isinstance(found, str)
+    assert re.search(problem, found), found
+
+
+def test_pairs_may_have_their_prompt_in_common() -> None:
+    """A row of conversations, as TRL takes them, is the pair of the row with the prompt in a column."""
+    tokenizer = BY_NAME["qwen2_5"].oracle
+    spec = TaskDataSpec(task_name="math", answer_key=None)
+    worse = {"role": "assistant", "content": "There are 11."}
+    rows = [
+        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, worse]},
+        {"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [worse]},
+        {"prompt": [SYSTEM, USER], "chosen": ANSWER["content"], "rejected": worse["content"]},
+    ]
+    data = [preference_data_processor(row, spec, tokenizer, 1000, 0) for row in rows]
+    assert data[0] == data[1] == data[2]
+    learnt = [[part["content"] for part in log if part["role"] == "assistant"] for log in pair_of(data[0])]
+    assert learnt == [["There are 12.<|im_end|>"], ["There are 11.<|im_end|>"]]
+    assert data[0]["message_log"][0] == data[0]["rejected"][0], "the prompt"
+
+
+def pair_of(datum: Any) -> list[Any]:
+    return [datum["message_log"], datum["rejected"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"no column 'rejected' \(data.rejected_key\)"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal, so that nothing can be learnt"),
+        ({"chosen": "b", "rejected": "c"}, "its responses are no conversations from which it could be taken"),
+        ({"chosen": [USER, ANSWER], "rejected": [SYSTEM, ANSWER]}, "its responses begin with different messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "column 'rejected' is neither a text nor"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_named(row: dict[str, Any], problem: str) -> None:
+    found = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(), {"math": PREFERENCE}).convert(row)
     assert isinstance(found, str)
     assert re.search(problem, found), found
