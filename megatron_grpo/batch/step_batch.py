@@ -106,7 +106,7 @@ class StepBatch:
     def split_minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
         """Split into minibatches of `samples` rollouts; yields indices of sequences."""
         rollouts = np.arange(len(self)) if self.rollouts is None else self.rollouts
-        for start in range(0, int(rollouts[-1]) + 1, samples):
+        for start in range(0, int(rollouts.max(initial=-1)) + 1, samples):
             yield np.arange(*np.searchsorted(rollouts, [start, start + samples]))
 
     def select_partitions(self, chosen: slice) -> StepBatch:

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Response:
     context: NDArray[np.int32]  # given tokens after the parent's: [tokens], int32
     output: GenerationOutput
     history: list[ChatMessage] | str | None = None  # conversation with the response; None: the call had token ids
-    rendered: str = ""  # the prompt as the chat template rendered it; of a response that continues another, empty
+    rendered: str = ""  # the rendered prompt before the model's turn; of a response that continues another, empty
 
     @property
     def path(self) -> list[Response]:
@@ -186,7 +187,9 @@ class Conversation:
                     context = renderer.encode_continuation(earlier, later, last_token, **options)
                     return _Prompt(response, context, restored)
             text = renderer.render(conversation, tools=tools, variables=variables)
-            return _Prompt(None, renderer.encode_rendered(text), conversation, text)
+            # Templates open the model's turn in a prompt otherwise than among earlier turns, as with empty thinking.
+            closed = renderer.render(conversation, tools=tools, variables=variables, add_generation_prompt=False)
+            return _Prompt(None, renderer.encode_rendered(text), conversation, commonprefix([text, closed]))
         except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
 
@@ -218,13 +221,7 @@ class Conversation:
             text = self.renderer.render(marked, tools=tools, variables=variables)
         except Exception:  # noqa: BLE001 - some templates refuse calls beside a text, so nothing is known of them
             return True
-        first = response.path[0]
-        if marks[0] is not None and marks[0] in text:
-            # A prompt may end with an opening of the model's turn that the template leaves out of earlier turns.
-            before = text.partition(marks[0])[0].rstrip()
-            if not (first.rendered + first.output.text).startswith(before):
-                return False
-        return all(mark is None or mark in text for mark in marks)
+        return text.startswith(response.path[0].rendered) and all(mark is None or mark in text for mark in marks)
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> _Prompt:
         if isinstance(prompt, str):

@@ -208,7 +208,7 @@ def test_long_sequences_stand_alone() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "ranks", "message"),
-    [([5], 2, "1 sequences"), ([], 1, "0 sequences"), ([50, 50, 50], 2, "a multiple of 2")],
+    [([5], 2, "1 sequences"), ([], 1, "0 sequences")],
 )
 def test_what_cannot_be_shared_out_is_an_error(lengths: list[int], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
