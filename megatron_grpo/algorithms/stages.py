@@ -89,7 +89,9 @@ def add_logprobs(
             fields, lengths = ("sampled", "prev_logprobs", "generation_logprobs"), batch.sum_by_rollout(batch.lengths)
             arguments = (flag_inconsistent_sequences, batch, fields, batch.in_loss, lengths, threshold)
             is_flagged, metrics = rollouts.compute(*arguments)
-        batch.in_loss = batch.in_loss & ~batch.repeat_by_sequence(is_flagged)  # before the advantages, so that their normalisation excludes these, too
+        batch.in_loss = batch.in_loss & ~batch.repeat_by_sequence(
+            is_flagged
+        )  # before the advantages, so that their normalisation excludes these, too
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
 

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from megatron_grpo.rollouts.engine_client import EngineClient
 OVER = "the rollout is over"
 OPEN_CALLS = 64  # most responses of a rollout that are sampled at the same time
 
-ReadMessage = Callable[[str], dict[str, Any]]  # from a response's text to the message that the agent gets
+ReadMessage = Callable[[GenerationOutput, str, int], dict[str, Any]]
+"""From a response, its text before a stop of the call, and its number, to the message that the agent gets."""
 
 
 class BadCallError(ValueError):
@@ -31,8 +32,13 @@ class TooManyCallsError(BadCallError):
     """A call beyond OPEN_CALLS."""
 
 
-def read_plain_message(text: str) -> dict[str, Any]:
+def read_plain_message(_: GenerationOutput, text: str, number: int) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut a text before the first of a call's stops."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +50,7 @@ class Response:
     output: GenerationOutput
     history: list[ChatMessage] | str | None = None  # conversation with the response; None: the call had token ids
     rendered: str = ""  # the rendered prompt before the model's turn; of a response that continues another, empty
+    stop: tuple[str, ...] = ()  # texts that ended the call's responses, besides the run's
 
     @property
     def path(self) -> list[Response]:
@@ -151,9 +158,9 @@ class Conversation:
         """
         prompt = self._encode_messages(messages, tools, variables)
 
-        def extend(text: str) -> list[ChatMessage]:
+        def extend(output: GenerationOutput) -> list[ChatMessage]:
             assert isinstance(prompt.history, list)
-            return [*prompt.history, read(text)]
+            return [*prompt.history, read(output, cut_at_stop(output.text, stop), len(self.responses))]
 
         return await self._sample(prompt, max_tokens, stop, extend)
 
@@ -162,8 +169,8 @@ class Conversation:
     ) -> Response:
         """Sample the response to a text or token ids; raises as `chat`."""
 
-        def extend(text: str) -> str | None:
-            return prompt + text if isinstance(prompt, str) else None
+        def extend(output: GenerationOutput) -> str | None:
+            return prompt + output.text if isinstance(prompt, str) else None
 
         return await self._sample(self._encode_prompt(prompt), max_tokens, stop, extend)
 
@@ -189,14 +196,20 @@ class Conversation:
             text = renderer.render(conversation, tools=tools, variables=variables)
             # Templates open the model's turn in a prompt otherwise than among earlier turns, as with empty thinking.
             closed = renderer.render(conversation, tools=tools, variables=variables, add_generation_prompt=False)
-            return _Prompt(None, renderer.encode_rendered(text), conversation, commonprefix([text, closed]))
+            pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, closed, strict=False))
+            return _Prompt(None, renderer.encode_rendered(text), conversation, text[: len(list(pairs))])
         except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
 
     def _find_continued(self, messages: Sequence[ChatMessage]) -> Iterator[tuple[Response, list[ChatMessage]]]:
         """Find responses that messages continue, with their histories; the longest and newest first."""
         chats = [(response, response.history) for response in reversed(self.responses)]
-        lists = [(response, history) for response, history in chats if isinstance(history, list)]
+        # A message is cut before the call's stop, which the tokens still have, so it is not continued.
+        lists = [
+            (response, history)
+            for response, history in chats
+            if isinstance(history, list) and cut_at_stop(response.output.text, response.stop) == response.output.text
+        ]
         for response, history in sorted(lists, key=lambda pair: -len(pair[1])):
             if is_continuation(messages, history):
                 yield response, history
@@ -244,7 +257,7 @@ class Conversation:
         return _Prompt(response, list(prompt[len(path) :]))
 
     async def _sample(
-        self, prompt: _Prompt, max_tokens: int | None, stop: Sequence[str], extend: Callable[[str], Any]
+        self, prompt: _Prompt, max_tokens: int | None, stop: Sequence[str], extend: Callable[[GenerationOutput], Any]
     ) -> Response:
         context = np.array(prompt.context, dtype=np.int32)
         ids = context if prompt.parent is None else np.concatenate([prompt.parent.tokens, context])
@@ -260,7 +273,7 @@ class Conversation:
             raise TooManyCallsError(f"{OPEN_CALLS} responses of the rollout are being sampled; wait for one of them")
         settings = replace(self.settings, stop_strings=(*self.settings.stop_strings, *stop)) if stop else self.settings
         output = await self._generate(ids, room if max_tokens is None else min(max_tokens, room), settings)
-        response = Response(prompt.parent, context, output, extend(output.text), prompt.rendered)
+        response = Response(prompt.parent, context, output, extend(output), prompt.rendered, tuple(stop))
         self.responses.append(response)
         return response
 

@@ -284,7 +284,9 @@ class RolloutPool:
         array waits until it is stored, and raises if its worker failed.
         """
         fields = partitions.list_rollout_fields(self.routed)
-        located = partitions.locate_sequences(sequences, [partitions.count_sequences(group.outcomes) for group in groups])
+        located = partitions.locate_sequences(
+            sequences, [partitions.count_sequences(group.outcomes) for group in groups]
+        )
         workers = min(len(self.actors), len(sequences))
         stored: dict[str, list[Any]] = {name: [None] * len(sequences) for name in fields}
         for number, worker in enumerate(self.actors[:workers]):

@@ -152,9 +152,15 @@ def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> N
 @pytest.mark.parametrize(
     ("second", "context"),
     [
-        ([user("hi"), {"role": "assistant", "content": "b"}, user("x")], "user:hi<end><start>assistant:b<end><start>user:x"),
+        (
+            [user("hi"), {"role": "assistant", "content": "b"}, user("x")],
+            "user:hi<end><start>assistant:b<end><start>user:x",
+        ),
         ([user("hi")], "user:hi"),
-        ([user("ho"), {"role": "assistant", "content": "c"}, user("x")], "user:ho<end><start>assistant:c<end><start>user:x"),
+        (
+            [user("ho"), {"role": "assistant", "content": "c"}, user("x")],
+            "user:ho<end><start>assistant:c<end><start>user:x",
+        ),
     ],
     ids=["edited answer", "second answer", "edited question"],
 )
@@ -181,7 +187,7 @@ def test_a_call_that_continues_nothing_begins_a_segment(
 def test_a_shortened_history_continues_the_response_that_it_still_has(talk: Any, tokenizer: Any) -> None:
     apart = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")]
     letter = tokenizer.convert_tokens_to_ids("c")
-    conversation, engine = talk([*apart, END], [letter, END], [letter])
+    conversation, _ = talk([*apart, END], [letter, END], [letter])
 
     async def agent() -> None:
         messages = [user("hi"), {"role": "assistant", "content": "ab"}]
