@@ -23,8 +23,8 @@ TokenArrays = dict[str, NDArray[Any]]  # by field, [tokens of the step]: sequenc
 class StepBatch:
     """The sequences that a step trains on, without their tokens.
 
-    A rollout is one sequence, or several segments, which are neighbours, as the samples of a prompt are. A partition is a set of sequences whose tokens share arrays in the object
-    store.
+    A rollout is one sequence, or several segments, which are neighbours, as the samples of a prompt are. A partition is
+    a set of sequences whose tokens share arrays in the object store.
 
     Example: three sequences on two replicas
         StepBatch(

@@ -157,12 +157,10 @@ class EndpointConfig(Section):
     """Port of the first rollout worker; each further worker takes the next port. 0: free ports."""
 
     tool_parser: str | None = None
-    """vLLM's parser that makes tool_calls of responses, by its name in `vllm serve --tool-call-parser`. null: calls stay
-    in the text."""
+    """vLLM's parser of tool calls, by its name in `vllm serve --tool-call-parser`. null: calls stay in the text."""
 
     reasoning_parser: str | None = None
-    """vLLM's parser that divides reasoning from content, by its name in `vllm serve --reasoning-parser`. null: reasoning
-    stays in the text."""
+    """vLLM's parser of reasoning, by its name in `vllm serve --reasoning-parser`. null: reasoning stays in the text."""
 
 
 class GenerationConfig(Section):
