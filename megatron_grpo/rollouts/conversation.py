@@ -55,7 +55,11 @@ class Response:
     @property
     def path(self) -> list[Response]:
         """The responses that lead to this one, which is the last."""
-        return [*([] if self.parent is None else self.parent.path), self]
+        path, step = [self], self.parent
+        while step is not None:
+            path.append(step)
+            step = step.parent
+        return path[::-1]
 
     @property
     def tokens(self) -> NDArray[np.int32]:
