@@ -91,7 +91,7 @@ class SequencePacker:
             count = max(count + 1, int(count * BIN_GROWTH))
 
     def _fill_fewest_bins(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        """Fill as few bins as possible, a multiple of `replicas` if there is room."""
+        """Fill as few bins as possible, if possible a multiple of `replicas`."""
         widths = self._pad(lengths)
         limit = len(lengths) // replicas * replicas
         count = -(-int(np.minimum(widths, self.microbatch_tokens).sum()) // self.microbatch_tokens)

@@ -11,7 +11,10 @@ _TABLES = {"tool_parsers": "_TOOL_PARSERS_TO_REGISTER", "reasoning": "_REASONING
 
 
 def read_parser_names(folder: Literal["tool_parsers", "reasoning"]) -> frozenset[str]:
-    """Read the names of vLLM's parsers from its source; empty if it has other files."""
+    """Read the names of vLLM's parsers from its source.
+
+    Empty if it has other files.
+    """
     # Importing vLLM would take seconds.
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:

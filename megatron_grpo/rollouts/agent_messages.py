@@ -18,10 +18,10 @@ _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", 
 def is_continuation(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
     """True if messages repeat a history and add some."""
     pairs = zip(messages, history, strict=False)
-    return len(messages) > len(history) and all(_repeats(message, earlier) for message, earlier in pairs)
+    return len(messages) > len(history) and all(_is_repeated(message, earlier) for message, earlier in pairs)
 
 
-def _repeats(message: ChatMessage, earlier: ChatMessage) -> bool:
+def _is_repeated(message: ChatMessage, earlier: ChatMessage) -> bool:
     # Clients do not send reasoning back, or by one of its names.
     reasoning = {message[name] for name in REASONING if isinstance(message.get(name), str)}
     is_unchanged = reasoning <= {earlier[name] for name in REASONING if isinstance(earlier.get(name), str)} | {""}
@@ -45,7 +45,7 @@ def _normalize(message: ChatMessage) -> dict[str, Any]:
 
 
 def mark_turn(message: ChatMessage) -> tuple[dict[str, Any], str | None]:
-    """Put a mark in the place of a message's thinking, or before its text.
+    """Put a mark in place of a message's thinking, or before its text.
 
     None: it has neither, but calls, which templates write in their own form.
     """

@@ -110,7 +110,7 @@ class Conversation:
 
     @property
     def failure(self) -> Exception | None:
-        """The engine's failure in a call that was not repeated; the agent learns only that it failed."""
+        """The engine's failure in a call that was not repeated."""
         return next(iter(self._failures.values()), None)
 
     @property
@@ -206,7 +206,7 @@ class Conversation:
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
 
     def _find_continued(self, messages: Sequence[ChatMessage]) -> Iterator[tuple[Response, list[ChatMessage]]]:
-        """Find responses that messages continue, with their histories; the longest and newest first."""
+        """Find responses that messages continue, longest and newest first, with histories."""
         chats = [(response, response.history) for response in reversed(self.responses)]
         # A message is cut before the call's stop, which the tokens still have, so it is not continued.
         lists = [
@@ -225,7 +225,7 @@ class Conversation:
         tools: Sequence[ChatMessage] | None,
         variables: Mapping[str, Any] | None,
     ) -> bool:
-        """True if the template shows all that was sampled up to a response, behind the same prompt."""
+        """True if the template shows a response's path, behind the same prompt."""
         # Templates drop earlier thinking, or put tools before the newest question. What they write is what the model
         # has to see, so a mark in the place of each of its texts tells whether the text is still there.
         marked, marks = list(messages), []

@@ -91,7 +91,7 @@ def count_sequences(outcomes: Sequence[Outcome]) -> int:
 
 
 def locate_sequences(partitions: Partitions, group_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Find each sequence's group of so many sequences, and its index in the group."""
+    """Find each sequence's group, and its index in the group."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
     ends = np.cumsum(group_sizes)
     begins = ends - np.asarray(group_sizes)

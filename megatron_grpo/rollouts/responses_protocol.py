@@ -56,8 +56,8 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
             calls = [{"id": item["call_id"], "type": "function", "function": function}]
             return {"role": "assistant", "content": None, "tool_calls": calls}
         if kind == "function_call_output":
-            made = [call for message in earlier for call in message.get("tool_calls") or ()]
-            names = [call["function"]["name"] for call in made if call["id"] == item["call_id"]]
+            calls = [call for message in earlier for call in message.get("tool_calls") or ()]
+            names = [call["function"]["name"] for call in calls if call["id"] == item["call_id"]]
             result = {"role": "tool", "tool_call_id": item["call_id"], "content": join_content(item["output"], number)}
             return {**result, **({"name": names[-1]} if names else {})}
     except (KeyError, TypeError, ValueError) as error:
@@ -84,7 +84,7 @@ def read_tools(call: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def make_response(response: Response, call: dict[str, Any], number: int) -> dict[str, Any]:
-    """Make the answer to a call; `number` is that of the response in its rollout."""
+    """Make the answer to a call; `number`: the response's in its rollout."""
     assert isinstance(response.history, list)
     is_cut = response.output.stop_reason == "length"
     usage = count_usage([response])
@@ -143,30 +143,30 @@ def _iterate_events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for kind in ("response.created", "response.in_progress"):
         yield {"type": kind, "response": begun}
     for index, item in enumerate(answer["output"]):
-        place = {"output_index": index}
+        location = {"output_index": index}
         empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         opened = {**item, **empty, "status": "in_progress"}
-        yield {"type": "response.output_item.added", **place, "item": opened}
-        place["item_id"] = item["id"]
+        yield {"type": "response.output_item.added", **location, "item": opened}
+        location["item_id"] = item["id"]
         if item["type"] == "function_call":
             arguments = item["arguments"]
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+            yield {"type": "response.function_call_arguments.delta", **location, "delta": arguments}
             yield {
                 "type": "response.function_call_arguments.done",
-                **place,
+                **location,
                 "arguments": arguments,
                 "name": item["name"],
             }
         else:
-            yield from _iterate_part_events(item, {**place, "content_index": 0})
+            yield from _iterate_part_events(item, {**location, "content_index": 0})
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{answer['status']}", "response": answer}
 
 
-def _iterate_part_events(item: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _iterate_part_events(item: dict[str, Any], location: dict[str, Any]) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]
     kind, logprobs = part["type"], ({"logprobs": []} if part["type"] == "output_text" else {})
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-    yield {"type": f"response.{kind}.delta", **place, "delta": part["text"], **logprobs}
-    yield {"type": f"response.{kind}.done", **place, "text": part["text"], **logprobs}
-    yield {"type": "response.content_part.done", **place, "part": part}
+    yield {"type": "response.content_part.added", **location, "part": {**part, "text": ""}}
+    yield {"type": f"response.{kind}.delta", **location, "delta": part["text"], **logprobs}
+    yield {"type": f"response.{kind}.done", **location, "text": part["text"], **logprobs}
+    yield {"type": "response.content_part.done", **location, "part": part}

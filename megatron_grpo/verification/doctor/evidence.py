@@ -99,7 +99,7 @@ def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Roll
 
 
 def cut_first_segment(row: dict[str, Any]) -> dict[str, Any]:
-    """Cut a row to the first segment of its rollout, which is evidence enough."""
+    """Cut a row to the first segment of its rollout."""
     if not row.get("segment_tokens"):
         return row
     end = row["segment_tokens"][0]

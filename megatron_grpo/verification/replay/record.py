@@ -53,7 +53,7 @@ class RecordedStep:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[sequences], int64: tokens of each sequence, prompt included; a rollout has one or several."""
+        """[sequences], int64: tokens of each sequence, prompt included."""
         sequences = (sequence for trajectory in self.trajectories for sequence in trajectory.sequences)
         return np.array([tokens for tokens, _ in sequences], dtype=np.int64)
 
