@@ -132,5 +132,5 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     # The metric valid_tokens counts the tokens that would be in the loss.
     metrics |= compute_learning_metrics(None, StepBatch.from_outcomes(config, outcomes))
     timing = timer.seconds
-    speed = compute_rates([outcome.tokens for outcome in outcomes], timing)
+    speed = compute_rates([tokens for outcome in outcomes for tokens, _ in outcome.sequences], timing)
     return StepReport(metrics, timing, {**speed, **samples.engines}, samples.sampled)

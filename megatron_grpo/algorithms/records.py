@@ -156,8 +156,9 @@ class StepCheck:
                 for index in np.flatnonzero(np.isin(partition, bad_sequences)):
                     tokens = find_token_indices(batch.lengths[partition], np.array([index]))
                     values[int(partition[index])] = fetch_stored([reference], field)[0][tokens].tolist()
+        bad_rollouts = bad_sequences if batch.rollouts is None else batch.rollouts[bad_sequences].tolist()
         in_order = [values[sequence] for sequence in bad_sequences]
-        self.stop(f"a value of {field}", bad_sequences, {field: in_order})
+        self.stop(f"a value of {field}", bad_rollouts, {field: in_order})
 
     def stop(
         self,

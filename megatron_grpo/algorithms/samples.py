@@ -46,7 +46,7 @@ class StepSamples:
         """Make the facts for the step's file of rollouts."""
         return StepFacts(
             position=loader_state,
-            longest=max(outcome.tokens for outcome in self.outcomes),
+            longest=max(tokens for outcome in self.outcomes for tokens, _ in outcome.sequences),
             dropped=self.dropped,
             carried=self.carried,
             dynamic_sampling={name: self.metrics[name] for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)},

@@ -86,9 +86,12 @@ def add_logprobs(
     threshold, metrics = config.training_loop.seq_logprob_error_threshold, {}
     if threshold is not None:
         with timer.phase("logprobs"):
-            fields, in_loss = ("sampled", "prev_logprobs", "generation_logprobs"), batch.in_loss
-            is_flagged, metrics = rollouts.compute(flag_inconsistent_sequences, batch, fields, in_loss, threshold)
-        batch.in_loss = in_loss & ~is_flagged  # before the advantages, so that their normalisation excludes these, too
+            fields, lengths = ("sampled", "prev_logprobs", "generation_logprobs"), batch.sum_by_rollout(batch.lengths)
+            arguments = (flag_inconsistent_sequences, batch, fields, batch.in_loss, lengths, threshold)
+            is_flagged, metrics = rollouts.compute(*arguments)
+        batch.in_loss = batch.in_loss & ~batch.repeat_by_sequence(
+            is_flagged
+        )  # before the advantages, so that their normalisation excludes these, too
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
 
@@ -110,7 +113,7 @@ def train_policy(
     try:
         result = train_in_minibatches(policy, batch, loss_fn, samples=samples, iterations=config.passes_per_step)
     except NonFiniteGradientError as error:
-        check.stop("the gradient", error.sequences)
+        check.stop("the gradient", batch.find_rollouts(error.sequences))
     except RefusedStepError as error:
         metrics = {name: value for name, value in error.metrics.items() if name != "loss"}
         add_derived_metrics(metrics)
@@ -147,7 +150,7 @@ def train_value_model(
     try:
         result = train_in_minibatches(value, batch, loss_fn, samples=samples, iterations=config.passes_per_step)
     except NonFiniteGradientError as error:
-        check.stop("the value model's gradient", error.sequences)
+        check.stop("the value model's gradient", batch.find_rollouts(error.sequences))
     if result is None:
         return {}
     add_explained_variance(result.metrics)
@@ -234,7 +237,7 @@ def publish_and_report(
         passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
     throughput = compute_throughput(
         policy.shape,
-        [outcome.tokens for outcome in samples.outcomes],
+        [tokens for outcome in samples.outcomes for tokens, _ in outcome.sequences],
         timing,
         passes=passes,
         devices=config.policy.parallel.world_size,

@@ -84,15 +84,17 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
     """Add advantages, and for PPO returns, to the batch.
 
-    There is one advantage per response if its tokens share it, else one per token. The result, [sequences], bool, is
+    There is one advantage per sequence if its tokens share it, else one per token. The result, [sequences], bool, is
     true where all advantages of a sequence are finite.
     """
-    arguments: tuple[Any, ...] = (config, scores.rewards, batch.response_tokens)
+    # A rollout has one score, and its sampled tokens lie end to end, whether in one sequence or in several segments.
+    arguments: tuple[Any, ...] = (config, scores.rewards, batch.sum_by_rollout(batch.response_tokens))
     in_penalty = (choose_policy_logprobs(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
     fields = ("sampled", *in_penalty)
     is_finite: NDArray[np.bool_]
     if config.value_model is not None:
-        arguments, fields = (*arguments, batch.in_loss), (*fields, "values")
+        in_loss = np.repeat(batch.in_loss, batch.response_tokens)
+        arguments, fields = (*arguments, in_loss), (*fields, "values")
         if config.ppo.calculate_advantages_on_gpu:  # the driver's GPU, so the tokens have to come to the driver
             new_fields, is_finite = compute_over_tokens(compute_ppo_token_advantages, batch, fields, arguments)
             batch.fields |= new_fields
@@ -105,6 +107,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             advantages = formulas.gdpo_advantages(scores.reward_parts, scores.function_weights)
         else:
             advantages = formulas.compute_group_advantages(config.grpo, scores.rewards)
-        batch.advantages = formulas.clip_advantages(advantages.flatten(), config.training_loop).float().numpy()
+        by_rollout = formulas.clip_advantages(advantages.flatten(), config.training_loop).float().numpy()
+        batch.advantages = batch.repeat_by_sequence(by_rollout)
         is_finite = np.isfinite(batch.advantages)
     return is_finite

@@ -28,7 +28,7 @@ def compute_token_advantages(
     Args:
         arrays: sampled; with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`).
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
-        response_tokens: [sequences], int64: sampled tokens of each.
+        response_tokens: [rollouts], int64: sampled tokens of each.
 
     Returns advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
@@ -59,7 +59,7 @@ def compute_ppo_token_advantages(
     """Compute advantages and returns of every sampled token, in float64.
 
     Arguments and results are those of `compute_token_advantages`, with values in `arrays` and returns beside the
-    advantages, which are normalised over the tokens of sequences `in_loss`.
+    advantages, which are normalised over the sampled tokens `in_loss`: [sampled tokens], bool.
     """
     ppo = config.ppo
     device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")
@@ -70,7 +70,7 @@ def compute_ppo_token_advantages(
     estimate = estimate_advantages(by_token, values, response_lengths, ppo.adv_estimator)
     advantages = estimate.advantages
     if ppo.adv_estimator.normalize_advantages:
-        advantages = whiten(advantages, torch.from_numpy(np.repeat(in_loss, response_tokens)).to(device))
+        advantages = whiten(advantages, torch.from_numpy(in_loss).to(device))
     field = scatter_sampled(formulas.clip_advantages(advantages.cpu(), ppo), sampled)
     returns = scatter_sampled(estimate.returns, sampled)
     return {"advantages": field, "returns": returns}, find_finite_sequences(field, lengths)
@@ -105,15 +105,19 @@ def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]
 
 
 def flag_inconsistent_sequences(
-    lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_], threshold: float
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    in_loss: NDArray[np.bool_],
+    rollout_lengths: NDArray[np.int64],
+    threshold: float,
 ) -> tuple[TokenArrays, tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Flag responses that training and generation disagree about; returns flags and metrics.
+    """Flag rollouts that training and generation disagree about; returns flags and metrics.
 
-    A response is flagged if the mean of exp(|prev - generation|) over its tokens exceeds `threshold`.
+    A rollout is flagged if the mean of exp(|prev - generation|) over its tokens exceeds `threshold`.
     """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
-    is_flagged, metrics = find_inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)
+    is_flagged, metrics = find_inconsistent_sequences(mask, prev, generation, rollout_lengths.tolist(), threshold)
     return {}, (is_flagged.numpy(), metrics)
 
 

@@ -67,8 +67,7 @@ class SequencePacker:
     def assign_to_replicas(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
         """Divide sequences among replicas at equal cost; returns indices into `lengths`.
 
-        Raises ValueError if there are fewer sequences than replicas, or the replicas cannot have equally many
-        microbatches. With any multiple of `replicas` sequences they can.
+        Raises ValueError if there are fewer sequences than replicas.
         """
         if len(lengths) < replicas:
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
@@ -92,7 +91,7 @@ class SequencePacker:
             count = max(count + 1, int(count * BIN_GROWTH))
 
     def _fill_fewest_bins(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        """Fill as few bins as possible, a multiple of `replicas`."""
+        """Fill as few bins as possible, if possible a multiple of `replicas`."""
         widths = self._pad(lengths)
         limit = len(lengths) // replicas * replicas
         count = -(-int(np.minimum(widths, self.microbatch_tokens).sum()) // self.microbatch_tokens)
@@ -101,11 +100,8 @@ class SequencePacker:
             bins = self._fill_bins(lengths, count)
             if bins is not None:
                 return bins
-            if count >= limit:  # a bin for each sequence, and some sequences have none
-                raise ValueError(
-                    f"{len(lengths)} sequences need more microbatches of {self.microbatch_tokens} tokens than can be "
-                    f"shared out evenly over {replicas} data-parallel ranks; use a multiple of {replicas} sequences"
-                )
+            if count >= limit:  # segments of rollouts can be of any number, so some replicas have a bin more
+                return [[index] for index in range(len(lengths))]
             count = max(count + 1, int(count * BIN_GROWTH))
 
     def _fill_bins(self, lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
@@ -162,17 +158,12 @@ class SequencePadder:
         return [[index for microbatch in microbatches for index in microbatch] for microbatches in assigned]
 
     def assign_microbatches(self, lengths: Lengths, replicas: int) -> list[list[list[int]]]:
-        """Make each replica's microbatches, equally many for all; ValueError if impossible."""
+        """Make each replica's microbatches, equally many if there are enough sequences."""
         if len(lengths) < max(replicas, 1):
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
         fewest = self.count_microbatches(lengths)
         # Rounded up to a multiple: ranks that meet in a collective for every microbatch must have equally many.
-        count = -(-fewest // replicas) * replicas
-        if count > len(lengths):
-            raise ValueError(
-                f"{len(lengths)} sequences need {fewest} microbatches of {self.microbatch_tokens} tokens, which cannot "
-                f"be shared out evenly over {replicas} data-parallel ranks; use a multiple of {replicas} sequences"
-            )
+        count = min(-(-fewest // replicas) * replicas, len(lengths))
         order, widths = self._sort_by_length(lengths)
         rectangles = self._split_into(widths, count)
         shares = deal_to_replicas([rows * widths[start] for start, rows in rectangles], replicas)
@@ -234,13 +225,13 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
 
 
 def deal_to_replicas(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Deal microbatches, a multiple of `replicas`, equally many to each, balancing costs."""
+    """Deal microbatches to replicas, equally many as far as possible, balancing costs."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
     heap = [(0.0, replica) for replica in range(replicas)]
     for number, cost in enumerate(costs):
         load, replica = heapq.heappop(heap)
         shares[replica].append(number)
-        if len(shares[replica]) < len(costs) // replicas:
+        if len(shares[replica]) < -(-len(costs) // replicas):
             heapq.heappush(heap, (load + cost, replica))
     return shares
 

@@ -101,6 +101,7 @@ def _make_schema() -> pa.Schema:
             "group": pa.int32(),
             "sample": pa.int32(),
             "token_ids": pa.list_(pa.int32()),
+            "segment_tokens": pa.list_(pa.int32()),
             "spans": pa.list_(pa.list_(pa.int64())),
             "logprobs": pa.list_(pa.float32()),
             "prev_logprobs": pa.list_(pa.float32()),

@@ -23,8 +23,8 @@ TokenArrays = dict[str, NDArray[Any]]  # by field, [tokens of the step]: sequenc
 class StepBatch:
     """The sequences that a step trains on, without their tokens.
 
-    The samples of a prompt are neighbours. A partition is a set of sequences whose tokens share arrays in the object
-    store.
+    A rollout is one sequence, or several segments, which are neighbours, as the samples of a prompt are. A partition is
+    a set of sequences whose tokens share arrays in the object store.
 
     Example: three sequences on two replicas
         StepBatch(
@@ -35,6 +35,9 @@ class StepBatch:
     """
 
     lengths: NDArray[np.int64]  # tokens of each sequence, prompt included: [sequences], int64
+    rollouts: NDArray[np.int64] | None = None  # index of each sequence's rollout, ascending; None: one sequence each
+    rollout_shares: NDArray[np.float32] | None = None
+    """Share of its rollout's sampled tokens that each sequence has: [sequences], float32. None: all have 1."""
     response_tokens: NDArray[np.int64]  # sampled tokens of each sequence: [sequences], int64
     in_loss: NDArray[np.bool_]  # True if the loss is taken over the sampled tokens: [sequences], bool
     positive: NDArray[np.bool_] | None = None  # correct responses: [sequences], bool; None: the loss does not use it
@@ -58,17 +61,27 @@ class StepBatch:
         overlong, nll_weight = config.training_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
         # A multiplier of 0 leaves the rollout out by `in_loss`: its weight is 1, so that equal weights remain None.
         weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
+        in_loss = np.array(
+            [
+                outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
+                for outcome in outcomes
+            ]
+        )
+        positive = np.array([bool(outcome.correct) for outcome in outcomes]) if nll_weight > 0 else None
+        sequences = [(i, *sizes) for i, outcome in enumerate(outcomes) for sizes in outcome.sequences]
+        rollouts, lengths, response_tokens = np.array(sequences, dtype=np.int64).reshape(-1, 3).T
+        by_rollout = np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64)
+        # Everything that a rollout has once, its segments share: each sampled token is in the loss as the rollout is.
+        has_segments = len(rollouts) > len(outcomes)
+        shares = np.where(by_rollout[rollouts] > 0, response_tokens / np.maximum(by_rollout, 1)[rollouts], 1.0)
         return StepBatch(
-            lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
-            response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
-            in_loss=np.array(
-                [
-                    outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
-                    for outcome in outcomes
-                ]
-            ),
-            positive=np.array([bool(outcome.correct) for outcome in outcomes]) if nll_weight > 0 else None,
-            loss_weights=None if (weights == 1).all() else weights,
+            lengths=lengths.copy(),
+            rollouts=rollouts.copy() if has_segments else None,
+            rollout_shares=shares.astype(np.float32) if has_segments else None,
+            response_tokens=response_tokens.copy(),
+            in_loss=in_loss[rollouts],
+            positive=None if positive is None else positive[rollouts],
+            loss_weights=None if (weights == 1).all() else weights[rollouts],
         )
 
     def __len__(self) -> int:
@@ -78,9 +91,23 @@ class StepBatch:
     def loss_tokens(self) -> int:
         return int(self.response_tokens[self.in_loss].sum())
 
+    def sum_by_rollout(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sum numbers of sequences, [sequences], over each rollout."""
+        return values if self.rollouts is None else np.bincount(self.rollouts, weights=values).astype(np.int64)
+
+    def repeat_by_sequence(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Repeat numbers of rollouts, [rollouts], for each sequence."""
+        return values if self.rollouts is None else values[self.rollouts]
+
+    def find_rollouts(self, sequences: Sequence[int]) -> list[int]:
+        """Find the rollouts of some sequences, each once."""
+        return list(dict.fromkeys(sequences if self.rollouts is None else self.rollouts[list(sequences)].tolist()))
+
     def split_minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        for start in range(0, len(self), samples):
-            yield np.arange(start, min(start + samples, len(self)))
+        """Split into minibatches of `samples` rollouts; yields indices of sequences."""
+        rollouts = np.arange(len(self)) if self.rollouts is None else self.rollouts
+        for start in range(0, int(rollouts.max(initial=-1)) + 1, samples):
+            yield np.arange(*np.searchsorted(rollouts, [start, start + samples]))
 
     def select_partitions(self, chosen: slice) -> StepBatch:
         """Select some partitions, and number their sequences from 0."""
@@ -89,6 +116,7 @@ class StepBatch:
         ends = np.cumsum([len(partition) for partition in self.partitions[chosen]])
         return StepBatch(
             lengths=self.lengths[indices],
+            rollout_shares=None if self.rollout_shares is None else self.rollout_shares[indices],
             response_tokens=self.response_tokens[indices],
             in_loss=self.in_loss[indices],
             positive=None if self.positive is None else self.positive[indices],

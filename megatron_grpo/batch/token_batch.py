@@ -45,6 +45,9 @@ class TokenFields:
     positive: Tensor | None = None  # 1 in the sampled tokens of correct responses, else 0: [...], float32
     weight: Tensor | None = None
     """Weight of the sequence in the loss, 0 where no token was sampled: [...], float32. None: all weigh 1."""
+    rollout_share: Tensor | None = None
+    """Share of its rollout's sampled tokens that the sequence has, 0 where none was sampled: [...], float32. None: each
+    rollout is one sequence."""
     values: Tensor | None = None  # return predicted before the token, at the start of the step: [...], float32
     returns: Tensor | None = None  # target of the value model before the token: [...], float32
     entropy: Tensor | None = None  # in nats, of the distribution that drew the token: [...], float32, with gradient
@@ -114,6 +117,8 @@ class TokenBatch:
                 fields.positive = repeat_per_token(batch.positive, batch.lengths, fields.sampled)
             if batch.loss_weights is not None:
                 fields.weight = repeat_per_token(batch.loss_weights, batch.lengths, fields.sampled)
+            if batch.rollout_shares is not None:
+                fields.rollout_share = repeat_per_token(batch.rollout_shares, batch.lengths, fields.sampled)
             if batch.advantages is not None:
                 fields.advantages = repeat_per_token(batch.advantages, batch.lengths, fields.sampled)
         return TokenBatch(batch.lengths.tolist(), fields)

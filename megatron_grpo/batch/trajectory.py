@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -56,13 +57,20 @@ class Outcome:
     loss_multiplier: float = 1.0  # weight of the rollout in the loss, from 0 (it is left out) to 1
     failure: str | None = None  # reason why the rollout failed, on its second attempt too; None: it did not fail
     task_name: str = ""  # the environment that answered and scored the rollout
-    tokens: int  # of the whole sequence, prompt and responses
-    response_tokens: int  # sampled tokens of the sequence
+    tokens: int  # of the whole sequence, prompt and responses; of all segments, if there are several
+    response_tokens: int  # sampled tokens of the rollout
     truncated: bool  # a length limit cut the response off
     version: int  # newest weight version that sampled a token; -1 when none was sampled
     finite_logprobs: bool = True  # every sampling log-probability is finite
     oldest_version: int = -1  # oldest weight version that sampled a token; -1 when none was sampled
     versions: int = 0  # number of weight versions that sampled tokens
+    segments: list[list[int]] = field(default_factory=list)
+    """Tokens and sampled tokens of each segment: [[tokens, sampled], ...]. Empty: the rollout is one sequence."""
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Tokens and sampled tokens of each sequence to train on."""
+        return self.segments or [[self.tokens, self.response_tokens]]
 
     @property
     def is_unscored(self) -> bool:
@@ -92,6 +100,7 @@ class Trajectory(Outcome):
     finite_logprobs: bool = field(init=False)
     oldest_version: int = field(init=False)
     versions: int = field(init=False)
+    segments: list[list[int]] = field(init=False)
 
     token_ids: NDArray[np.int32]  # prompt and response: [tokens], int32
     spans: list[Span]  # of the sampled tokens, over which the loss is taken; in order, disjoint
@@ -103,6 +112,9 @@ class Trajectory(Outcome):
     routed: NDArray[np.uint8] | None = None
     """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.token_bytes`], uint8. None: not
     recorded. The engine never runs the last token."""
+    segment_tokens: list[int] = field(default_factory=list)
+    """Tokens of each segment of a rollout with several, which lie end to end in `token_ids`. A segment is a sequence of
+    its own, whose first tokens may repeat tokens of earlier segments as context. Empty: one sequence."""
 
     def __post_init__(self) -> None:
         # Counted once here, because metrics and the batch of a step read the counts without the arrays.
@@ -113,6 +125,34 @@ class Trajectory(Outcome):
         self.version, self.oldest_version = max(versions, default=-1), min(versions, default=-1)
         self.versions = len(set(versions))
         self.finite_logprobs = bool(np.isfinite(self.logprobs).all())
+        self.segments = [[end - begin, self._count_sampled(begin, end)] for begin, end in pairwise(self._bounds)]
+
+    @property
+    def _bounds(self) -> list[int]:
+        return [0, *accumulate(self.segment_tokens)] if self.segment_tokens else []
+
+    def _count_sampled(self, begin: int, end: int) -> int:
+        return sum(span.end - span.start for span in self.spans if begin <= span.start < end)
+
+    def split_segments(self) -> list[Trajectory]:
+        """Split into one trajectory per segment; of one sequence, itself."""
+        if not self.segment_tokens:
+            return [self]
+        parts, first = [], 0
+        for begin, end in pairwise(self._bounds):
+            spans = [span for span in self.spans if begin <= span.start < end]
+            count = self._count_sampled(begin, end)
+            part = replace(
+                self,
+                token_ids=self.token_ids[begin:end],
+                spans=[Span(span.start - begin, span.end - begin, span.version) for span in spans],
+                logprobs=self.logprobs[first : first + count],
+                routed=None if self.routed is None else self.routed[begin : end - 1],
+                segment_tokens=[],
+            )
+            parts.append(part)
+            first += count
+        return parts
 
     @property
     def response_ids(self) -> NDArray[np.int32]:

@@ -245,7 +245,7 @@ class EnvironmentConfig(Section):
 
     agent_func: str | None = None
     """With type=reward_functions, the import path of an agent, which makes the turns of a rollout through
-    generation.endpoint (docs/generation.md). null: a rollout is one response."""
+    generation.endpoint (docs/agents.md). null: a rollout is one response."""
 
     leave_out_suspects: list[str] = field(default_factory=list)
     """Signs of an undeserved reward, such as touched_harness (docs/environments.md). A response in which one of them is

@@ -156,6 +156,12 @@ class EndpointConfig(Section):
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the first rollout worker; each further worker takes the next port. 0: free ports."""
 
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls, by its name in `vllm serve --tool-call-parser`. null: calls stay in the text."""
+
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, by its name in `vllm serve --reasoning-parser`. null: reasoning stays in the text."""
+
 
 class GenerationConfig(Section):
     """Sampling from the policy with vLLM."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import logging
 import operator
@@ -24,6 +23,7 @@ from megatron_grpo.environments.math_answers import Verifier
 from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.tasks import OPERATORS
+from megatron_grpo.environments.vllm_parsers import read_parser_names
 
 _MAX_CHARACTERS = 400  # of an expression
 _MAX_BITS = 4096  # of the numerator or denominator of an intermediate result
@@ -75,21 +75,6 @@ def _require_small(value: Fraction, times: int = 1) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) * times > _MAX_BITS:
         raise ValueError("too large")
     return value
-
-
-def read_parser_names() -> frozenset[str]:
-    """Read the names of vLLM's tool parsers from its source."""
-    # Importing vLLM would take seconds.
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        return frozenset()
-    file = Path(package.origin).parent / "tool_parsers" / "__init__.py"
-    if not file.is_file():
-        return frozenset()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TOOL_PARSERS_TO_REGISTER":
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()
 
 
 _PARSER_ADVICE = "give the parser of the model, by its name in vllm serve --tool-call-parser"
@@ -155,7 +140,7 @@ class ToolEnvironment(Environment):
         """Find a parser that vLLM lacks, and a retriever without documents."""
         problems = []
         parser, documents = options.get("parser"), options.get("documents")
-        names = read_parser_names()
+        names = read_parser_names("tool_parsers")
         if parser is not None and names and parser not in names:
             text = f"is not a tool parser of vLLM; choose one of {', '.join(sorted(names))}"
             problems.append((f"parser={parser}", text))

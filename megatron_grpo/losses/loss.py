@@ -51,8 +51,8 @@ class GlobalCounts:
     """Denominators of losses and metrics of a whole optimizer step."""
 
     tokens: float  # tokens in the loss (sum of loss_mask), at least one
-    sequences: float  # sequences with at least one token in the loss, each counted with its weight
-    all_sequences: float  # all sequences, those without a token in the loss included, each counted with its weight
+    sequences: float  # rollouts with at least one token in the loss, each counted with its weight
+    all_sequences: float  # all rollouts, those without a token in the loss included, each counted with its weight
     positive_tokens: float = 0.0
     """Tokens in the loss of correct responses, counted with their weights; 0 if the batch marks none."""
     token_weight: float = 1.0  # mean weight of the tokens in the loss
@@ -74,11 +74,13 @@ class GlobalCounts:
             np.ones(len(sequences)) if batch.loss_weights is None else batch.loss_weights[sequences].astype(np.float64)
         )
         weighted = tokens * weights
+        # The segments of a rollout count as one sequence together.
+        shares = weights if batch.rollout_shares is None else weights * batch.rollout_shares[sequences]
         positive = weighted[batch.positive[sequences]] if batch.positive is not None else weighted[:0]
         return GlobalCounts(
             tokens=float(tokens.sum()),
-            sequences=float(weights[tokens > 0].sum()),
-            all_sequences=float(weights.sum()),
+            sequences=float(shares[tokens > 0].sum()),
+            all_sequences=float(shares.sum()),
             positive_tokens=float(positive.sum()),
             token_weight=float(weighted.sum() / tokens.sum()),
         )
@@ -197,6 +199,7 @@ def loss_share(
     config: LossConfig,
     segments: Segments | None,
     weight: Tensor | float = 1.0,
+    rollout_share: Tensor | float = 1.0,
 ) -> Tensor:
     """This microbatch's share of the step's loss, shape [].
 
@@ -210,12 +213,15 @@ def loss_share(
     With weights w_i the loss of sequence i is multiplied by w_i, and T, N and M are sums of weights, so that a sequence
     of weight 1/2 counts half as much as one of weight 1. (NeMo RL's sample_mask is the same weight, but does not
     enter its constant normaliser.) `weight` has w_i at each token, float32.
+
+    A rollout of several segments counts as one sequence i: n_i, N and M count rollouts. `rollout_share` has at each
+    token of a segment of n_s tokens its n_s / n_i, so that the segment's mean over n_s becomes a part of the rollout's.
     """
     if config.constant_normalizer_tokens is not None:
         return (loss * weight * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
     if config.token_level_loss:
         return weighted_mean(loss, mask, counts, weight)
-    loss = loss * weight
+    loss = loss * weight * rollout_share
     if segments is None:  # row by row, as the definition has it
         return ((loss * mask).sum(dim=1, keepdim=True) / response_size(mask, None)).sum() / counts.sequences
     return (loss * mask / response_size(mask, segments)).sum() / counts.sequences

@@ -96,7 +96,8 @@ class ClippedPGLossFn:
             if config.kl_in_loss:
                 loss = loss + config.kl_in_loss * kl
         weight = token_weights(tokens, mask)
-        total = loss_share(loss, mask, counts, config, segments, weight)
+        share = 1.0 if tokens.rollout_share is None else mask_values(tokens.rollout_share, mask)
+        total = loss_share(loss, mask, counts, config, segments, weight, share)
         bonus, bonus_metrics = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
         total, metrics = total + bonus, metrics | bonus_metrics
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)

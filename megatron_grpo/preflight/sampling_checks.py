@@ -7,9 +7,16 @@ import re
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.config.generation_schema import FILTERS, PENALTIES, GenerationConfig, StructuredConfig
+from megatron_grpo.config.generation_schema import (
+    FILTERS,
+    PENALTIES,
+    EndpointConfig,
+    GenerationConfig,
+    StructuredConfig,
+)
 from megatron_grpo.config.paths import TOKEN_VARIABLE, check_url, is_loopback, read_token
 from megatron_grpo.config.schema import Config
+from megatron_grpo.environments.vllm_parsers import read_parser_names
 from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 
@@ -92,6 +99,18 @@ def _check_structure(structured: StructuredConfig) -> Iterator[Rule]:
             yield True, f"{prefix}.regex=", f"is not a regular expression: {error}"
 
 
+def _check_parsers(endpoint: EndpointConfig) -> Iterator[Rule]:
+    # vLLM lists the names in its source; without its files the start of a rollout worker reports a wrong name.
+    parsers = (
+        ("tool_parser", endpoint.tool_parser, "tool_parsers"),
+        ("reasoning_parser", endpoint.reasoning_parser, "reasoning"),
+    )
+    for key, name, folder in parsers:
+        names = read_parser_names(folder) if name is not None else frozenset()
+        text = f"is not a parser of vLLM; choose one of {', '.join(sorted(names))}"
+        yield bool(names) and name not in names, f"generation.endpoint.{key}=", text
+
+
 def check_servers(config: Config) -> Iterator[Rule]:
     """Check generation.server.urls and generation.endpoint, without asking the servers."""
     endpoint, nodes = config.generation.endpoint, config.cluster.num_nodes
@@ -99,6 +118,7 @@ def check_servers(config: Config) -> Iterator[Rule]:
     text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
     yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
     text = "lets every client that reaches it write what the run is trained on; put a token into the environment"
+    yield from _check_parsers(endpoint)
     is_open = endpoint.enabled and not is_local and read_token() is None
     yield is_open, "generation.endpoint.host=", f"{text} variable {TOKEN_VARIABLE}, or use 127.0.0.1"
     for name, environment in config.env.items():

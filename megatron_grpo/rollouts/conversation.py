@@ -1,152 +1,307 @@
-"""A rollout that an agent drives: its calls form one sequence, which keeps the tokens that were sampled."""
+"""A rollout that an agent drives: its calls form a tree of responses, which keeps the tokens that were sampled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, are_text_parts, join_content
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
+from megatron_grpo.rollouts.agent_messages import is_continuation, mark_turn
 from megatron_grpo.rollouts.engine_client import EngineClient
 
 OVER = "the rollout is over"
+OPEN_CALLS = 64  # most responses of a rollout that are sampled at the same time
+
+ReadMessage = Callable[[GenerationOutput, str, int], dict[str, Any]]
+"""From a response, its text before a stop of the call, and its number, to the message that the agent gets."""
 
 
 class BadCallError(ValueError):
     """A call without an answer; the message is for the agent."""
 
 
+class TooManyCallsError(BadCallError):
+    """A call beyond OPEN_CALLS."""
+
+
+def read_plain_message(_: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut a text before the first of a call's stops."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Response:
+    """A sampled response, and its context since the response that it continues."""
+
+    parent: Response | None  # the response that this one continues; None: its context is the whole prompt
+    context: NDArray[np.int32]  # given tokens after the parent's: [tokens], int32
+    output: GenerationOutput
+    history: list[ChatMessage] | str | None = None  # conversation with the response; None: the call had token ids
+    rendered: str = ""  # the rendered prompt before the model's turn; of a response that continues another, empty
+    stop: tuple[str, ...] = ()  # texts that ended the call's responses, besides the run's
+
+    @property
+    def path(self) -> list[Response]:
+        """The responses that lead to this one, which is the last."""
+        path, step = [self], self.parent
+        while step is not None:
+            path.append(step)
+            step = step.parent
+        return path[::-1]
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """All tokens so far, with the response: [tokens], int32."""
+        return np.concatenate([piece for step in self.path for piece in (step.context, step.output.token_ids)])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A sequence to train on: context and sampled pieces, which alternate."""
+
+    pieces: list[NDArray[np.int32]]  # [tokens] each, int32
+    outputs: list[GenerationOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    parent: Response | None
+    context: list[int]
+    history: list[ChatMessage] | str | None = None
+    rendered: str = ""
+
+
 @dataclass(eq=False)
 class Conversation:
-    """The calls of one rollout, each continuing the previous one.
+    """The calls of one rollout.
 
-    The model's text is never tokenized again: the prompt of a call is all tokens so far, followed by the tokens of the
-    text that the call adds.
+    A call that repeats the conversation up to a response continues it: its prompt is the tokens of that response and
+    all before it, followed by the tokens of the text that the call adds. So the model's text is not tokenized again. A
+    call that continues no response, or whose chat template leaves out what was sampled, begins with the template's
+    rendering of its messages.
     """
 
     engine: EngineClient
     settings: SamplingSettings
     renderer: PromptRenderer
     compute_seed: Callable[[int], int]  # from the number of a response
-    max_length: int  # tokens of prompts and responses together
+    max_length: int  # tokens of a prompt and its response together
 
     def __post_init__(self) -> None:
-        self.pieces: list[NDArray[np.int32]] = []  # context and sampled tokens, alternating, [tokens] each, int32
-        self.outputs: list[GenerationOutput] = []
-        self.failure: Exception | None = None  # the engine's in the last call; the agent learns only that it failed
-        # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
-        self._history: list[ChatMessage] | str | None = None
-        self._lock = asyncio.Lock()  # one call at a time, because each continues the last
-        self._sampling: asyncio.Task[GenerationOutput] | None = None
+        self.responses: list[Response] = []  # in the order of their completion
+        # Failures of the engine by prompt, until the agent or its client has repeated the call with success.
+        self._failures: dict[bytes, Exception] = {}
+        self._sampling: set[asyncio.Task[GenerationOutput]] = set()
+        self._free_numbers: list[int] = []  # of calls that failed, for their repetition: a heap
+        self._calls = 0
         self._is_over = False
 
     @property
-    def length(self) -> int:
-        return sum(len(piece) for piece in self.pieces)
+    def failure(self) -> Exception | None:
+        """The engine's failure in a call that was not repeated."""
+        return next(iter(self._failures.values()), None)
+
+    @property
+    def last(self) -> Response:
+        """The response that was complete last."""
+        return self.responses[-1]
 
     def end(self) -> None:
-        """End the rollout: cancel its call, and refuse further calls."""
+        """End the rollout: cancel its calls, and refuse further calls."""
         self._is_over = True
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in self._sampling:
+            task.cancel()
+
+    def list_segments(self) -> list[Segment]:
+        """Divide the responses into sequences to train on.
+
+        The first response that continues another one, in the order of completion, extends its segment; every further
+        one begins a segment, with all tokens before it as context. So each response is sampled in exactly one segment.
+        """
+        segments: list[Segment] = []
+        by_last: dict[Response, Segment] = {}  # segments by their last response
+        for response in self.responses:
+            segment = None if response.parent is None else by_last.pop(response.parent, None)
+            context = response.context
+            if segment is None:
+                segment = Segment([], [])
+                segments.append(segment)
+                context = context if response.parent is None else np.concatenate([response.parent.tokens, context])
+            segment.pieces.extend([context, response.output.token_ids])
+            segment.outputs.append(response.output)
+            by_last[response] = segment
+        return segments
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[ChatMessage] | None,
-        max_tokens: int | None,
+        tools: Sequence[ChatMessage] | None = None,
+        max_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> GenerationOutput:
-        """Sample the model's next message.
+        *,
+        stop: Sequence[str] = (),
+        read: ReadMessage = read_plain_message,
+    ) -> Response:
+        """Sample the model's next message, the last of the response's history.
 
-        `messages` are all so far, with the model's own unchanged. `tools` and `variables` for the chat template replace
-        the task's. Raises BadCallError if the call does not continue the previous one, or leaves no room to answer.
+        `messages` are all so far. `tools` and `variables` for the chat template replace the task's. `stop`: texts that
+        end the response, besides the run's; `read` makes the message. Raises BadCallError if the template refuses the
+        messages, or they leave no room to answer.
         """
-        async with self._lock:
-            output = await self._sample(self._encode_messages(messages, tools, variables), max_tokens)
-            self._history = [*messages, {"role": "assistant", "content": output.text}]
-            return output
+        prompt = self._encode_messages(messages, tools, variables)
 
-    async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
+        def extend(output: GenerationOutput) -> list[ChatMessage]:
+            assert isinstance(prompt.history, list)
+            return [*prompt.history, read(output, cut_at_stop(output.text, stop), len(self.responses))]
+
+        return await self._sample(prompt, max_tokens, stop, extend)
+
+    async def complete(
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, *, stop: Sequence[str] = ()
+    ) -> Response:
         """Sample the response to a text or token ids; raises as `chat`."""
-        async with self._lock:
-            output = await self._sample(self._encode_prompt(prompt), max_tokens)
-            self._history = prompt + output.text if isinstance(prompt, str) else None
-            return output
+
+        def extend(output: GenerationOutput) -> str | None:
+            return prompt + output.text if isinstance(prompt, str) else None
+
+        return await self._sample(self._encode_prompt(prompt), max_tokens, stop, extend)
 
     def _encode_messages(
         self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any] | None
-    ) -> list[int]:
-        renderer, history = self.renderer, self._history
+    ) -> _Prompt:
+        renderer = self.renderer
         if not renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
-        if self.outputs and not (isinstance(history, list) and _is_continuation(messages, history)):
-            raise BadCallError(
-                "does not continue the rollout's conversation: each call has to repeat all messages so far, the "
-                "model's as they were answered, and add some; a rollout is trained on as one sequence"
-            )
         try:
-            if not self.outputs:
-                return renderer.encode_rendered(renderer.render(messages, tools=tools, variables=variables))
-            assert isinstance(history, list), "checked above"
-            earlier, later = history[:-1], messages[len(history) :]
-            return renderer.encode_continuation(earlier, later, self._last_token, tools=tools, variables=variables)
+            conversation = list(messages)
+            for response, history in self._find_continued(messages):
+                # The model's messages as they were answered: clients leave out reasoning, which the template may show.
+                restored = [*history, *messages[len(history) :]]
+                if conversation == list(messages):
+                    conversation = restored
+                if self._is_kept(response, restored, tools, variables):
+                    earlier, later = history[:-1], restored[len(history) :]
+                    last_token = int(response.output.token_ids[-1])
+                    options = {"tools": tools, "variables": variables}
+                    context = renderer.encode_continuation(earlier, later, last_token, **options)
+                    return _Prompt(response, context, restored)
+            text = renderer.render(conversation, tools=tools, variables=variables)
+            # Templates open the model's turn in a prompt otherwise than among earlier turns, as with empty thinking.
+            closed = renderer.render(conversation, tools=tools, variables=variables, add_generation_prompt=False)
+            pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, closed, strict=False))
+            return _Prompt(None, renderer.encode_rendered(text), conversation, text[: len(list(pairs))])
         except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
 
-    @property
-    def _last_token(self) -> int:
-        return int(self.outputs[-1].token_ids[-1])
+    def _find_continued(self, messages: Sequence[ChatMessage]) -> Iterator[tuple[Response, list[ChatMessage]]]:
+        """Find responses that messages continue, longest and newest first, with histories."""
+        chats = [(response, response.history) for response in reversed(self.responses)]
+        # A message is cut before the call's stop, which the tokens still have, so it is not continued.
+        lists = [
+            (response, history)
+            for response, history in chats
+            if isinstance(history, list) and cut_at_stop(response.output.text, response.stop) == response.output.text
+        ]
+        for response, history in sorted(lists, key=lambda pair: -len(pair[1])):
+            if is_continuation(messages, history):
+                yield response, history
 
-    def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+    def _is_kept(
+        self,
+        response: Response,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> bool:
+        """True if the template shows a response's path, behind the same prompt."""
+        # Templates drop earlier thinking, or put tools before the newest question. What they write is what the model
+        # has to see, so a mark in the place of each of its texts tells whether the text is still there.
+        marked, marks = list(messages), []
+        for step in response.path:
+            assert isinstance(step.history, list)
+            index = len(step.history) - 1
+            marked[index], mark = mark_turn(messages[index])
+            marks.append(mark)
+        try:
+            text = self.renderer.render(marked, tools=tools, variables=variables)
+        except Exception:  # noqa: BLE001 - some templates refuse calls beside a text, so nothing is known of them
+            return True
+        return text.startswith(response.path[0].rendered) and all(mark is None or mark in text for mark in marks)
+
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> _Prompt:
         if isinstance(prompt, str):
-            if not self.outputs:
-                return self._encode_text(self.renderer.encode_plain, prompt)
-            if not isinstance(self._history, str) or not prompt.startswith(self._history):
-                raise BadCallError("does not begin with the prompt and the response of the call before")
-            return self._encode_text(self.renderer.encode_after, prompt[len(self._history) :], self._last_token)
+            texts = [(response.history, response) for response in self.responses if isinstance(response.history, str)]
+            continued = [(text, response) for text, response in texts if prompt.startswith(text)]
+            if not continued:
+                return _Prompt(None, self._encode_text(self.renderer.encode_plain, prompt))
+            text, response = max(continued, key=lambda pair: len(pair[0]))
+            last_token = int(response.output.token_ids[-1])
+            return _Prompt(response, self._encode_text(self.renderer.encode_after, prompt[len(text) :], last_token))
         tokens = len(self.renderer.tokenizer)
         if any(not 0 <= token < tokens for token in prompt):
             raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
-        history = np.concatenate(self.pieces).tolist() if self.pieces else []
-        if list(prompt[: len(history)]) != history:
-            raise BadCallError("does not begin with the tokens of the prompt and the response of the call before")
-        return list(prompt[len(history) :])
+        ids = np.array(prompt, dtype=np.int32)
+        paths = [(response.tokens, response) for response in self.responses]
+        begins = [pair for pair in paths if np.array_equal(ids[: len(pair[0])], pair[0])]
+        if not begins:
+            return _Prompt(None, list(prompt))
+        path, response = max(begins, key=lambda pair: len(pair[0]))
+        return _Prompt(response, list(prompt[len(path) :]))
 
-    async def _sample(self, piece: list[int], max_tokens: int | None) -> GenerationOutput:
-        if not piece and not self.outputs:
+    async def _sample(
+        self, prompt: _Prompt, max_tokens: int | None, stop: Sequence[str], extend: Callable[[GenerationOutput], Any]
+    ) -> Response:
+        context = np.array(prompt.context, dtype=np.int32)
+        ids = context if prompt.parent is None else np.concatenate([prompt.parent.tokens, context])
+        if not len(ids):
             raise BadCallError("the prompt is empty")
-        context = np.array(piece, dtype=np.int32)
-        room = self.max_length - self.length - len(context)
+        room = self.max_length - len(ids)
         if room < 1:
             limit = f"policy.max_total_sequence_length={self.max_length}"
-            raise BadCallError(f"{self.length + len(context)} tokens leave no room within {limit}")
-        request = GenerationRequest(
-            prompt_ids=np.concatenate([*self.pieces, context]),
-            seed=self.compute_seed(len(self.outputs)),
-            max_new_tokens=room if max_tokens is None else min(max_tokens, room),
-        )
+            raise BadCallError(f"{len(ids)} tokens leave no room within {limit}")
         if self._is_over:
             raise BadCallError(OVER)
-        self._sampling = asyncio.create_task(self.engine.generate(request, self.settings))
+        if len(self._sampling) >= OPEN_CALLS:
+            raise TooManyCallsError(f"{OPEN_CALLS} responses of the rollout are being sampled; wait for one of them")
+        settings = replace(self.settings, stop_strings=(*self.settings.stop_strings, *stop)) if stop else self.settings
+        output = await self._generate(ids, room if max_tokens is None else min(max_tokens, room), settings)
+        response = Response(prompt.parent, context, output, extend(output), prompt.rendered, tuple(stop))
+        self.responses.append(response)
+        return response
+
+    async def _generate(self, ids: NDArray[np.int32], max_tokens: int, settings: SamplingSettings) -> GenerationOutput:
+        number = heapq.heappop(self._free_numbers) if self._free_numbers else self._calls
+        self._calls = max(self._calls, number + 1)
+        request = GenerationRequest(prompt_ids=ids, seed=self.compute_seed(number), max_new_tokens=max_tokens)
+        task = asyncio.create_task(self.engine.generate(request, settings))
+        self._sampling.add(task)
         try:
-            output = await self._sampling
+            output = await task
         except asyncio.CancelledError:
             # `end` cancels the sampling, not the agent's call, which still needs an answer.
             if self._is_over:
                 raise BadCallError(OVER) from None
+            task.cancel()
             raise
         except Exception as error:  # the rollout fails with this error even if the agent continues
-            self.failure = error
+            self._failures[ids.tobytes()] = error
+            heapq.heappush(self._free_numbers, number)
             raise
-        self.failure = None  # the agent, or its client, has repeated the call
-        self.pieces += [context, output.token_ids]
-        self.outputs.append(output)
+        finally:
+            self._sampling.discard(task)
+        self._failures.pop(ids.tobytes(), None)
         return output
 
     def _encode_text(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
@@ -154,15 +309,3 @@ class Conversation:
             return encode(*arguments)
         except (TypeError, ValueError) as error:  # half a surrogate pair, which JSON allows
             raise BadCallError(f"the text cannot be tokenized: {error}") from None
-
-
-def _is_continuation(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
-    pairs = zip(messages, history, strict=False)
-    is_repeated = all(_normalize(message) == _normalize(earlier) for message, earlier in pairs)
-    return len(messages) > len(history) and is_repeated
-
-
-def _normalize(message: ChatMessage) -> dict[str, Any]:
-    # Clients send back empty fields that they received, and some make parts of a text.
-    fields = {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
-    return fields | ({"content": join_content(fields["content"])} if are_text_parts(fields.get("content")) else {})

@@ -10,27 +10,41 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
-from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import read_token
-from megatron_grpo.data.prompt_renderer import RESERVED, PromptFormat, PromptRenderer
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.http_access import BODY_BYTES, REQUEST_S, find_refusal
-from megatron_grpo.rollouts.conversation import BadCallError, Conversation
+from megatron_grpo.rollouts.chat_protocol import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    MODEL,
+    RESPONSES_FIELDS,
+    CallOptions,
+    iterate_chunks,
+    make_answer,
+    read_options,
+    require_valid_chat,
+    require_valid_prompt,
+)
+from megatron_grpo.rollouts.conversation import (
+    BadCallError,
+    Conversation,
+    Response,
+    TooManyCallsError,
+    read_plain_message,
+)
+from megatron_grpo.rollouts.output_parser import OutputParser
+from megatron_grpo.rollouts.responses_protocol import iterate_events, make_response, read_messages, read_tools
 
-MODEL = "policy"  # name of the model in requests and answers
 IDLE_CONNECTIONS = 512  # without a request; beyond it, the oldest are closed
-
-_COMMON_FIELDS = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
-_CHAT_FIELDS = {*_COMMON_FIELDS, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
-_COMPLETION_FIELDS = {*_COMMON_FIELDS, "prompt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +55,33 @@ class EndpointSettings:
     port: int  # 0: any free port
     token: str | None = field(repr=False)  # bearer token; None: not required, because only this machine has access
     tokenizer: Any = field(repr=False)  # folder with the tokenizer, or the tokenizer that a script passed
+    tool_parser: str | None = None  # vLLM's parser of tool calls; None: calls stay in the text
+    reasoning_parser: str | None = None  # vLLM's parser of reasoning; None: reasoning stays in the text
 
 
 def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
     """Make the settings of generation.endpoint; None: it is not enabled."""
     if not config.enabled:
         return None
-    return EndpointSettings(host=config.host, port=config.port, token=read_token(), tokenizer=tokenizer)
+    return EndpointSettings(
+        host=config.host,
+        port=config.port,
+        token=read_token(),
+        tokenizer=tokenizer,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenRollout:
+    conversation: Conversation
+    earlier: dict[str, list[ChatMessage]] = field(default_factory=dict)  # conversations by id of their last response
+
+
+# The JSON of an answer, and of a streamed one the events, each its JSON behind the line of its type, if it has one.
+_Answered = tuple[Any, list[str] | None]
+Answer = Callable[[Any, _OpenRollout], Awaitable[_Answered]]
 
 
 class Endpoint:
@@ -55,7 +89,8 @@ class Endpoint:
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
-        self._open: dict[str, Conversation] = {}
+        self._open: dict[str, _OpenRollout] = {}
+        self._parser: OutputParser | None = None
         self.tokenizer: Any = None  # from transformers; set by `start`, like the port
         self.port = 0
         self._renderers: dict[str, PromptRenderer] = {}  # by task
@@ -67,11 +102,15 @@ class Endpoint:
         """Load the tokenizer and listen; SamplingError if the address is unusable."""
         tokenizer = self._settings.tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        parsers = self._settings.tool_parser, self._settings.reasoning_parser
+        if any(parsers):
+            self._parser = await asyncio.to_thread(OutputParser, self.tokenizer, *parsers)
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_access])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._list_models)
-            app.router.add_post(f"{base}/chat/completions", partial(self._answer_call, accepted=_CHAT_FIELDS))
-            app.router.add_post(f"{base}/completions", partial(self._answer_call, accepted=_COMPLETION_FIELDS))
+            app.router.add_post(f"{base}/chat/completions", partial(self._answer, answer=self._answer_chat))
+            app.router.add_post(f"{base}/completions", partial(self._answer, answer=self._answer_completion))
+            app.router.add_post(f"{base}/responses", partial(self._answer, answer=self._answer_response))
         app.cleanup_ctx.append(self._close_idle_connections)
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
@@ -93,7 +132,7 @@ class Endpoint:
         if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
             host = find_node_address()
         url_host = f"[{host}]" if ":" in host else host
-        self._open[name] = conversation
+        self._open[name] = _OpenRollout(conversation)
         try:
             url = f"http://{url_host}:{self.port}/rollouts/{name}/v1"
             yield ModelAccess(url, self._settings.token or "none", MODEL)
@@ -137,54 +176,94 @@ class Endpoint:
     async def _list_models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
-    async def _answer_call(self, request: web.Request, accepted: set[str]) -> web.Response:
-        conversation = self._open.get(request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or "")
-        if conversation is None:
+    async def _answer(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+        """Answer a call to an open rollout; errors become the protocol's."""
+        rollout = self._open.get(request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or "")
+        if rollout is None:
             return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
         try:
-            call = await _read_json(request)
-            _require_valid_call(call, accepted, conversation.settings)
-            limit = call.get("max_completion_tokens") or call.get("max_tokens")
-            if "messages" in accepted:
-                variables = call.get("chat_template_kwargs")
-                output = await conversation.chat(call["messages"], call.get("tools"), limit, variables)
-            else:
-                output = await conversation.complete(call["prompt"], limit)
-            return web.json_response(self._make_answer(output, call, conversation))
+            body, events = await answer(await _read_json(request), rollout)
         except web.HTTPException:
             raise
+        except TooManyCallsError as error:
+            return _make_error(429, str(error))
         except BadCallError as error:
             return _make_error(400, str(error))
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _make_error(500, str(error))
+        return web.json_response(body) if events is None else await _send_events(request, events)
 
-    def _make_answer(self, output: GenerationOutput, call: Any, conversation: Conversation) -> dict[str, Any]:
-        token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
-        choice: dict[str, Any] = {"index": 0, "finish_reason": output.stop_reason, "token_ids": token_ids}
-        if "messages" in call:
-            object_name = "chat.completion"
-            choice["message"] = {"role": "assistant", "content": output.text}
-            if call.get("logprobs"):
-                texts = [self.tokenizer.decode([token]) for token in token_ids]
-                choice["logprobs"] = {
-                    "content": [
-                        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                        for text, logprob in zip(texts, logprobs, strict=True)
-                    ]
-                }
-        else:
-            object_name = "text_completion"
-            choice["text"], choice["logprobs"] = output.text, {"token_logprobs": logprobs}
-        sampled = len(token_ids)
-        prompt = conversation.length - sampled
-        return {
-            "id": f"{object_name}-{len(conversation.outputs)}",
-            "object": object_name,
-            "created": int(time.time()),
-            "model": MODEL,
-            "choices": [choice],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
-        }
+    async def _answer_chat(self, call: Any, rollout: _OpenRollout) -> _Answered:
+        conversation = rollout.conversation
+        options = read_options(call, CHAT_FIELDS, conversation.settings)
+        require_valid_chat(call)
+        responses = await self._chat(call, call["messages"], call.get("tools"), options, conversation)
+        return self._make_answer(responses, call, options)
+
+    async def _answer_completion(self, call: Any, rollout: _OpenRollout) -> _Answered:
+        conversation = rollout.conversation
+        options = read_options(call, COMPLETION_FIELDS, conversation.settings)
+        require_valid_prompt(call)
+        complete = partial(conversation.complete, call["prompt"], options.max_tokens, stop=options.stop)
+        return self._make_answer(await _sample_together(complete, options.choices), call, options)
+
+    def _make_answer(self, responses: list[Response], call: Any, options: CallOptions) -> _Answered:
+        answer = make_answer(responses, call, options, self.tokenizer)
+        if not options.is_streamed:
+            return answer, None
+        return answer, [*map(json.dumps, iterate_chunks(answer, options)), "[DONE]"]
+
+    async def _answer_response(self, call: Any, rollout: _OpenRollout) -> _Answered:
+        conversation = rollout.conversation
+        options = read_options(call, RESPONSES_FIELDS, conversation.settings)
+        messages, instructions = read_messages(call, rollout.earlier), call.get("instructions")
+        effort = (call.get("reasoning") or {}).get("effort")
+        chat = {**call, "messages": messages, **({"reasoning_effort": effort} if effort else {}), "tools": None}
+        if instructions is not None:
+            chat["messages"] = [{"role": "system", "content": instructions}, *messages]
+        require_valid_chat(chat)
+        (response,) = await self._chat(chat, chat["messages"], read_tools(call), options, conversation)
+        answer = make_response(response, call, len(rollout.earlier) + 1)
+        # Instructions are not part of the conversation that a later call goes on with.
+        history = cast("list[ChatMessage]", response.history)
+        rollout.earlier[answer["id"]] = history if instructions is None else history[1:]
+        events = [f"{event['type']}\n{json.dumps(event)}" for event in iterate_events(answer)]
+        return answer, events if options.is_streamed else None
+
+    async def _chat(
+        self,
+        call: dict[str, Any],
+        messages: list[ChatMessage],
+        tools: list[ChatMessage] | None,
+        options: CallOptions,
+        conversation: Conversation,
+    ) -> list[Response]:
+        effort = call.get("reasoning_effort")
+        variables = {**({"reasoning_effort": effort} if effort else {}), **(call.get("chat_template_kwargs") or {})}
+        read = read_plain_message
+        if self._parser is not None:
+            prompts = conversation.renderer.format
+            known_tools = prompts.tools if tools is None else tools
+            is_called = call.get("tool_choice") != "none"
+            read = self._parser.prepare(
+                known_tools if is_called else None, {**prompts.chat_template_kwargs, **variables}
+            )
+        chat = partial(conversation.chat, messages, tools, options.max_tokens, variables, stop=options.stop, read=read)
+        return await _sample_together(chat, options.choices)
+
+
+async def _sample_together(sample: Callable[[], Awaitable[Response]], count: int) -> list[Response]:
+    return await asyncio.gather(*(sample() for _ in range(count)))
+
+
+async def _send_events(request: web.Request, events: list[str]) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(request)
+    for event in events:
+        kind, _, data = event.rpartition("\n")
+        await stream.write(f"{f'event: {kind}' if kind else ''}\ndata: {data}\n\n".lstrip().encode())
+    await stream.write_eof()
+    return stream
 
 
 async def _read_json(request: web.Request) -> Any:
@@ -199,43 +278,6 @@ async def _read_json(request: web.Request) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
         raise BadCallError(f"the request is not JSON: {error}") from None
-
-
-def _require_valid_call(call: Any, accepted: set[str], settings: SamplingSettings) -> None:
-    """Raise BadCallError if a call is malformed or samples differently."""
-    if not isinstance(call, dict):
-        raise BadCallError("the request is not a JSON object")
-    fields = {name: value for name, value in call.items() if value is not None}
-    unknown = ", ".join(sorted(fields.keys() - accepted))
-    if unknown:
-        raise BadCallError(f"{unknown}: not accepted; the run's configuration (generation) decides how rollouts sample")
-    for name, value in (("n", 1), ("stream", False), ("temperature", settings.temperature), ("top_p", settings.top_p)):
-        if name in fields and fields[name] != value:
-            raise BadCallError(f"{name}={fields[name]}: every call of this run has {value}; leave it out")
-    for name in ("max_tokens", "max_completion_tokens"):
-        if name in fields and (type(fields[name]) is not int or fields[name] < 1):
-            raise BadCallError(f"{name}={fields[name]}: give a number above 0")
-    if "messages" in accepted:
-        _require_valid_chat(fields)
-    elif not isinstance(fields.get("prompt"), str) and not _is_list_of(int, fields.get("prompt")):
-        raise BadCallError("prompt: give a text or a list of token ids")
-
-
-def _require_valid_chat(call: dict[str, Any]) -> None:
-    for name in ("messages", "tools"):
-        if not _is_list_of(dict, call.get(name) or ([{}] if name == "tools" else None)):
-            raise BadCallError(f"{name}: give a list of objects")
-    for number, message in enumerate(call["messages"], start=1):
-        if not isinstance(message.get("role"), str):
-            raise BadCallError(f"message {number} has no role; give system, user, assistant or tool")
-    variables = call.get("chat_template_kwargs", {})
-    if not isinstance(variables, dict) or RESERVED & variables.keys():
-        text = f"give an object with variables of the chat template, none of them {', '.join(sorted(RESERVED))}"
-        raise BadCallError(f"chat_template_kwargs: {text}")
-
-
-def _is_list_of(value_type: type, values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(type(value) is value_type for value in values)
 
 
 def _make_error(status: int, text: str) -> web.Response:

@@ -86,6 +86,10 @@ def list_rollout_fields(routed: RoutedForm | None) -> tuple[str, ...]:
     return fields if routed is None else (*fields, "routed_experts")
 
 
+def count_sequences(outcomes: Sequence[Outcome]) -> int:
+    return sum(len(outcome.sequences) for outcome in outcomes)
+
+
 def locate_sequences(partitions: Partitions, group_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Find each sequence's group, and its index in the group."""
     # Sequence i is in the first group whose end is above i: side="right", so that a group without sequences has none.
@@ -133,11 +137,11 @@ def build_partitions(
     """Build the arrays of partitions, field by field.
 
     `located` has for each partition [sequences, 2], int32: for each sequence the index of its group in `groups`, and
-    its index in that group.
+    its index among the sequences of that group.
     """
-    trajectories = groups.fetch()
+    trajectories = [[part for sample in group for part in sample.split_segments()] for group in groups.fetch()]
     built = (
-        concatenate_trajectories([trajectories[group][sample] for group, sample in sequences.tolist()], routed)
+        concatenate_trajectories([trajectories[group][index] for group, index in sequences.tolist()], routed)
         for sequences in located
     )
     return tuple(arrays[name] for arrays in built for name in list_rollout_fields(routed))
@@ -209,26 +213,26 @@ def dump_rollouts(
 
 
 def fetch_trained_values(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
-    """Fetch a step's advantages and log-probabilities so far, by name and sequence: [tokens], float32.
+    """Fetch a step's advantages and log-probabilities so far, by name and rollout: [tokens], float32.
 
     A field that was lost with its process is left out.
     """
     values: dict[str, Sequence[NDArray[np.float32]]] = {}
+    ends = np.cumsum(batch.sum_by_rollout(batch.lengths))[:-1]  # the segments of a rollout lie end to end
     for name in ("advantages", "prev_logprobs"):
         if name in batch.fields:
             with suppress(RayError):
                 gathered = gather_partitions(ray.get(batch.fields[name]), batch.partitions, batch.lengths)
-                values[name] = np.split(gathered, np.cumsum(batch.lengths)[:-1])
+                values[name] = np.split(gathered, ends)
     if batch.advantages is not None:
-        pairs = zip(batch.advantages, batch.lengths, strict=True)
-        values["advantages"] = [np.broadcast_to(advantage, length) for advantage, length in pairs]
+        values["advantages"] = np.split(np.repeat(batch.advantages, batch.lengths), ends)
     return values
 
 
 def select_trained_values(
     values: Mapping[str, Sequence[NDArray[np.float32]]], index: int, trajectory: Trajectory
 ) -> TrainedValues:
-    """Select the values of sequence `index` at its sampled tokens."""
+    """Select the values of rollout `index` at its sampled tokens."""
     spans = [np.arange(span.start, span.end) for span in trajectory.spans]
     positions = np.concatenate([np.empty(0, dtype=np.int64), *spans])
-    return {name: by_sequence[index][positions] for name, by_sequence in values.items()}
+    return {name: by_rollout[index][positions] for name, by_rollout in values.items()}

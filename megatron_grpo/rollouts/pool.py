@@ -284,7 +284,9 @@ class RolloutPool:
         array waits until it is stored, and raises if its worker failed.
         """
         fields = partitions.list_rollout_fields(self.routed)
-        located = partitions.locate_sequences(sequences, [len(group.outcomes) for group in groups])
+        located = partitions.locate_sequences(
+            sequences, [partitions.count_sequences(group.outcomes) for group in groups]
+        )
         workers = min(len(self.actors), len(sequences))
         stored: dict[str, list[Any]] = {name: [None] * len(sequences) for name in fields}
         for number, worker in enumerate(self.actors[:workers]):
@@ -293,7 +295,7 @@ class RolloutPool:
             needed = sorted({group for partition in assigned for group, _ in located[partition]})
             new_index = {group: index for index, group in enumerate(needed)}
             # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
-            pairs = ([(new_index[group], sample) for group, sample in located[partition]] for partition in assigned)
+            pairs = ([(new_index[group], index) for group, index in located[partition]] for partition in assigned)
             indices = [np.array(located_pairs, dtype=np.int32).reshape(-1, 2) for located_pairs in pairs]
             packed = partitions.pack_groups([groups[group] for group in needed])
             results = len(fields) * len(assigned)

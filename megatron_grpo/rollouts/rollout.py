@@ -8,6 +8,7 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -20,7 +21,8 @@ from megatron_grpo.config.data_schema import MIN_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState
-from megatron_grpo.rollouts.conversation import Conversation
+from megatron_grpo.models.routed_experts import UNKNOWN
+from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
@@ -147,7 +149,7 @@ class GroupRollout:
                     reason = str(failure)
         finally:
             engine.load -= 1
-        trajectory = self._make_trajectory(sample, [self._prompt_ids], [], "stop")
+        trajectory = self._make_trajectory(sample, [Segment([self._prompt_ids], [])], "stop")
         _mark_failed(trajectory, reason)
         return trajectory, None
 
@@ -188,7 +190,7 @@ class GroupRollout:
             is_full = not turn.done and length >= settings.max_total_sequence_length
             stop_reason: StopReason = "length" if is_full else output.stop_reason
             if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
-                return self._make_trajectory(sample, pieces, outputs, stop_reason), state
+                return self._make_trajectory(sample, [Segment(pieces, outputs)], stop_reason), state
             pieces.append(turn.observation)
 
     async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
@@ -204,44 +206,57 @@ class GroupRollout:
                 raise conversation.failure or failure from None
         if conversation.failure is not None:  # the agent swallowed the failure, so its result is discarded
             raise conversation.failure
-        if not conversation.outputs:
+        if not conversation.responses:
             raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
-        outputs = conversation.outputs
-        return self._make_trajectory(sample, conversation.pieces, outputs, outputs[-1].stop_reason), state
+        segments, stop_reason = conversation.list_segments(), conversation.last.output.stop_reason
+        return self._make_trajectory(sample, segments, stop_reason), state
 
     def _compute_seed(self, sample: int, turn: int) -> int:
         settings = self.settings
         return compute_sample_seed(settings.run_seed, settings.generation_batch, self.datum["idx"], sample, turn)
 
-    def _make_trajectory(
-        self, sample: int, pieces: list[NDArray[np.int32]], outputs: list[GenerationOutput], stop_reason: StopReason
-    ) -> Trajectory:
-        """Make a trajectory of context and sampled pieces, which alternate."""
+    def _make_trajectory(self, sample: int, segments: Sequence[Segment], stop_reason: StopReason) -> Trajectory:
+        """Make a trajectory of a rollout's segments, laid end to end."""
         spans: list[Span] = []
-        routed: NDArray[Any] | None = None
         start = 0
-        # A failed sample has its prompt alone, so there may be one more context than outputs.
-        for context, output in zip(pieces[::2], outputs, strict=False):
-            start += len(context)
-            spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
-            start += len(output.token_ids)
-            if routed is None or output.routed is None:
-                routed = output.routed
-            else:  # each output covers the whole conversation; tokens keep the experts of their first pass
-                routed = np.concatenate([routed, output.routed[len(routed) :]])
+        for segment in segments:
+            # A failed sample has its prompt alone, so there may be one more context than outputs.
+            for piece, output in zip_longest(segment.pieces[::2], segment.outputs):
+                start += len(piece)
+                if output is not None:
+                    spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
+                    start += len(output.token_ids)
+        outputs = [output for segment in segments for output in segment.outputs]
         return Trajectory(
             prompt_idx=self.datum["idx"],
             group=self.group,
             sample=sample,
-            token_ids=_concatenate(pieces),
+            token_ids=_concatenate([piece for segment in segments for piece in segment.pieces]),
+            segment_tokens=[sum(map(len, segment.pieces)) for segment in segments] if len(segments) > 1 else [],
             spans=spans,
             logprobs=_concatenate([output.logprobs for output in outputs] or [np.empty(0, dtype=np.float32)]),
             response="".join(output.text for output in outputs),
             stop_reason=stop_reason,
             loss_multiplier=self.datum["loss_multiplier"],
             task_name=self.datum["task_name"],
-            routed=routed,
+            routed=_join_routed(segments),
         )
+
+
+def _join_routed(segments: Sequence[Segment]) -> NDArray[Any] | None:
+    parts: list[NDArray[Any]] = []
+    for segment in segments:
+        routed: NDArray[Any] | None = None
+        for output in segment.outputs:
+            if routed is None or output.routed is None:
+                routed = output.routed
+            else:  # each output covers the whole conversation; tokens keep the experts of their first pass
+                routed = np.concatenate([routed, output.routed[len(routed) :]])
+        if routed is None:
+            return None
+        # The engine never runs the last token of a segment, whose experts are unknown.
+        parts += [*([np.full_like(routed[:1], UNKNOWN)] if parts else []), routed]
+    return _concatenate(parts)
 
 
 def _mark_failed(trajectory: Trajectory, reason: str) -> None:

@@ -26,9 +26,10 @@ def talkative(prompt: str, access: ModelAccess, **columns: Any) -> list[list[int
         (choice,) = answer.choices
         sampled.append(list(choice.model_extra["token_ids"]))
         messages.append(choice.message.model_dump(exclude_none=True))
-    if prompt == "bad":
-        messages[1] = {"role": "assistant", "content": "something else"}
-        client.chat.completions.create(model=access.model, messages=messages, max_tokens=5)
+    if prompt == "edits":
+        messages[1] = {"role": "assistant", "content": "e"}
+        answer = client.chat.completions.create(model=access.model, messages=messages[:3], max_tokens=5, n=2)
+        sampled += [list(choice.model_extra["token_ids"]) for choice in answer.choices]
     return sampled
 
 

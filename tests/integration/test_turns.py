@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -150,12 +151,21 @@ def test_an_agents_calls_are_trained_on_as_they_were_sampled(generation: VllmGen
                 assert one.failure is None
                 _check(one, prompt, tokenizer, oracle)
         assert len({tuple(one.token_ids.tolist()) for one in good}) > 1, "every sample has a seed of its own"
-        again, bad = _collect(pool, ["hi", "bad"])
+        again, edited = _collect(pool, ["hi", "edits"])
         assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in good]
-        for one in bad:
-            assert one.failure is not None
-            assert "does not continue the rollout's conversation" in one.failure
-            assert one.reward is None
+        for one in edited:
+            assert one.failure is None
+            first, *branches = one.split_segments()
+            _check(replace(first, reward=first.response_tokens), "edits", tokenizer, oracle)
+            assert one.reward == one.response_tokens, "every sampled token is in the loss once"
+            prompt = tokenizer("uedits<eos>ae<eos>ux1<eos>a", add_special_tokens=False)["input_ids"]
+            for branch in branches:
+                begin = branch.spans[0].start
+                assert branch.token_ids[:begin].tolist() == prompt
+                tokens = branch.token_ids.tolist()
+                expected = oracle.logprobs(prompt, tokens[begin:], TEMPERATURE)
+                assert branch.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+            assert len(branches) == 2
 
 
 def _check(one: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracle) -> None:

@@ -145,7 +145,7 @@ class FakeRollouts:
     def build_partitions(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Reference]]:
-        trajectories = [one for group in groups for one in group.objects_ref.get()]
+        trajectories = [part for group in groups for one in group.objects_ref.get() for part in one.split_segments()]
         built: dict[str, list[Reference]] = {name: [] for name in _entries(trajectories[0])}
         for numbers in sequences:
             rows = [_entries(trajectories[number]) for number in numbers]

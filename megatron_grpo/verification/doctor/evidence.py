@@ -98,6 +98,17 @@ def read_rollout(row: dict[str, Any], version: int, *, recomputed: bool) -> Roll
     return Rollout(row, tokens, torch.from_numpy(selected))
 
 
+def cut_first_segment(row: dict[str, Any]) -> dict[str, Any]:
+    """Cut a row to the first segment of its rollout."""
+    if not row.get("segment_tokens"):
+        return row
+    end = row["segment_tokens"][0]
+    spans = [span for span in row["spans"] if span[1] <= end]
+    sampled = sum(span[1] - span[0] for span in spans)
+    cut = {name: row[name][:sampled] for name in ("logprobs", "prev_logprobs", "advantages") if row[name] is not None}
+    return {**row, **cut, "token_ids": row["token_ids"][:end], "spans": spans}
+
+
 class Weights:
     """Finds the weights of a run's versions; checkpoints are exported on demand.
 
@@ -219,7 +230,7 @@ def read_evidence(
     newest = sorted(files, key=lambda number: (number - 1 in weights.versions, number))[::-1]
     candidates = [step] if step is not None else [*(number for number in suspicious if number in files), *newest]
     for number in candidates:
-        recorded = list(read_rows(number, files[number]))
+        recorded = [cut_first_segment(row) for row in read_rows(number, files[number])]
         rows = [row for row in recorded if row["failure"] is None and row["spans"]]
         version = _find_most_frequent_version(rows)
         if version is not None and version in weights.versions:

@@ -19,7 +19,8 @@ from megatron_grpo.verification.doctor.law import Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
 
 Packs = Mapping[tuple[int, int], tuple[list[Tensor], Tensor]]
-"""By group and sample of a rollout: the sequences before it in its pack, and its own; token ids, [tokens], int64."""
+"""By group and sample of a rollout: the sequences before its first one in its pack, and its own; token ids, [tokens],
+int64."""
 
 
 def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> Packs:
@@ -37,14 +38,16 @@ def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> P
         derive_cost(shape),
     )
     batch.partitions = partition_sequences(config, batch, cost)
+    sequences = [(part, index) for trajectory in trajectories for index, part in enumerate(trajectory.split_segments())]
     tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
     packs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
     for packs_of_replica in assign_microbatches(config.policy, cost, batch, np.arange(len(batch)), tokens):
         for pack in packs_of_replica:
-            ids = [torch.from_numpy(np.array(trajectories[number].token_ids, dtype=np.int64)) for number in pack]
+            ids = [torch.from_numpy(np.array(sequences[number][0].token_ids, dtype=np.int64)) for number in pack]
             for index, number in enumerate(pack):
-                trajectory = trajectories[number]
-                packs[trajectory.group, trajectory.sample] = ids[:index], ids[index]
+                part, segment = sequences[number]
+                if segment == 0:
+                    packs[part.group, part.sample] = ids[:index], ids[index]
     return packs
 
 

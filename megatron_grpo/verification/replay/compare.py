@@ -305,7 +305,8 @@ def _describe_at_token(
     token_index = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
     sequence = int(np.searchsorted(np.cumsum(record.lengths), token_index, side="right"))
     position = token_index - int(record.lengths[:sequence].sum())
-    token_id = int(record.trajectories[sequence].token_ids[position])
+    sequences = [part for trajectory in record.trajectories for part in trajectory.split_segments()]
+    token_id = int(sequences[sequence].token_ids[position])
     largest = float(apart.max()) if tail is None else _find_largest(apart, tail)
     return Difference(quantity, largest, limit, tensor, sequence, position, token_id)
 

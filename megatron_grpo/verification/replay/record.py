@@ -53,8 +53,9 @@ class RecordedStep:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[sequences], int64: tokens of each rollout, prompt included."""
-        return np.array([len(trajectory.token_ids) for trajectory in self.trajectories], dtype=np.int64)
+        """[sequences], int64: tokens of each sequence, prompt included."""
+        sequences = (sequence for trajectory in self.trajectories for sequence in trajectory.sequences)
+        return np.array([tokens for tokens, _ in sequences], dtype=np.int64)
 
     @property
     def predicts(self) -> NDArray[np.bool_]:
@@ -64,8 +65,9 @@ class RecordedStep:
         last sampled token, such as a stop token, and an environment's words after it predict nothing.
         """
         lasts = [
-            max((span.end for span in trajectory.spans if span.end > span.start), default=0)
+            max((span.end for span in sequence.spans if span.end > span.start), default=0)
             for trajectory in self.trajectories
+            for sequence in trajectory.split_segments()
         ]
         positions = [np.arange(length) < last - 1 for length, last in zip(self.lengths, lasts, strict=True)]
         return np.concatenate(positions)
@@ -95,7 +97,7 @@ class RecordedStep:
             ValueError: a rollout has no values.
         """
         spread_values = np.zeros(int(self.lengths.sum()), dtype=np.float32)
-        ends = np.cumsum(self.lengths)
+        ends = np.cumsum([trajectory.tokens for trajectory in self.trajectories])
         for trajectory, trajectory_values, end in zip(self.trajectories, values, ends, strict=True):
             if trajectory_values is None:
                 raise ValueError(f"step {self.step} of {self.run_dir} has no such values: it failed, or needed none")

@@ -128,8 +128,9 @@ def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
         prev = torch.from_numpy(record.place_at_sampled(record.prev_logprobs))
         generation = require_field(batch.fields.generation_logprobs)
-        beyond, _ = find_inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
-        step.in_loss &= ~beyond.numpy()
+        lengths = step.sum_by_rollout(step.lengths).tolist()
+        beyond, _ = find_inconsistent_sequences(mask.float(), prev, generation, lengths, threshold)
+        step.in_loss &= ~step.repeat_by_sequence(beyond.numpy())
     cost = derive_cost(settings.shape)
     step.partitions = partition_sequences(config, step, cost)
     _add_fields(record, step, batch)
@@ -197,6 +198,8 @@ def _add_fields(record: RecordedStep, step: StepBatch, batch: TokenBatch) -> Non
     sampled, fields = require_field(batch.fields.sampled), batch.fields
     fields.loss_mask = repeat_per_token(step.in_loss, step.lengths, sampled)
     fields.advantages = torch.from_numpy(record.place_at_sampled(record.advantages))
+    if step.rollout_shares is not None:
+        fields.rollout_share = repeat_per_token(step.rollout_shares, step.lengths, sampled)
     if step.positive is not None:
         fields.positive = repeat_per_token(step.positive, step.lengths, sampled)
 

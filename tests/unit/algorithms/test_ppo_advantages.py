@@ -146,7 +146,7 @@ def test_the_driver_computes_what_a_worker_does() -> None:
         batch = build_batch(config, rollouts.put([[one] for one in make_trajectories()]), rollouts)
         add_entry(batch, "values", VALUES.numpy())
         rewards = score(config, [one.outcome for one in make_trajectories()]).rewards
-        arguments = (config, rewards, batch.response_tokens, batch.in_loss)
+        arguments = (config, rewards, batch.response_tokens, np.repeat(batch.in_loss, batch.response_tokens))
         entries = ("sampled", "values")
         if in_driver:
             references, finite = compute_over_tokens(compute_token_advantages, batch, entries, arguments)

@@ -65,8 +65,13 @@ def test_replicas_and_microbatches_are_level_in_what_they_compute(spread: str, r
 def test_replicas_without_a_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sequences do not give each of 3 data-parallel ranks one"):
         SequencePacker(10, 1, TOKEN_COST).assign_to_replicas(np.array([3, 4]), 3)
-    with pytest.raises(ValueError, match="use a multiple of 2 sequences"):
-        SequencePacker(10, 1, TOKEN_COST).assign_to_replicas(np.array([9, 9, 9]), 2)
+
+
+def test_replicas_share_any_number_of_sequences() -> None:
+    """Segments of rollouts are of any number, and each of these needs a microbatch of its own."""
+    shares = SequencePacker(10, 1, TOKEN_COST).assign_to_replicas(np.array([9, 9, 9, 8, 8]), 2)
+    assert sorted(map(len, shares)) == [2, 3]
+    assert sorted(index for share in shares for index in share) == [0, 1, 2, 3, 4]
 
 
 def test_a_pair_costs_what_a_pair_costs() -> None:

@@ -182,3 +182,52 @@ def test_a_turn_that_was_cut(layout: Layout, tokenizer: Any) -> None:
     expected = layout.ids(whole)[len(layout.ids(before + ANSWER)) :]
     assert layout.truth.decode(expected, skip_special_tokens=False).split()[-1:] == after.split()[-1:]
     assert renderer_of(tokenizer).encode_later_turn([FOLLOW_UP], layout.ids(ANSWER)[-1]) == expected
+
+
+@pytest.mark.parametrize("keeps_reasoning", [False, True], ids=["left out by the client", "sent back"])
+def test_thinking_and_tool_calls_of_an_agent(layout: Layout, tokenizer: Any, keeps_reasoning: bool) -> None:
+    """A segment goes on while transformers' rendering still has the thinking, else the rendering begins another."""
+    thoughts = ("First 7 and 8.", "Then 9 of 10.", "Last.")
+    has_calls = layout.calls > 0 and layout.tool_role == "shown"
+    made, ends = calls(layout.calls) if has_calls else [], [layout.tool_end or layout.end, layout.end, layout.end]
+    written = [f"<think>\n{thought}\n</think>\n\n" for thought in thoughts]
+    written[0] += layout.call_text if has_calls else ANSWER
+    written[1] += ANSWER
+    engine = Script([[*layout.ids(text), layout.id(end)] for text, end in zip(written, ends, strict=True)], layout)
+    talk = Conversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda number: number, 10_000)
+
+    def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+        reasoning = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts[number])
+        is_call = has_calls and number == 0
+        return {"role": "assistant", "content": "" if is_call else ANSWER, **reasoning} | (
+            {"tool_calls": made} if is_call else {}
+        )
+
+    messages: list[dict[str, Any]] = [USER]
+    complete = list(messages)  # with the model's reasoning
+    for later in (results(layout.calls) if has_calls else [FOLLOW_UP], [USER], []):
+        rendered = layout.render(complete)
+        response = asyncio.run(talk.chat(messages, read=read))
+        path = response.path[:-1]
+        prompt = engine.prompts[-1]
+        is_kept = len(complete) > 1 and all(
+            thoughts[talk.responses.index(step)] in rendered for step in talk.responses[:-1]
+        )
+        if is_kept:
+            assert path[-1] is talk.responses[-2]
+            begin = path[-1].tokens.tolist()
+            rest = prompt[len(begin) :]
+            assert prompt[: len(begin)] == begin
+            assert rest == layout.ids(rendered)[-len(rest) :]
+        else:
+            assert prompt == layout.ids(rendered)
+        answer = read(response.output, "", len(talk.responses) - 1)
+        sent = (
+            answer
+            if keeps_reasoning
+            else {name: answer[name] for name in answer if name in ("role", "content", "tool_calls")}
+        )
+        messages, complete = [*messages, sent, *later], [*complete, answer, *later]
+    sampled = [token for segment in talk.list_segments() for piece in segment.pieces[1::2] for token in piece.tolist()]
+    expected = [token for response in talk.responses for token in response.output.token_ids.tolist()]
+    assert sorted(sampled) == sorted(expected)

@@ -20,7 +20,8 @@ from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.tools import calculate, read_parser_names
+from megatron_grpo.environments.tools import calculate
+from megatron_grpo.environments.vllm_parsers import read_parser_names
 from megatron_grpo.models.source import CONVERSATION_VOCABULARY
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import make_tokenizer
@@ -158,9 +159,11 @@ def test_what_is_missing_is_told(folder: Path) -> None:
 
 
 def test_the_names_of_parsers_are_those_that_vllm_registers() -> None:
+    from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    assert read_parser_names() == frozenset(ToolParserManager.list_registered())
+    assert read_parser_names("tool_parsers") == frozenset(ToolParserManager.list_registered())
+    assert read_parser_names("reasoning") == frozenset(ReasoningParserManager.list_registered())
 
 
 @pytest.mark.parametrize(

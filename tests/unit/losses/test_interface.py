@@ -124,7 +124,7 @@ class Watched(TokenFields):
 
 
 NAMES = {one.name for one in fields(TokenFields)}
-OF_THE_RANK = {"loss_mask", "positive", "weight", "entropy", "unfiltered_logprobs"}
+OF_THE_RANK = {"loss_mask", "positive", "weight", "rollout_share", "entropy", "unfiltered_logprobs"}
 """Entries that no store holds: they follow from others, or from the model's output."""
 LOSSES: dict[str, list[LossFunction]] = {
     "policy": [ClippedPGLossFn(config) for config in CONFIGS.values()],

@@ -41,6 +41,8 @@ def test_servers_in_the_place_of_engines(given: list[str]) -> None:
             "servers (generation.server.urls) have theirs; use separate",
         ),
         (AGENT, "env.math.agent_func=m.agent", "give generation.endpoint.enabled=true"),
+        (["generation.endpoint.tool_parser=hermez"], "generation.endpoint.tool_parser=hermez", "choose one of"),
+        (["generation.endpoint.reasoning_parser=qwen"], "generation.endpoint.reasoning_parser=qwen", "choose one of"),
         ([*AGENT, "env.math.type=math"], "env.math.reward_funcs", "needs env.math.type=reward_functions"),
         (
             [*AGENT[:2], "env.math.agent_func=agent", "generation.endpoint.enabled=true"],

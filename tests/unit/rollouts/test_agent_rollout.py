@@ -6,19 +6,25 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.partitions import concatenate_trajectories
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 from tests.unit.rollouts.test_rollout import DATUM
 
@@ -36,15 +42,21 @@ Agent = Callable[[Conversation], Awaitable[Any]]
 class Tokens:
     """A tokenizer of many tokens; the agents here give tokens, not text."""
 
+    def __init__(self, count: int) -> None:
+        self._count = count
+
     def __len__(self) -> int:
-        return 1000
+        return self._count
 
 
 class Host:
     """Gives agents the conversation itself."""
 
+    def __init__(self, tokens: int = 1000) -> None:
+        self._tokens = Tokens(tokens)
+
     def get_renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
-        return PromptRenderer(Tokens(), prompts)
+        return PromptRenderer(self._tokens, prompts)
 
     @contextmanager
     def open_rollout(self, conversation: Conversation) -> Iterator[Any]:
@@ -83,7 +95,7 @@ class Engine:
         self.clock = RolloutClock()
         self._trouble = trouble
 
-    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+    async def generate(self, request: GenerationRequest, _: SamplingSettings) -> GenerationOutput:
         self.asked.append(request)
         if self._trouble is not None:
             raise self._trouble
@@ -114,7 +126,7 @@ def rollouts(agent: Agent, engine: Engine) -> tuple[list[Trajectory], Environmen
 def test_calls_become_one_trajectory_and_what_the_agent_returns_is_scored() -> None:
     async def agent(model: Conversation) -> int:
         first = await model.complete([5, 6, 8], None)
-        await model.complete([5, 6, 8, *first.token_ids.tolist(), 9], None)
+        await model.complete([5, 6, 8, *first.output.token_ids.tolist(), 9], None)
         return 11
 
     engine = Engine()
@@ -193,8 +205,106 @@ def test_an_agent_may_go_on_after_a_refused_call() -> None:
     async def agent(model: Conversation) -> int:
         await model.complete([5], None)
         with pytest.raises(BadCallError):
-            await model.complete([6], None)
+            await model.complete([1000], None)
         return 1
 
     trajectories, _ = rollouts(agent, Engine())
     assert [one.token_ids.tolist() for one in trajectories] == [[5, 1, 7]] * 2
+
+
+def test_branches_and_new_beginnings_become_segments() -> None:
+    async def agent(model: Conversation) -> int:
+        await model.complete([5, 6])  # 2 7
+        await model.complete([5, 6, 2, 7, 8])  # 5 7
+        await model.complete([5, 6, 2, 7, 9])  # a branch: 5 7
+        await model.complete([4])  # an edited history: 1 7
+        return 3
+
+    (one, _), _ = rollouts(agent, Engine())
+    assert one.segment_tokens == [7, 7, 3]
+    assert one.token_ids.tolist() == [5, 6, 2, 7, 8, 5, 7, 5, 6, 2, 7, 9, 5, 7, 4, 1, 7]
+    assert one.spans == [Span(2, 4, 4), Span(5, 7, 4), Span(12, 14, 4), Span(15, 17, 4)]
+    assert one.segments == one.outcome.segments == [[7, 4], [7, 2], [3, 2]]
+    assert (one.tokens, one.response_tokens, one.reward) == (17, 8, 3.0)
+    assert one.routed is not None
+    assert one.routed[:, 0].tolist() == [2, 2, 2, 5, 5, 5, -1, 5, 5, 5, 5, 5, 5, -1, 1, 1]
+    parts = one.split_segments()
+    assert [part.token_ids.tolist() for part in parts] == [[5, 6, 2, 7, 8, 5, 7], [5, 6, 2, 7, 9, 5, 7], [4, 1, 7]]
+    assert [part.spans for part in parts] == [[Span(2, 4, 4), Span(5, 7, 4)], [Span(5, 7, 4)], [Span(1, 3, 4)]]
+    assert np.concatenate([part.logprobs for part in parts]).tolist() == one.logprobs.tolist()
+    assert [len(part.routed) for part in parts if part.routed is not None] == [6, 6, 2]
+
+
+class Branching:
+    """An engine whose tokens are all different, so that each is recognised."""
+
+    name = "generation engine 0"
+
+    def __init__(self) -> None:
+        self.clock, self.load, self.sampled = RolloutClock(), 2, 0
+
+    async def generate(self, request: GenerationRequest, _: SamplingSettings) -> GenerationOutput:
+        await asyncio.sleep(0)
+        count = 1 + request.seed % 3
+        tokens = np.arange(self.sampled, self.sampled + count, dtype=np.int32) + 100
+        self.sampled += count
+        version = int(tokens[0]) % 5
+        return GenerationOutput(
+            token_ids=tokens, logprobs=-tokens / 8, text="x", stop_reason="stop", spans=[Span(0, count, version)]
+        )
+
+    def assign(self, sizes: list[int]) -> list[Branching]:
+        return [self]
+
+
+ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 4)), min_size=1, max_size=12)
+
+
+@given(actions=ACTIONS)
+@settings(max_examples=60, deadline=None)
+def test_every_sampled_token_is_trained_on_exactly_once(actions: list[tuple[int, int, int]]) -> None:
+    """Whatever an agent does: go on, edit, shorten, branch, and all that several times at once."""
+    prompts: dict[int, list[int]] = {}  # tokens before each sampled token, by that token
+    responses: list[Any] = []
+
+    async def call(model: Conversation, prompt: list[int]) -> None:
+        response = await model.complete(prompt)
+        tokens = response.output.token_ids.tolist()
+        prompts.update({token: [*prompt, *tokens[:index]] for index, token in enumerate(tokens)})
+        responses.append(response)
+
+    async def agent(model: Conversation) -> int:
+        prompts.clear()
+        responses.clear()
+        for kind, number, count in actions:
+            before = responses[number % len(responses)].tokens.tolist() if responses else [1]
+            if kind == 1:  # an edited history
+                before[number % len(before)] = 2
+            elif kind == 2:  # a shortened one
+                before = before[: 1 + number % len(before)]
+            added = [3 + number % 50] * (number % 3) if responses else [3]
+            await asyncio.gather(*(call(model, [*before, *added]) for _ in range(count)))
+        return 1
+
+    sole: Any = replace(BATCH_SETTINGS, samples_per_prompt=1, max_total_sequence_length=1000)
+    group: Any = GroupRollout(3, DATUM, sole, Branching(), Environment(agent), Host(2000))  # type: ignore[arg-type]
+    asyncio.run(group.sample(group.engines))
+    ((one, _),) = group._sampled
+    assert one.failure is None
+    trained = [token for part in one.split_segments() for token in part.response_ids.tolist()]
+    assert sorted(trained) == sorted(prompts), "each one once"
+    for part in one.split_segments():
+        logprobs = iter(part.logprobs.tolist())
+        for span in part.spans:
+            for place in range(span.start, span.end):
+                token = int(part.token_ids[place])
+                assert part.token_ids[:place].tolist() == prompts[token], "behind the tokens that it was drawn behind"
+                assert next(logprobs) == -token / 8
+        assert next(logprobs, None) is None
+    versions = {int(one.token_ids[span.start]) % 5 for span in one.spans}
+    assert versions == {span.version for span in one.spans}
+    assert one.response_tokens == sum(sampled for _, sampled in one.sequences) == len(trained)
+    batch = StepBatch.from_outcomes(Config(), [one.outcome])
+    assert int(batch.response_tokens.sum()) == len(trained)
+    arrays = [concatenate_trajectories([part]) for part in one.split_segments()]
+    assert sorted(int(token) for array in arrays for token in array["token_ids"][array["sampled"]]) == sorted(trained)

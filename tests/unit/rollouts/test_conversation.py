@@ -1,4 +1,4 @@
-"""An agent's calls as one sequence: every token as it was given or sampled, against an engine that writes a script."""
+"""An agent's calls as segments: every token as it was given or sampled, against an engine that writes a script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
-from megatron_grpo.rollouts.conversation import BadCallError, Conversation
+from megatron_grpo.rollouts.conversation import BadCallError, Conversation, TooManyCallsError
 
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }}:{{ message['content'] }}<end>{% endfor %}"
@@ -84,7 +84,7 @@ def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokeni
 
     async def agent() -> None:
         first = await conversation.chat([user("hi")], None, None)
-        assert first.text == "ab"
+        assert first.output.text == "ab"
         answered = {"role": "assistant", "content": [{"type": "text", "text": "ab"}], "tool_calls": None}
         await conversation.chat([user("hi"), answered, user("more")], None, None)
 
@@ -94,7 +94,7 @@ def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokeni
     assert engine.asked[0].prompt_ids.tolist() == begin
     assert engine.asked[1].prompt_ids.tolist() == [*begin, *apart, END, *between]
     assert [one.seed for one in engine.asked] == [100, 101]
-    assert np.concatenate(conversation.pieces).tolist() == [*begin, *apart, END, *between, *apart]
+    assert conversation.last.tokens.tolist() == [*begin, *apart, END, *between, *apart]
 
 
 def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any) -> None:
@@ -111,11 +111,14 @@ def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any
         messages: list[dict[str, Any]] = [user("hi")]
         for tools, variables in ((None, None), ([{"name": "g"}], {"mood": "y"}), (None, None)):
             answer = await talk.chat(messages, tools, None, variables)
-            messages += [{"role": "assistant", "content": answer.text}, user([{"type": "text", "text": "more"}])]
+            messages += [{"role": "assistant", "content": answer.output.text}, user([{"type": "text", "text": "more"}])]
 
     asyncio.run(agent())
-    pieces = [tokenizer.decode(piece) for piece in talk.pieces[::2]]
-    assert pieces == ["f<start>hi<end><start>x:", "<start>more<end><start>y:", "<start>more<end><start>x:"]
+    segments = [[tokenizer.decode(piece) for piece in segment.pieces[::2]] for segment in talk.list_segments()]
+    assert segments == [
+        ["f<start>hi<end><start>x:", "<start>more<end><start>e<end><start>more<end><start>x:"],
+        ["g<start>hi<end><start>d<end><start>more<end><start>y:"],
+    ], "other tools stand before what was sampled"
 
 
 def test_the_end_of_a_message_that_was_cut_off_is_given_not_sampled(talk: Any, tokenizer: Any) -> None:
@@ -137,8 +140,8 @@ def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> N
 
     async def agent() -> None:
         first = await conversation.complete("xy", None)
-        await conversation.complete("xy" + first.text + "z", None)
-        await conversation.complete([*np.concatenate(conversation.pieces).tolist(), 9], None)
+        await conversation.complete("xy" + first.output.text + "z", None)
+        await conversation.complete([*conversation.last.tokens.tolist(), 9], None)
 
     asyncio.run(agent())
     begin = ids(tokenizer, "xy")
@@ -147,29 +150,86 @@ def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("second", "text"),
+    ("second", "context"),
     [
-        ([user("hi"), {"role": "assistant", "content": "other"}, user("x")], "does not continue"),
-        ([user("hi")], "does not continue"),
-        ([user("other"), {"role": "assistant", "content": "c"}, user("x")], "does not continue"),
-        ([user("hi"), {"role": "assistant", "content": "c"}, user("x" * 60)], "leave no room within"),
+        (
+            [user("hi"), {"role": "assistant", "content": "b"}, user("x")],
+            "user:hi<end><start>assistant:b<end><start>user:x",
+        ),
+        ([user("hi")], "user:hi"),
+        (
+            [user("ho"), {"role": "assistant", "content": "c"}, user("x")],
+            "user:ho<end><start>assistant:c<end><start>user:x",
+        ),
     ],
+    ids=["edited answer", "second answer", "edited question"],
 )
-def test_a_call_that_does_not_continue_is_refused_and_leaves_nothing(
-    talk: Any, tokenizer: Any, second: list[dict[str, str]], text: str
+def test_a_call_that_continues_nothing_begins_a_segment(
+    talk: Any, tokenizer: Any, second: list[dict[str, str]], context: str
 ) -> None:
-    conversation, engine = talk([tokenizer.convert_tokens_to_ids("c"), END], [END], longest=80)
+    letter = tokenizer.convert_tokens_to_ids("c")
+    conversation, engine = talk([letter, END], [END], [letter])
 
     async def agent() -> None:
-        await conversation.chat([user("hi")], None, None)
-        length = conversation.length
-        with pytest.raises(BadCallError, match=text):
-            await conversation.chat(second, None, None)
-        assert conversation.length == length
-        await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")], None, None)
+        await conversation.chat([user("hi")])
+        await conversation.chat(second)
+        await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")])
+
+    asyncio.run(agent())
+    assert engine.asked[1].prompt_ids.tolist() == ids(tokenizer, f"<start>{context}<end><start>assistant:")
+    first, other = conversation.list_segments()
+    between = ids(tokenizer, "<start>user:x<end><start>assistant:")
+    begin = ids(tokenizer, "<start>user:hi<end><start>assistant:")
+    assert [piece.tolist() for piece in first.pieces] == [begin, [letter, END], between, [letter]]
+    assert [piece.tolist() for piece in other.pieces] == [engine.asked[1].prompt_ids.tolist(), [END]]
+
+
+def test_a_shortened_history_continues_the_response_that_it_still_has(talk: Any, tokenizer: Any) -> None:
+    apart = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")]
+    letter = tokenizer.convert_tokens_to_ids("c")
+    conversation, _ = talk([*apart, END], [letter, END], [letter])
+
+    async def agent() -> None:
+        messages = [user("hi"), {"role": "assistant", "content": "ab"}]
+        await conversation.chat([user("hi")])
+        await conversation.chat([*messages, user("x")])
+        await conversation.chat([*messages, user("y")])
+
+    asyncio.run(agent())
+    first, branch = conversation.list_segments()
+    begin = ids(tokenizer, "<start>user:hi<end><start>assistant:")
+    between = ids(tokenizer, "<start>user:y<end><start>assistant:")
+    assert [piece.tolist() for piece in branch.pieces] == [[*begin, *apart, END, *between], [letter]]
+    assert len(first.outputs) == 2
+
+
+def test_a_call_without_room_is_refused_and_leaves_nothing(talk: Any, tokenizer: Any) -> None:
+    conversation, engine = talk([tokenizer.convert_tokens_to_ids("c"), END], [END], longest=80)
+    answered = [user("hi"), {"role": "assistant", "content": "c"}]
+
+    async def agent() -> None:
+        await conversation.chat([user("hi")])
+        with pytest.raises(BadCallError, match="leave no room within"):
+            await conversation.chat([*answered, user("x" * 60)])
+        await conversation.chat([*answered, user("x")])
 
     asyncio.run(agent())
     assert len(engine.asked) == 2
+    assert len(conversation.list_segments()) == 1
+
+
+def test_calls_at_the_same_time_have_a_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Conversation.__module__}.OPEN_CALLS", 2)
+    engine = Script(tokenizer, [[5], [6], [7]])
+    conversation = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100)
+
+    async def agent() -> list[Any]:
+        calls = (conversation.complete("a") for _ in range(3))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(agent())
+    assert [isinstance(answer, TooManyCallsError) for answer in answers] == [False, False, True]
+    assert [request.seed for request in engine.asked] == [0, 1], "every response has a seed of its own"
 
 
 def test_tokens_that_the_model_has_not_are_refused(talk: Any) -> None:
@@ -205,4 +265,4 @@ def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
 
     asyncio.run(agent())
     assert engine.cancelled
-    assert not conversation.outputs
+    assert not conversation.responses

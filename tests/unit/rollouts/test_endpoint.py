@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openai
@@ -93,6 +93,122 @@ def test_chat(model: str) -> None:
     assert second.usage.prompt_tokens == len("abi") + len(ANSWER) + len("ici")
 
 
+def test_streams_say_what_answers_say(model: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        call: dict[str, Any] = {"model": access.model, "messages": [{"role": "user", "content": "ab"}], "n": 2}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await client.chat.completions.create(**call, **options)]
+        whole = await client.chat.completions.create(**call)
+        texts = [part async for part in await client.completions.create(model="policy", prompt=[1, 2], stream=True)]
+        return chunks, whole, texts
+
+    chunks, whole, texts = ask(model, agent)
+    parts = [[chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == i] for i in (0, 1)]
+    assert ["".join(part.delta.content or "" for part in choice) for choice in parts] == ["de", "de"]
+    assert [choice[-1].finish_reason for choice in parts] == ["stop", "stop"]
+    assert [choice[-1].model_extra["token_ids"] for choice in parts] == [ANSWER, ANSWER]
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 4
+    assert "".join(part.choices[0].text for part in texts) == "de"
+
+
+def test_a_stop_of_the_call_ends_the_text(model: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        message: list[Any] = [{"role": "user", "content": "a"}]
+        return await client.chat.completions.create(model=access.model, messages=message, stop="e")
+
+    answer = ask(model, agent)
+    assert answer.choices[0].message.content == "d"
+    assert answer.choices[0].model_extra["token_ids"] == ANSWER
+
+
+class Calls:
+    """A parser: the model calls `add` unless a tool has answered; its first letter is what it thinks."""
+
+    def prepare(self, tools: Any, variables: Any) -> Any:
+        assert tools == [{"type": "function", "function": ADD}]
+        assert variables == {"reasoning_effort": "low"}
+
+        def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+            message = {"role": "assistant", "content": text[1:], "reasoning_content": text[0], "reasoning": text[0]}
+            if number:
+                return message
+            function = {"name": "add", "arguments": '{"a": 1}'}
+            calls = [{"id": f"call{index}", "type": "function", "function": function} for index in range(2)]
+            return {**message, "content": None, "tool_calls": calls}
+
+        return read
+
+
+ADD: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+def calling(agent: Ask) -> Ask:
+    async def ask_with_parser(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        endpoint._parser = cast("Any", Calls())
+        return await agent(client, access, endpoint)
+
+    return ask_with_parser
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tool_calls_are_objects_and_their_results_continue_the_conversation(model: str, is_streamed: bool) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        messages: list[Any] = [{"role": "user", "content": "ab"}]
+        tools: Any = [{"type": "function", "function": ADD}]
+        call: dict[str, Any] = {"model": access.model, "tools": tools, "reasoning_effort": "low"}
+        if is_streamed:
+            async with client.chat.completions.stream(messages=messages, **call) as stream:
+                first = await stream.get_final_completion()
+        else:
+            first = await client.chat.completions.create(messages=messages, **call)
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert [one.function.name for one in message.tool_calls or []] == ["add", "add"]
+        assert message.model_extra["reasoning_content"] == "d"
+        messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
+        messages += [{"role": "tool", "tool_call_id": one.id, "content": "c"} for one in message.tool_calls or []]
+        second = await client.chat.completions.create(messages=messages, **call)
+        (open_rollout,) = endpoint._open.values()
+        return second, open_rollout.conversation.list_segments()
+
+    second, segments = ask(model, calling(agent))
+    assert second.choices[0].message.content == "e"
+    assert len(segments) == 2, "this template does not show the thinking that was sampled"
+
+
+def test_responses_with_tools_and_a_previous_response(model: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        call: dict[str, Any] = {"model": access.model, "tools": [{"type": "function", **ADD}]}
+        call |= {"reasoning": {"effort": "low"}, "instructions": "be"}
+        first = await client.responses.create(input="ab", **call)
+        results: Any = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "c"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        second = await client.responses.create(input=results, previous_response_id=first.id, **call)
+        items: Any = [{"role": "user", "content": "ab"}, *(item.model_dump() for item in first.output), *results]
+        third = await client.responses.create(input=items, **call)
+        events = [event async for event in await client.responses.create(input=items, stream=True, **call)]
+        async with client.responses.stream(input=items, **call) as stream:
+            final = await stream.get_final_response()
+        with pytest.raises(openai.BadRequestError, match="no response of this rollout has this id"):
+            await client.responses.create(input="a", previous_response_id="resp_99", **call)
+        with pytest.raises(openai.BadRequestError, match="there are no built-in tools here"):
+            await client.responses.create(model=access.model, input="a", tools=[{"type": "web_search"}])
+        return first, second, third, events, final
+
+    first, second, third, events, final = ask(model, calling(agent))
+    assert [item.type for item in first.output] == ["reasoning", "function_call", "function_call"]
+    assert [item.arguments for item in first.output[1:]] == ['{"a": 1}'] * 2
+    assert (second.output_text, third.output_text, final.output_text) == ("e", "e", "e")
+    assert second.usage.input_tokens == third.usage.input_tokens
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "e"
+
+
 def test_completions_and_models(model: str) -> None:
     async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
         (listed,) = (await client.models.list()).data
@@ -109,9 +225,12 @@ def test_completions_and_models(model: str) -> None:
     ("call", "text"),
     [
         ({"temperature": 1.0}, r"temperature=1.0: every call of this run has 0.5; leave it out"),
-        ({"n": 2}, "n=2: every call of this run has 1"),
-        ({"stream": True}, "stream=True: every call of this run has False"),
-        ({"stop": ["x"], "seed": 3}, "seed, stop: not accepted"),
+        ({"n": 65}, "n=65: at most 64 responses at a time"),
+        ({"seed": 3}, "seed: not accepted"),
+        ({"stop": ["a"] * 5}, "stop: give a text or a list of at most 4 texts"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs=2: only the sampled token's log-probability is known"),
+        ({"tool_choice": "required"}, "tool_choice=required: calls cannot be forced"),
+        ({"response_format": {"type": "json_object"}}, "set for all rollouts by generation.structured"),
         ({"max_tokens": 0}, "max_tokens=0: give a number above 0"),
         ({"messages": []}, "messages: give a list of objects"),
         ({"messages": [{"role": "user", "content": "a" * 60}]}, "leave no room within"),

@@ -1,0 +1,203 @@
+"""OpenAI's protocol of chat completions and completions: calls that are valid, answers, and their streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.data.prompt_renderer import RESERVED
+from megatron_grpo.rollouts.conversation import OPEN_CALLS, BadCallError, Response, cut_at_stop
+
+MODEL = "policy"  # name of the model in requests and answers
+MOST_STOPS = 4  # texts that may end a call's response, as in OpenAI's protocol
+
+_SAMPLING_FIELDS = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
+_COMMON_FIELDS = {*_SAMPLING_FIELDS, "model", "max_tokens", "n", "stream", "stream_options", "stop", "logprobs", "user"}
+_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+_TEMPLATE_FIELDS = {"chat_template_kwargs", "reasoning_effort"}
+_IGNORED_FIELDS = {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+CHAT_FIELDS = frozenset(
+    {*_COMMON_FIELDS, *_TOOL_FIELDS, *_TEMPLATE_FIELDS, *_IGNORED_FIELDS, "messages", "max_completion_tokens"}
+    | {"top_logprobs", "response_format"}
+)
+COMPLETION_FIELDS = frozenset({*_COMMON_FIELDS, "prompt"})
+RESPONSES_FIELDS = frozenset(
+    {*_SAMPLING_FIELDS, *_TOOL_FIELDS, *_TEMPLATE_FIELDS, *_IGNORED_FIELDS, "model", "input", "instructions", "user"}
+    | {"max_output_tokens", "previous_response_id", "stream", "reasoning", "text", "include", "truncation"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Options that chat completions, completions and responses share."""
+
+    max_tokens: int | None
+    choices: int
+    stop: tuple[str, ...]
+    is_streamed: bool
+    has_usage_chunk: bool
+
+
+def read_options(call: Any, accepted: frozenset[str], settings: SamplingSettings) -> CallOptions:
+    """Read a call's options; BadCallError if they are malformed, or sample differently."""
+    if not isinstance(call, dict):
+        raise BadCallError("the request is not a JSON object")
+    fields = {name: value for name, value in call.items() if value is not None}
+    unknown = ", ".join(sorted(fields.keys() - accepted))
+    if unknown:
+        raise BadCallError(f"{unknown}: not accepted; the run's configuration (generation) decides how rollouts sample")
+    for name in sorted(_SAMPLING_FIELDS & fields.keys()):
+        value = getattr(settings, name)
+        if fields[name] != value:
+            raise BadCallError(f"{name}={fields[name]}: every call of this run has {value}; leave it out")
+    limits = [name for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if name in fields]
+    for name in (*limits, *(["n"] if "n" in fields else [])):
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise BadCallError(f"{name}={fields[name]}: give a number above 0")
+    if fields.get("n", 1) > OPEN_CALLS:
+        raise BadCallError(f"n={fields['n']}: at most {OPEN_CALLS} responses at a time")
+    stop = fields.get("stop", [])
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
+    if len(stops) > MOST_STOPS or not all(isinstance(text, str) and text for text in stops):
+        raise BadCallError(f"stop: give a text or a list of at most {MOST_STOPS} texts")
+    _require_obtainable(fields)
+    stream_options = fields.get("stream_options")
+    has_usage = isinstance(stream_options, dict) and bool(stream_options.get("include_usage"))
+    limit = fields[limits[0]] if limits else None
+    return CallOptions(limit, fields.get("n", 1), stops, bool(fields.get("stream")), has_usage)
+
+
+def _require_obtainable(fields: dict[str, Any]) -> None:
+    logprobs = fields.get("logprobs")
+    alternatives = fields.get("top_logprobs", 0), logprobs if type(logprobs) is int else 0
+    if any(alternatives):
+        text = (
+            "only the sampled token's log-probability is known, which logprobs=true gives (logprobs=0 in completions)"
+        )
+        raise BadCallError(f"{'top_logprobs' if alternatives[0] else 'logprobs'}={max(alternatives)}: {text}")
+    if fields.get("tool_choice", "auto") not in ("auto", "none"):
+        text = "calls cannot be forced, since the run decides how responses are sampled; use auto or none"
+        raise BadCallError(f"tool_choice={fields['tool_choice']}: {text}")
+    if fields.get("parallel_tool_calls", True) is not True:
+        raise BadCallError("parallel_tool_calls=false: the model decides how many tools it calls; leave it out")
+    formats = fields.get("response_format"), (fields.get("text") or {}).get("format")
+    for form in formats:
+        if form is not None and form != {"type": "text"}:
+            raise BadCallError("a form of responses is set for all rollouts by generation.structured")
+
+
+def require_valid_chat(call: dict[str, Any]) -> None:
+    """Require messages, tools and template variables in their form; BadCallError."""
+    for name in ("messages", "tools"):
+        if not _is_list_of(dict, call.get(name) or ([{}] if name == "tools" else None)):
+            raise BadCallError(f"{name}: give a list of objects")
+    for number, message in enumerate(call["messages"], start=1):
+        if not isinstance(message.get("role"), str):
+            raise BadCallError(f"message {number} has no role; give system, user, assistant or tool")
+    variables = call.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or RESERVED & variables.keys():
+        text = f"give an object with variables of the chat template, none of them {', '.join(sorted(RESERVED))}"
+        raise BadCallError(f"chat_template_kwargs: {text}")
+
+
+def require_valid_prompt(call: dict[str, Any]) -> None:
+    """Require a text or token ids; BadCallError."""
+    if not isinstance(call.get("prompt"), str) and not _is_list_of(int, call.get("prompt")):
+        raise BadCallError("prompt: give a text or a list of token ids")
+
+
+def _is_list_of(value_type: type, values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is value_type for value in values)
+
+
+def make_answer(responses: Sequence[Response], call: dict[str, Any], options: CallOptions, tokenizer: Any) -> Any:
+    """Make the answer to a call of chat completions or completions."""
+    is_chat = "messages" in call
+    make_choice = _make_chat_choice if is_chat else _make_text_choice
+    choices = []
+    for index, response in enumerate(responses):
+        output = response.output
+        choice = {"index": index, "finish_reason": output.stop_reason, "token_ids": output.token_ids.tolist()}
+        choices.append({**choice, **make_choice(response, call, options, tokenizer)})
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{time.time_ns()}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": choices,
+        "usage": count_usage(responses),
+    }
+
+
+def count_usage(responses: Sequence[Response]) -> dict[str, int]:
+    sampled = sum(len(response.output.token_ids) for response in responses)
+    prompt = len(responses[0].tokens) - len(responses[0].output.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _make_chat_choice(response: Response, call: dict[str, Any], options: CallOptions, tokenizer: Any) -> dict[str, Any]:
+    assert isinstance(response.history, list)
+    message = {name: value for name, value in response.history[-1].items() if name != "thinking"}
+    choice: dict[str, Any] = {"message": message}
+    if message.get("tool_calls") and response.output.stop_reason == "stop":
+        choice["finish_reason"] = "tool_calls"
+    if call.get("logprobs"):
+        pairs = zip(_decode_tokens(response, tokenizer), response.output.logprobs.tolist(), strict=True)
+        choice["logprobs"] = {
+            "content": [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in pairs
+            ]
+        }
+    return choice
+
+
+def _make_text_choice(response: Response, call: dict[str, Any], options: CallOptions, tokenizer: Any) -> dict[str, Any]:
+    texts = _decode_tokens(response, tokenizer)
+    offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+    logprobs = {"tokens": texts, "token_logprobs": response.output.logprobs.tolist(), "text_offset": offsets}
+    return {"text": cut_at_stop(response.output.text, options.stop), "logprobs": {**logprobs, "top_logprobs": None}}
+
+
+def _decode_tokens(response: Response, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode([token]) for token in response.output.token_ids.tolist()]
+
+
+def iterate_chunks(answer: dict[str, Any], options: CallOptions) -> Iterator[dict[str, Any]]:
+    """Divide an answer into the chunks of a stream."""
+    is_chat = answer["object"] == "chat.completion"
+    base = {**answer, "choices": [], "usage": None}
+    del base["usage"]
+    if is_chat:
+        base["object"] = "chat.completion.chunk"
+    for choice in answer["choices"]:
+        end = {name: choice[name] for name in ("index", "finish_reason", "token_ids")}
+        if is_chat:
+            logprobs = choice.get("logprobs")
+            for delta in _iterate_deltas(choice["message"]):
+                part = {"index": choice["index"], "delta": delta, "finish_reason": None}
+                if logprobs is not None and "role" not in delta:
+                    part["logprobs"], logprobs = logprobs, None
+                yield {**base, "choices": [part]}
+            yield {**base, "choices": [{**end, "delta": {}, **({"logprobs": logprobs} if logprobs else {})}]}
+        else:
+            yield {**base, "choices": [{**choice, "finish_reason": None}]}
+            yield {**base, "choices": [{**end, "text": "", "logprobs": None}]}
+    if options.has_usage_chunk:
+        yield {**base, "usage": answer["usage"]}
+
+
+def _iterate_deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": ""}
+    reasoning = {name: message[name] for name in ("reasoning_content", "reasoning") if name in message}
+    if reasoning:
+        yield reasoning
+    if message.get("content"):
+        yield {"content": message["content"]}
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = {"name": call["function"]["name"], "arguments": ""}
+        yield {"tool_calls": [{"index": index, "id": call["id"], "type": "function", "function": function}]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": call["function"]["arguments"]}}]}
