@@ -21,7 +21,6 @@ from megatron_grpo.config.data_schema import MIN_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState
-from megatron_grpo.models.routed_experts import UNKNOWN
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -243,7 +242,7 @@ class GroupRollout:
         )
 
 
-def _join_routed(segments: Sequence[Segment]) -> NDArray[Any] | None:
+def _join_routed(segments: Sequence[Segment]) -> NDArray[np.uint8] | None:
     parts: list[NDArray[Any]] = []
     for segment in segments:
         routed: NDArray[Any] | None = None
@@ -254,8 +253,8 @@ def _join_routed(segments: Sequence[Segment]) -> NDArray[Any] | None:
                 routed = np.concatenate([routed, output.routed[len(routed) :]])
         if routed is None:
             return None
-        # The engine never runs the last token of a segment, whose experts are unknown.
-        parts += [*([np.full_like(routed[:1], UNKNOWN)] if parts else []), routed]
+        # The engine never runs the last token of a segment; a row of zeros has no record.
+        parts += [*([np.zeros_like(routed[:1])] if parts else []), routed]
     return _concatenate(parts)
 
 
