@@ -7,8 +7,8 @@ With p the student's next-token distribution, q the teacher's, and w the weight 
     mixed            w KL(q || p) + (1 - w) KL(p || q)
     jensen_shannon   (1 - w) KL(q || m) + w KL(p || m) with m = (1 - w) q + w p, and at w = 1 forward, at w = 0 reverse
 
-jensen_shannon is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024, eq. 1) and of TRL, whose beta is
-1 - w: TRL, too, takes the two KL divergences at the ends, where the formula itself is 0.
+jensen_shannon is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024, eq. 1) and of TRL, whose beta
+is 1 - w: TRL, too, takes the two KL divergences at the ends, where the formula itself is 0.
 
 A teacher is known by its head and hidden states, or by its k likeliest tokens. Then both distributions are over these k
 tokens and one more entry, the tail, which has the probability of all other tokens (Tail-Aware Top-k On-Policy
@@ -107,8 +107,8 @@ def linear_divergence(
         cap: bound of the student's logits before they are scaled, as in `linear_logprobs`; None: they have none.
         chunk_tokens: tokens whose logits are held at once; None: as many as take the memory of 2**26 logits.
 
-    Returns [tokens], float32 (float64 for hidden states in float64). Gradients flow to the hidden states and the weight;
-    the former are this rank's part, which adds up over the group. Backward computes each chunk's logits again.
+    Returns [tokens], float32 (float64 for hidden states in float64). Gradients flow to the hidden states and the
+    weight; the former are this rank's part, which adds up over the group. Backward computes each chunk's logits again.
     """
     columns = weight.shape[0] if columns is None else columns
     chunk_tokens = chunk_tokens or max(1, CHUNK_NUMBERS // HELD_TENSORS // weight.shape[0])

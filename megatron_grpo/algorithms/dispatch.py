@@ -11,7 +11,11 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.run.user_objects import UserObjects
 
 # Training function of each algorithm; imported late, because torch and Ray take seconds to import.
-ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
+ALGORITHMS = {
+    "grpo": "megatron_grpo.algorithms.grpo:grpo_train",
+    "ppo": "megatron_grpo.algorithms.ppo:ppo_train",
+    "distillation": "megatron_grpo.algorithms.distillation:distillation_train",
+}
 SAMPLING_ONLY = "megatron_grpo.algorithms.grpo:sample_steps"
 
 

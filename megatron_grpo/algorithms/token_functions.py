@@ -126,3 +126,12 @@ def measure_prob_error(
     is_allowed = ~prev.isneginf()  # tokens that the sampling filter removes count as agreement
     errors = torch.where(is_allowed, bounded_exp((prev - generation).abs()), torch.ones_like(prev))
     return {}, (float(errors.double().mean()), float(errors.max()))
+
+
+def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
+    """Merge the outputs of several teachers, each 0 where another teacher has its own, into teacher_outputs."""
+    width = max(array.shape[1] for array in arrays.values())
+    merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
+    for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0
+        merged[:, : array.shape[1]] += array
+    return {"teacher_outputs": merged}, None

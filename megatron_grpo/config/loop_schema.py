@@ -222,7 +222,7 @@ class MseValueLossConfig(Section):
     """Factor of the loss, and so of its gradient; the reported loss is without it."""
 
 
-# The algorithms; each has a section of its name.
+# The loops of algorithms; each has a section of its name, and distillation that of GRPO.
 LOOPS = ("grpo", "ppo")
 # Keys, and sections of keys, that both algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
@@ -240,11 +240,16 @@ def is_shared(name: str) -> bool:
 
 def translate_key(algorithm: str, name: str) -> str:
     """Rename a shared key or section to an algorithm's name."""
-    return f"{algorithm}.{name.partition('.')[2]}" if is_shared(name) else name
+    return f"{find_loop(algorithm)}.{name.partition('.')[2]}" if is_shared(name) else name
+
+
+def find_loop(algorithm: str) -> str:
+    """Find the section of an algorithm's loop."""
+    return algorithm if algorithm in LOOPS else LOOPS[0]
 
 
 def switch_algorithm(algorithm: str) -> str:
-    """Return the other algorithm."""
+    """Return the algorithm with the other loop."""
     return "grpo" if algorithm == "ppo" else "ppo"
 
 

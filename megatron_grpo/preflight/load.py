@@ -98,7 +98,7 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
             loop.max_num_steps = read_recorded_max_num_steps(config)
         elif config.data.streaming:
             text = "needs rows that can be counted, and they are streamed; give a number of steps"
-            problems.append(Problem(f"{config.algorithm}.max_num_steps=-1", text))
+            problems.append(Problem(f"{config.loop_name}.max_num_steps=-1", text))
         else:
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch

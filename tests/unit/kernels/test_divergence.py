@@ -104,7 +104,7 @@ def test_two_tokens_have_the_closed_form() -> None:
 
 
 def test_the_tail_is_one_entry() -> None:
-    # p = (1/2, 1/4, 1/4), and a teacher whose likeliest token has 0.8: over (token, tail) it is (1/2, 1/2) to (0.8, 0.2).
+    # p = (1/2, 1/4, 1/4), and the teacher's likeliest token has 0.8: over (token, tail), (1/2, 1/2) to (0.8, 0.2).
     hidden, head = torch.ones(1, 1), torch.tensor([[math.log(2.0)], [0.0], [0.0]])
     top = TeacherTokens(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[0.8]]).log(), torch.tensor([0.2]).log())
     expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
@@ -123,7 +123,9 @@ def test_equal_models_have_no_divergence_and_no_gradient() -> None:
 
 def test_a_microbatch_may_have_no_token() -> None:
     hidden = torch.zeros(0, 4, requires_grad=True)
-    value = linear_divergence(hidden, torch.randn(7, 4), TeacherStates(hidden, torch.randn(7, 4)), Divergence("reverse"))
+    value = linear_divergence(
+        hidden, torch.randn(7, 4), TeacherStates(hidden, torch.randn(7, 4)), Divergence("reverse")
+    )
     value.sum().backward()
     assert value.shape == (0,)
     assert hidden.grad.shape == (0, 4)
