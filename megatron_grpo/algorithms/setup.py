@@ -56,7 +56,8 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
     Yields a GRPORun, for algorithm=ppo a PPORun, for distillation a DistillationRun. With debug.train=false it is a
-    SamplingRun without models, whose engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
+    SamplingRun without models, whose engines have the weights of the model folder. Without a `startup` from
+    `open_run` Ray starts and ends here.
 
     Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
     RunError if a process did not start; the message says which.

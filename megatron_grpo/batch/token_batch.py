@@ -52,7 +52,7 @@ class TokenFields:
     teacher_outputs: Tensor | None = None
     """The teacher's distribution of the token, 0 where none was sampled. Either the hidden state that its head
     multiplies, [..., width of the widest teacher], float32, or bfloat16 whose bits are stored as int16; or its k
-    likeliest tokens, [..., 2 k + 1], float32: ids, log-probabilities, and the log-probability of all others together."""
+    likeliest tokens, [..., 2 k + 1], float32: ids, log-probabilities, and the log-probability of all others."""
     divergence: Tensor | None = None  # of the policy from the teacher at the token: [...], float32, with gradient
     routed_experts: Tensor | None = None
     """Experts that the engine chose for the token, layer by layer: [..., layers with experts * experts of a token],

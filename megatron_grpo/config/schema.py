@@ -63,8 +63,8 @@ class Config(Section):
     """The configuration of one run."""
 
     algorithm: Literal["grpo", "ppo", "distillation"] = "grpo"
-    """grpo compares the samples of a prompt, ppo uses a value model, distillation follows a teacher in grpo's loop; each
-    has a section of its name."""
+    """grpo compares the samples of a prompt, ppo uses a value model, distillation follows a teacher in grpo's loop;
+    each has a section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
