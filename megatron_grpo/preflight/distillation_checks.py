@@ -56,7 +56,7 @@ def _check_teachers(config: Config) -> Iterator[Rule]:
         yield "teacher" not in teachers, f"{key}={value}", text
     for section, teacher in teachers.items():
         url, path = teacher.server_url, teacher.model.path
-        text = f"is required with algorithm=distillation; give the teacher's folder or hub name, or {section}.server_url"
+        text = f"is required with algorithm=distillation; give the folder of the teacher, or {section}.server_url"
         yield path is None and url is None, f"{section}.model.path=None", text
         if url is None:
             continue

@@ -32,6 +32,9 @@ def summarize_run(config: Config, start_from: Path | None) -> str:
     parts = [f"policy on {_describe_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_describe_ranks(config.value.parallel)}")
+    if config.debug.train:
+        for section, teacher in config.teacher_models.items():
+            parts.append(f"{section} on {_describe_ranks(teacher.parallel)}")
     engines = f"{format_count('engine', generation.data)} of {format_count('rank', generation.ranks_per_engine)}"
     parts.append(engines if config.needs_generation else f"rollouts of {config.debug.rollouts_from}")
     devices = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
