@@ -24,10 +24,10 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
         text = "gives no reward; use it with algorithm=distillation and loss_fn.policy_loss_weight=0"
         yield environment.type == UNSCORED and config.uses_rewards, f"env.{name}.type={UNSCORED}", text
     if config.algorithm != "distillation":
-        for section in ("teacher", "teachers", "distillation"):
-            for key, value in list_changes(config, section):
-                text = f"is for algorithm=distillation, and this run has algorithm={config.algorithm}"
-                yield True, f"{key}={value}", text
+        changes = [*list_changes(config, "teacher"), *list_changes(config, "distillation")]
+        subjects = [*(f"{key}={value}" for key, value in changes), *(f"teachers.{task}" for task in config.teachers)]
+        for subject in subjects:
+            yield True, subject, f"is for algorithm=distillation, and this run has algorithm={config.algorithm}"
         return
     yield from list_conflicts(config, "distillation")
     yield from _check_teachers(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
@@ -21,6 +21,7 @@ from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.rollouts.endpoint import make_endpoint_settings
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -172,13 +173,20 @@ def count_shared_tokens(policy: ModelShape, teachers: Iterable[TeacherHead]) -> 
 
 
 def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[str, MegatronTeacher | TeacherServer]:
-    """Make the teachers, by section; RunError: a server has another tokenizer, or does not answer."""
+    """Make the teachers, by section.
+
+    ConfigError: a folder has another tokenizer. RunError: a server has another one, or does not answer.
+    """
     if not config.named_teachers:
         return {}
     teachers: dict[str, MegatronTeacher | TeacherServer] = {}
     heads, top_k = read_teacher_heads(config), config.distillation.topk_logits_k
     output = TeacherOutput(vocab=count_shared_tokens(read_model_shape(folder), heads.values()), top_k=top_k)
     models = config.teacher_models
+    for section, head in heads.items():  # those of the hub are known only now
+        reason = explain_other_tokens(folder, Path(head.folder))
+        if reason is not None:
+            raise ConfigError([Problem(f"{section}.model.path={models[section].model.path}", reason)])
     for section, teacher in config.named_teachers.items():
         if teacher.server_url is not None:
             assert top_k is not None, "a server gives likeliest tokens"

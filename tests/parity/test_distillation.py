@@ -140,6 +140,8 @@ def compare(
     by_rank = run_on_ranks(layout, gradients_on_rank, policy, teachers, outputs, loss, packing, top_k)
     oracle = partial(expected_loss, teachers=teachers, loss=loss, top_k=top_k)
     expect_gradients_of_transformers([gradients for gradients, _ in by_rank], [policy], 1e-4, oracle)
+    if loss.policy_loss_weight:  # at ratio 1 the surrogate has another value than the oracle, and the same gradient
+        return
     with torch.no_grad():
         expected = float(oracle(policy.load()))
     assert sum(value for _, value in by_rank) == pytest.approx(expected, rel=1e-4)

@@ -85,7 +85,7 @@ def test_the_likeliest_tokens_of_sampled_tokens_are_packed() -> None:
 
 
 def test_sequences_of_other_teachers_are_left_out_and_merged() -> None:
-    with serving() as (url, requests):
+    with serving() as (url, _):
         first, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([1]), server(url), 16)
         second, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), server(url), 16)
         whole, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0, 1]), server(url), 16)
@@ -109,7 +109,7 @@ def test_a_server_that_gives_too_few_tokens_is_named() -> None:
 def test_a_failure_names_the_server() -> None:
     with serving(status=500) as (url, _), pytest.raises(RunError, match=r"teacher.server_url=http.*answers 500"):
         fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), server(url), 16)
-    with pytest.raises(RunError, match="teacher.server_url=http://127.0.0.1:1"):
+    with pytest.raises(RunError, match=r"teacher.server_url=http://127\.0\.0\.1:1"):
         fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), server("http://127.0.0.1:1"), 16)
 
 

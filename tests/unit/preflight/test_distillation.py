@@ -26,7 +26,7 @@ def refused(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ([RECIPE, "teacher.model.path=null"], "teacher.model.path=null"),
+        ([RECIPE, "teacher.model.path=null"], "is required with algorithm=distillation"),
         ([RECIPE, "teacher.model.path=null", "teacher.server_url=http://h:1"], "needs distillation.topk_logits_k"),
         (
             [
