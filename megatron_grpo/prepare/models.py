@@ -48,7 +48,8 @@ def prepare(name: str, folder: str | Path) -> None:
         for file, rows in make_prompt_rows(name).items():
             (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
         accuracies = _make_models(name, new)
-        (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
+        record = {"hash": recipe_hash, "recipe": recipe, "accuracy": accuracies}
+        (new / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):
             os.replace(target, new.with_name("old"))
         try:
