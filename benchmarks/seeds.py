@@ -4,8 +4,8 @@
 
 `final` is the accuracy after the last step by recipe and seed, `mean` and `spread` (standard deviation of a seed) its
 summary by recipe, and `difference` the first recipe's mean minus each one's, with `noise`: the standard error of that
-difference. `prepared` are the accuracies of the models that a run begins from, its teacher's too. With --folder runs are
-kept there, and one that was made before is not made again.
+difference. `prepared` are the accuracies of the models that a run begins from, its teacher's too. With --folder runs
+are kept there, and one that was made before is not made again.
 """
 
 from __future__ import annotations

@@ -151,6 +151,6 @@ class PPORun(GRPORun):
 
 @dataclass(kw_only=True)
 class DistillationRun(GRPORun):
-    """A run of distillation: one of GRPO with teachers, by their section of the configuration."""
+    """A run of distillation: one of GRPO with teachers."""
 
-    teachers: dict[str, MegatronTeacher | TeacherServer]
+    teachers: dict[str, MegatronTeacher | TeacherServer]  # by section of the configuration

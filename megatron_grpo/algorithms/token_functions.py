@@ -129,7 +129,7 @@ def measure_prob_error(
 
 
 def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
-    """Merge the outputs of several teachers, each 0 where another teacher has its own, into teacher_outputs."""
+    """Merge the outputs of several teachers, each 0 outside its sequences."""
     width = max(array.shape[1] for array in arrays.values())
     merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
     for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0

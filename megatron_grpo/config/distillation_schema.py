@@ -31,7 +31,7 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """How a teacher is compared with the policy; its loop is that of GRPO, with the keys of `grpo`."""
+    """How the policy is compared with a teacher; the loop has GRPO's keys."""
 
     topk_logits_k: Positive | None = None
     """Tokens of the teacher at each position, its likeliest; all others are one further entry, the tail. null: the

@@ -43,7 +43,7 @@ class TeacherServer:
 def fetch_teacher_outputs(
     lengths: NDArray[np.int64], arrays: TokenArrays, sequences: NDArray[np.int64], server: TeacherServer, vocab: int
 ) -> tuple[TokenArrays, NDArray[np.bool_]]:
-    """Fetch the likeliest tokens of a server's teacher at the sampled tokens of chosen sequences.
+    """Fetch a teacher's likeliest tokens at the sampled tokens of `sequences`.
 
     Returns `teacher_outputs` (`TokenFields`) of all tokens, 0 where none was fetched; and [sequences], bool: True where
     they are finite. RunError: the server fails, or does not give that many tokens.
@@ -86,7 +86,7 @@ def _open_session() -> aiohttp.ClientSession:
 
 
 async def _fetch_sequence(session: aiohttp.ClientSession, server: TeacherServer, tokens: list[int]) -> list[Any]:
-    """Fetch {token: {logprob, rank}} of the likeliest tokens at each token; None at the first."""
+    """Fetch the likeliest tokens at each token; None at the first."""
     body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": server.top_k}
     answer = await _post(session, server, "/v1/completions", body)
     rows: list[Any] = answer["choices"][0]["prompt_logprobs"]

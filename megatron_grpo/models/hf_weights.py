@@ -197,8 +197,8 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
 def read_head_rows(shape: ModelShape, folder: str | Path, start: int, end: int) -> Tensor:
     """Read rows of a language model's head from a folder: [end - start, hidden]."""
     (entry,) = (entry for entry in build_weight_map(shape) if entry.name == "output_layer.weight")
-    (whole,) = entry.list_slices(shape, 0, 0, 1)
-    return HFFolderReader(folder).read(replace(whole, bounds=((start, end), *whole.bounds[1:])))
+    (head,) = entry.list_slices(shape, 0, 0, 1)
+    return HFFolderReader(folder).read(replace(head, bounds=((start, end), *head.bounds[1:])))
 
 
 @torch.no_grad()

@@ -97,9 +97,11 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
             continue
         subject, is_value_model, folder = f"{key}={path}", key.startswith("value."), Path(path)
         if source.is_made_before_run(config, path):
-            made = source.list_prepared_folders(config)
-            if folder not in made:
-                text = f"prepare.name={config.prepare.name} makes {' and '.join(inner.name for inner in made)}"
+            prepared_folders = source.list_prepared_folders(config)
+            if folder not in prepared_folders:
+                text = (
+                    f"prepare.name={config.prepare.name} makes {' and '.join(inner.name for inner in prepared_folders)}"
+                )
                 yield Problem(subject, text)
             continue
         unusable = list(explain_unusable_model(subject, path, is_value_model=is_value_model))

@@ -126,9 +126,9 @@ def _make_models(name: str, folder: Path) -> dict[str, float]:
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
         accuracies = {}
-        for made in _warm_up(model, name, vocabulary, warmup, probe):
-            _save_model(folder / made, model, PREPARED_MODELS[name], vocabulary)
-            accuracies[made] = float(score_turns(model, val, vocabulary)[1].float().mean())
+        for saved_folder in _warm_up(model, name, vocabulary, warmup, probe):
+            _save_model(folder / saved_folder, model, PREPARED_MODELS[name], vocabulary)
+            accuracies[saved_folder] = float(score_turns(model, val, vocabulary)[1].float().mean())
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -138,7 +138,7 @@ def _make_models(name: str, folder: Path) -> dict[str, float]:
 def _warm_up(
     model: Any, name: str, vocabulary: Mapping[str, int], lessons: list[Lesson], probe: list[Lesson]
 ) -> Iterator[str]:
-    """Train a model; yields the folder that it belongs to each time it is ready for one."""
+    """Train a model; yields a folder each time it is to be saved."""
     import torch
     from torch.nn import functional as F
 
@@ -147,7 +147,7 @@ def _warm_up(
     order = torch.Generator().manual_seed(recipe["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def learn(rate: float) -> None:
+    def train_batch(rate: float) -> None:
         optimizer.param_groups[0]["lr"] = rate
         chosen = torch.randint(len(tokens), (recipe["warmup_batch_problems"],), generator=order)
         batch, targets = tokens[chosen], mask[chosen, 1:]
@@ -159,7 +159,7 @@ def _warm_up(
         optimizer.step()
 
     for step in range(recipe["warmup_steps_max"]):
-        learn(lr * min(1.0, (step + 1) / recipe["warmup_lr_ramp_steps"]))
+        train_batch(lr * min(1.0, (step + 1) / recipe["warmup_lr_ramp_steps"]))
         is_probed = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
         # The expected reward is the mean probability that the model samples exactly a lesson's turns. The warm-up stops
         # at the target, so that the run has something left to learn.
@@ -167,7 +167,7 @@ def _warm_up(
             break
     yield PREPARED_FOLDER
     for remaining in range(teacher_steps, 0, -1):
-        learn(lr * max(0.1, remaining / teacher_steps))
+        train_batch(lr * max(0.1, remaining / teacher_steps))
     if teacher_steps:
         yield TEACHER_FOLDER
 

@@ -167,7 +167,7 @@ def read_teacher_heads(config: Config) -> dict[str, TeacherHead]:
 
 
 def count_shared_tokens(policy: ModelShape, teachers: Iterable[TeacherHead]) -> int:
-    """Count the tokens that a policy and its teachers share: the first ones of each."""
+    """Count the first tokens that a policy and its teachers share."""
     # Models with one tokenizer may differ in rows that no token has, which pad the vocabulary to a round number.
     return min([policy.vocab, *(teacher.shape.vocab for teacher in teachers)])
 

@@ -69,7 +69,8 @@ class RankSettings:
 
     @property
     def logit_scale(self) -> float:
-        """Factor of the logits: one over the temperature; greedy sampling is compared at temperature 1."""
+        """Factor of the logits: one over the temperature."""
+        # Greedy sampling is compared at temperature 1.
         return 1.0 / self.temperature if self.temperature > 0 else 1.0
 
 

@@ -208,7 +208,7 @@ class ModelOptimizer:
 
 
 class FrozenOptimizer(ModelOptimizer):
-    """Stands for the optimizer of a model that is not trained: no gradients, no state."""
+    """Optimizer of a frozen model: no gradients, no state."""
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
         for chunk in chunks:

@@ -46,7 +46,7 @@ def unpack_top_tokens(packed: Tensor, vocab: int) -> TeacherTokens:
 
 
 def _locate_head(model: DecoderModel, vocab: int) -> dict[str, Any]:
-    """Locate this rank's rows among the first `vocab` entries: the kernels' start, columns and group."""
+    """Locate this rank's rows: start, columns and group for the kernels."""
     group, rows = parallel_state.get_tensor_model_parallel_group(), len(model.head_weight)
     start = group.rank() * rows
     return {
@@ -57,7 +57,7 @@ def _locate_head(model: DecoderModel, vocab: int) -> dict[str, Any]:
 
 
 class TeacherHeads:
-    """Comparison of the policy with its teachers, on a rank of the policy's last stage.
+    """Comparison of the policy with its teachers, on its last stage.
 
     For whole distributions the rank holds the rows of the teachers' heads that it has of its own, so that both models'
     logits are made from hidden states, chunk by chunk.

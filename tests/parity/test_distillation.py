@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch
 from megatron_grpo.config.schema import LossConfig, ModelConfig, PolicyConfig
-from megatron_grpo.losses.distillation import DistillationLossFn
+from megatron_grpo.losses.distillation_loss import DistillationLossFn
 from megatron_grpo.trainer.messages import PolicyDistillation, RankSettings, TeacherHead, TeacherOutput
 from megatron_grpo.trainer.rank import TeacherRank
 from tests.parity.policy_training import (

@@ -27,6 +27,7 @@ NOUNS = frozenset(
         # Names that users of NeMo RL know, or that the documents promise.
         "async_grpo_train",
         "grpo_step",
+        "distillation_train",
         "grpo_train",
         "math_data_processor",
         "option_problems",

@@ -9,7 +9,7 @@ import torch
 
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.losses.distillation import DistillationLossFn
+from megatron_grpo.losses.distillation_loss import DistillationLossFn
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 
