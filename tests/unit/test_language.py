@@ -26,8 +26,9 @@ NOUNS = frozenset(
         "main",
         # Names that users of NeMo RL know, or that the documents promise.
         "async_grpo_train",
-        "grpo_step",
+        "distillation_step",
         "distillation_train",
+        "grpo_step",
         "grpo_train",
         "math_data_processor",
         "option_problems",
