@@ -4,7 +4,8 @@
 
 `final` is the accuracy after the last step by recipe and seed, `mean` and `spread` (standard deviation of a seed) its
 summary by recipe, and `difference` the first recipe's mean minus each one's, with `noise`: the standard error of that
-difference. With --folder runs are kept there, and one that was made before is not made again.
+difference. `prepared` are the accuracies of the models that a run begins from, its teacher's too. With --folder runs
+are kept there, and one that was made before is not made again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from header import header
 from small_model import run
 
@@ -35,7 +37,9 @@ def curve(folder: Path, recipe: str, seed: int, overrides: list[str]) -> dict[st
         command = [sys.executable, "-m", "megatron_grpo.train", f"+exp={recipe}", f"grpo.seed={seed}"]
         run([*command, f"run_dir={run_dir}", "logger.progress=false", *overrides])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    prepared = Path(yaml.safe_load((run_dir / "config.yaml").read_text())["prepare"]["folder"], "recipe.json")
     return {
+        "prepared": json.loads(prepared.read_text())["accuracy"],
         "accuracy": {row["step"]: round(row["val_accuracy"], 4) for row in rows if "val_accuracy" in row},
         "seconds": round(sum(row["timing"]["total"] for row in rows), 1),
     }

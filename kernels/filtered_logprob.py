@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo_kernels.head import Head
 from megatron_grpo_kernels.kept_tokens import Vocabulary, find_kept_bounds, mask_removed_
-from megatron_grpo_kernels.logprob import _compute_logits, _compute_slopes, _locate_targets, _split_tokens
+from megatron_grpo_kernels.logprob import _locate_targets, compute_logits, compute_slopes, split_tokens
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 
@@ -86,9 +86,9 @@ class _FilteredLogprobs(torch.autograd.Function):
         sums = torch.zeros(4, tokens, dtype=torch.float32, device=hidden.device)
         top, cut, share = torch.empty(3, tokens, dtype=torch.float32, device=hidden.device)
         # Equal on all ranks, which go through the same collectives.
-        chunks = _split_tokens(tokens, vocabulary.rows, chunk_tokens)
+        chunks = split_tokens(tokens, vocabulary.rows, chunk_tokens)
         for rows in chunks:
-            z = _compute_logits(head, rows)
+            z = compute_logits(head, rows)
             top[rows], cut[rows], share[rows] = find_kept_bounds(z, token_filter, vocabulary)
             if columns:
                 sums[3, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
@@ -128,8 +128,8 @@ class _FilteredLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in chunks if columns else ():
-            z = _compute_logits(head, rows)
-            slopes, logp = _compute_slopes(z, head), z - logsumexp[rows, None]
+            z = compute_logits(head, rows)
+            slopes, logp = compute_slopes(z, head), z - logsumexp[rows, None]
             factor = -of_logprobs[rows, None]
             if grad_outputs[1] is not None:
                 factor = factor - of_entropy[rows, None] * (logp + entropy[rows, None])

@@ -24,8 +24,8 @@ class ChunkedLogprobs:
         is_local, index = _locate_targets(head)
         highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
         sums = torch.empty(3, tokens, dtype=torch.float32, device=head.hidden.device)
-        for rows in _split_tokens(tokens, head.columns, self.chunk_tokens):
-            z = _compute_logits(head, rows)
+        for rows in split_tokens(tokens, head.columns, self.chunk_tokens):
+            z = compute_logits(head, rows)
             highest[rows] = z.amax(dim=1)
             sums[2, rows] = torch.where(is_local[rows], z.gather(1, index[rows])[:, 0], 0.0)
             below = z.sub_(highest[rows, None])  # relative to the highest logit no exponential overflows
@@ -44,9 +44,9 @@ class ChunkedLogprobs:
         grad_weight = None
         if inputs.of_weight:
             grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
-        for rows in _split_tokens(len(head.local), head.columns, self.chunk_tokens):
-            z = _compute_logits(head, rows)
-            slopes = _compute_slopes(z, head)
+        for rows in split_tokens(len(head.local), head.columns, self.chunk_tokens):
+            z = compute_logits(head, rows)
+            slopes = compute_slopes(z, head)
             logp = z.sub_(inputs.logsumexp[rows, None])
             coefficient = inputs.of_logprobs[rows, None]
             # In place: a chunk's logits take as much memory as all activations of its tokens.
@@ -63,7 +63,7 @@ class ChunkedLogprobs:
         return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype)
 
 
-def _split_tokens(tokens: int, columns: int, chunk_tokens: int | None) -> list[slice]:
+def split_tokens(tokens: int, columns: int, chunk_tokens: int | None) -> list[slice]:
     size = chunk_tokens or max(1, CHUNK_NUMBERS // columns)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -74,15 +74,16 @@ def _locate_targets(head: Head) -> tuple[Tensor, Tensor]:
     return is_local, torch.where(is_local, head.local, 0)[:, None]
 
 
-def _compute_logits(head: Head, rows: slice) -> Tensor:
-    """Compute the logits of some tokens: [tokens, columns], float32."""
-    z = (head.hidden[rows] @ head.unpadded_weight.t()).float()
+def compute_logits(head: Head, rows: slice) -> Tensor:
+    """Compute the logits of some tokens: [tokens, columns], float32 at least."""
+    z = head.hidden[rows] @ head.unpadded_weight.t()
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
     if head.cap is not None:
         z.div_(head.cap).tanh_().mul_(head.cap)
     return z.mul_(head.scale)
 
 
-def _compute_slopes(z: Tensor, head: Head) -> Tensor | float:
+def compute_slopes(z: Tensor, head: Head) -> Tensor | float:
     """Compute the derivatives of logits, [tokens, columns], by weight @ hidden."""
     if head.cap is None:
         return head.scale

@@ -15,6 +15,7 @@ from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.generation.teacher_server import TeacherServer
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
@@ -23,7 +24,7 @@ from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
 from megatron_grpo.run.user_objects import Callbacks
-from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue, ModelRanks
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronTeacher, MegatronValue, ModelRanks
 from megatron_grpo.weight_sync.transport import WeightTransport
 
 
@@ -154,3 +155,10 @@ class PPORun(GRPORun):
     @property
     def models(self) -> dict[str, ModelRanks]:
         return {**super().models, VALUE_FOLDER: self.value}
+
+
+@dataclass(kw_only=True)
+class DistillationRun(GRPORun):
+    """A run of distillation: one of GRPO with teachers."""
+
+    teachers: dict[str, MegatronTeacher | TeacherServer]  # by section of the configuration

@@ -107,9 +107,9 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
         if gen_batches >= loop.dynamic_sampling_max_gen_batches:
             raise SamplingError(
                 f"dynamic sampling found {len(waiting)} of the {loop.num_prompts_per_step} prompts of a step in "
-                f"{config.algorithm}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of "
+                f"{config.loop_name}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of "
                 f"nearly every prompt get the same reward; choose easier or harder prompts, more "
-                f"{config.algorithm}.num_generations_per_prompt, or a higher limit"
+                f"{config.loop_name}.num_generations_per_prompt, or a higher limit"
             )
     groups = renumber_groups([group for group, _ in batch.groups])
     metrics = {

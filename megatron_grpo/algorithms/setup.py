@@ -12,7 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState, PPORun, SamplingRun, make_save_state
+from megatron_grpo.algorithms.context import (
+    DistillationRun,
+    GRPORun,
+    GRPOSaveState,
+    PPORun,
+    SamplingRun,
+    make_save_state,
+)
 from megatron_grpo.algorithms.dpo import PreferenceRun
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
@@ -25,6 +32,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.losses.distillation_loss import DistillationLossFn
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.preference import SequenceGradientLossFn
 from megatron_grpo.losses.supervised import NLLLossFn
@@ -52,9 +60,9 @@ from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
-    Yields a GRPORun, for algorithm=ppo a PPORun, for algorithm=sft a SupervisedRun. With debug.train=false it is a
-    SamplingRun without models, whose engines have the weights of the model folder. Without a `startup` from `open_run`
-    Ray starts and ends here.
+    Yields a GRPORun, for algorithm=ppo a PPORun, for sft a SupervisedRun, for dpo a PreferenceRun, for distillation a
+    DistillationRun. With debug.train=false it is a SamplingRun without models, whose engines have the weights of the
+    model folder. Without a `startup` from `open_run` Ray starts and ends here.
 
     Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
     RunError if a process did not start; the message says which.
@@ -105,8 +113,7 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
         progress = _resume(config, startup, models, data.loader)
         if generation is not None and config.generation.is_colocated:
             in_flight = rollouts if config.training_loop.async_grpo.can_sample_ahead else None
-            shared = [model for model in (models.policy, models.value) if model is not None]
-            placement = Placement(generation, shared, in_flight)
+            placement = Placement(generation, list(models.by_name.values()), in_flight)
     if transport is not None:
         # Version N is the weights after N steps, so a resumed run does not start at 0.
         with startup.part("refit"):
@@ -114,6 +121,13 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     sampling = _make_sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling
+    return _make_training_run(config, sampling, models, transport, data)
+
+
+def _make_training_run(
+    config: Config, sampling: SamplingRun, models: Models, transport: WeightTransport | None, data: PromptData
+) -> SamplingRun:
+    """Make the run of the algorithm."""
     if config.training_loop.is_supervised:
         is_of_pairs = config.algorithm == "dpo"
         return (PreferenceRun if is_of_pairs else SupervisedRun)(
@@ -122,10 +136,12 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
             transport=transport,
             loss_fn=SequenceGradientLossFn() if is_of_pairs else NLLLossFn(),
             val_rows=data.val_rows,
-            published_step=progress.state["total_steps"],
+            published_step=sampling.state["total_steps"],
         )
-    loss_fn = ClippedPGLossFn(config.loss_fn)
+    loss_fn = (DistillationLossFn if models.teachers else ClippedPGLossFn)(config.loss_fn)
     run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
+    if models.teachers:
+        return DistillationRun(**vars(run), teachers=models.teachers)
     if models.value is None:
         return run
     return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
@@ -160,8 +176,8 @@ def _start_processes(
 def _wait_ready(
     startup: Startup, models: Models | None, generation: VllmGeneration | None, rollouts: RolloutPool
 ) -> None:
-    trained = {"policy": models.policy, "value": models.value} if models else {}
-    handles = {kind: handle for kind, handle in {**trained, "engine": generation}.items() if handle is not None}
+    trained: dict[str, Any] = dict(models.by_name) if models else {}
+    handles = trained | ({} if generation is None else {"engine": generation})
     with startup.part("waiting"):
         for handle in (*handles.values(), rollouts):
             handle.wait_ready()

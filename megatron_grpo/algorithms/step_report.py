@@ -96,7 +96,7 @@ def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
             "counts them",
         )
     unscored = [outcome for outcome in report.sampled if outcome.is_unscored]
-    if unscored:
+    if unscored and run.config.uses_rewards:
         run.logger.note_once(
             "unscored",
             f"no reward function gave a reward for {len(unscored)} of {len(report.sampled)} responses (row "

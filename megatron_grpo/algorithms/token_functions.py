@@ -141,3 +141,12 @@ def sum_logprobs(
     """
     values = np.where(arrays["sampled"], arrays[field], 0.0).astype(np.float64)
     return {}, np.add.reduceat(values, np.cumsum(lengths) - lengths)
+
+
+def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
+    """Merge the outputs of several teachers, each 0 outside its sequences."""
+    width = max(array.shape[1] for array in arrays.values())
+    merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
+    for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0
+        merged[:, : array.shape[1]] += array
+    return {"teacher_outputs": merged}, None

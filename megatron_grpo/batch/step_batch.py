@@ -45,6 +45,9 @@ class StepBatch:
     """Weight of each sequence in the loss (loss_multiplier of its prompt): [sequences], float32. None: all weigh 1."""
     advantages: NDArray[np.float32] | None = None
     """Advantage that all tokens of a response share: [sequences], float32. None: `fields` has one for each token."""
+    teachers: NDArray[np.int64] | None = (
+        None  # number of each sequence's teacher: [sequences]; None: one teacher, or none
+    )
     prob_error_limit: float | None = None  # largest token_mult_prob_error that the policy learns from; None: no limit
     partitions: list[NDArray[np.int64]] = field(default_factory=list)
     """Indices of the sequences of each partition, int64, ascending. A partition is never divided among replicas."""
@@ -56,14 +59,17 @@ class StepBatch:
         """Make the batch of a step's rollouts, not yet partitioned.
 
         The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
-        multiplier is 0 and, with overlong_filtering, those that were cut off.
+        multiplier is 0 and, with overlong_filtering, those that were cut off. Distillation alone needs no reward.
         """
+        needs_reward = config.uses_rewards
         overlong, nll_weight = config.training_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
         # A multiplier of 0 leaves the rollout out by `in_loss`: its weight is 1, so that equal weights remain None.
         weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
         in_loss = np.array(
             [
-                outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
+                (outcome.reward is not None or (outcome.is_unscored and not needs_reward))
+                and outcome.loss_multiplier > 0
+                and not (overlong and outcome.truncated)
                 for outcome in outcomes
             ]
         )
@@ -122,6 +128,7 @@ class StepBatch:
             positive=None if self.positive is None else self.positive[indices],
             loss_weights=None if self.loss_weights is None else self.loss_weights[indices],
             advantages=None if self.advantages is None else self.advantages[indices],
+            teachers=None if self.teachers is None else self.teachers[indices],
             partitions=np.split(np.arange(len(indices)), ends[:-1]),
             fields={name: references[chosen] for name, references in self.fields.items()},
         )
@@ -131,8 +138,8 @@ def partition_sequences(config: Config, batch: StepBatch, cost: Cost = TOKEN_COS
     """Divide a step's sequences into partitions of equal work (`StepBatch.partitions`)."""
     policy, value = config.policy, config.value_model
     trained = [policy] if value is None else [policy, value]
-    # Each replica of either model needs whole partitions, so there is one for each of their least common multiple.
-    count = math.lcm(*(model.parallel.data for model in trained))
+    # Each replica of any model needs whole partitions, so there is one for each of their least common multiple.
+    count = math.lcm(*(model.parallel.data for model in (*trained, *config.teacher_models.values())))
     if count == 1:
         return [np.arange(len(batch))]
     # An optimizer step waits for its slowest replica, so each minibatch is divided equally by itself. Policy and value

@@ -51,6 +51,12 @@ class TokenFields:
     values: Tensor | None = None  # return predicted before the token, at the start of the step: [...], float32
     returns: Tensor | None = None  # target of the value model before the token: [...], float32
     entropy: Tensor | None = None  # in nats, of the distribution that drew the token: [...], float32, with gradient
+    teacher: Tensor | None = None  # number of the sequence's teacher, 0 where no token was sampled: [...], float32
+    teacher_outputs: Tensor | None = None
+    """The teacher's distribution of the token, 0 where none was sampled. Either the hidden state that its head
+    multiplies, [..., width of the widest teacher], float32, or bfloat16 whose bits are stored as int16; or its k
+    likeliest tokens, [..., 2 k + 1], float32: ids, log-probabilities, and the log-probability of all others."""
+    divergence: Tensor | None = None  # of the policy from the teacher at the token: [...], float32, with gradient
     routed_experts: Tensor | None = None
     """Experts that the engine chose for the token, in this rank's layers: [..., bytes], uint8 (`RoutedForm`); 0 where
     they are unknown, as for a sequence's last token, which the engine never runs."""
@@ -72,8 +78,9 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "sampled": np.bool_,
     **dict.fromkeys((*_LOGPROBS, "advantages", "values", "returns"), np.float32),
 }
-"""Types of the fields in the object store. `routed_experts` is stored too, as bytes (`RoutedForm`); the other fields
-are computed on the rank."""
+"""Types of the fields in the object store. `WIDE_FIELDS` are stored too, routed_experts as bytes (`RoutedForm`); the
+other fields are computed on the rank."""
+WIDE_FIELDS = ("routed_experts", "teacher_outputs")  # fields with several values for a token
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         for name, tensor in self.fields.as_dict().items():
-            expected = (sum(self.lengths), *(tensor.shape[1:] if name == "routed_experts" else ()))
+            expected = (sum(self.lengths), *(tensor.shape[1:] if name in WIDE_FIELDS else ()))
             assert tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}, expected {expected}"
 
     def __len__(self) -> int:
@@ -119,6 +126,8 @@ class TokenBatch:
                 fields.weight = repeat_per_token(batch.loss_weights, batch.lengths, fields.sampled)
             if batch.rollout_shares is not None:
                 fields.rollout_share = repeat_per_token(batch.rollout_shares, batch.lengths, fields.sampled)
+            if batch.teachers is not None:
+                fields.teacher = repeat_per_token(batch.teachers, batch.lengths, fields.sampled)
             if batch.advantages is not None:
                 fields.advantages = repeat_per_token(batch.advantages, batch.lengths, fields.sampled)
         return TokenBatch(batch.lengths.tolist(), fields)

@@ -38,6 +38,7 @@ class RayCluster:
         self.config = config
         self._policy_group: PlacementGroup | None = None
         self._value_group: PlacementGroup | None = None
+        self._teacher_groups: list[PlacementGroup] = []
         self._engine_groups: list[PlacementGroup] = []
         self._ranks_per_engine = 1
         # Around the folder of Ray's session, which Ray opens to everybody; None: Ray was not started here.
@@ -92,7 +93,11 @@ class RayCluster:
             time.sleep(JOIN_S)
 
     def reserve(
-        self, policy: ParallelConfig | None, generation: GenerationParallelConfig | None, value: ParallelConfig | None
+        self,
+        policy: ParallelConfig | None,
+        generation: GenerationParallelConfig | None,
+        value: ParallelConfig | None,
+        teachers: Sequence[ParallelConfig] = (),
     ) -> None:
         """Reserve GPUs for models and engines; does nothing on CPUs."""
         per_node = self.config.gpus
@@ -106,13 +111,16 @@ class RayCluster:
         if value is not None:
             self._value_group = _fill_nodes(value.world_size, per_node)
             needs["the value model"] = value.world_size
+        self._teacher_groups = [_fill_nodes(teacher.world_size, per_node) for teacher in teachers]
+        if teachers:
+            needs["the teachers"] = sum(teacher.world_size for teacher in teachers)
         if generation is not None:
             ranks = generation.ranks_per_engine
             # An engine that does not fit a node gets a bundle per GPU, which vLLM's Ray executor fills.
             bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
             self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
             needs["generation"] = ranks * generation.data
-        groups = (self._policy_group, self._value_group, *self._engine_groups)
+        groups = (self._policy_group, self._value_group, *self._teacher_groups, *self._engine_groups)
         self._await_groups([group for group in groups if group], needs)
 
     def reserve_shared(self, ranks: int, guests: Sequence[int]) -> None:
@@ -150,6 +158,12 @@ class RayCluster:
         if self._shared_gpus:
             return self._build_guest_options(rank, [self._shared_gpus[rank]])
         return self._build_rank_options(self._value_group, rank)
+
+    def build_teacher_options(self, teacher: int, rank: int) -> dict[str, Any]:
+        """Build the Ray options of a rank of a teacher, by its number."""
+        if self._shared_gpus:
+            return self._build_guest_options(rank, [self._shared_gpus[rank]])
+        return self._build_rank_options(self._teacher_groups[teacher] if self._teacher_groups else None, rank)
 
     def _build_rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
         if group is None:

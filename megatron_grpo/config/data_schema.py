@@ -219,8 +219,8 @@ class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
     type: str = "math"
-    """math, addition, code, format, judge, tools or countdown (docs/environments.md); reward_functions: the functions
-    in reward_funcs; package.module:Class: your own environment."""
+    """math, addition, code, format, judge, tools or countdown (docs/environments.md); unscored: no rewards, for
+    distillation alone; reward_functions: the functions in reward_funcs; package.module:Class: your own environment."""
 
     options: EnvironmentOptions = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
@@ -283,9 +283,12 @@ BUILT_IN = {
     "format": "megatron_grpo.environments.tasks:FormatEnvironment",
     "judge": "megatron_grpo.environments.judge:JudgeEnvironment",
     "tools": "megatron_grpo.environments.tools:ToolEnvironment",
+    "unscored": "megatron_grpo.environments.tasks:UnscoredEnvironment",
     "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
 }
 
+# The environment type that gives no rewards, for distillation alone.
+UNSCORED = "unscored"
 # The environment type that calls the functions in reward_funcs.
 REWARD_FUNCTIONS = "reward_functions"
 

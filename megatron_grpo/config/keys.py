@@ -204,9 +204,8 @@ def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
 
 def fill_placeholders(config: Config, text: str) -> str:
     """Replace LOOP and PASSES in a text by the algorithm's keys."""
-    return text.replace("LOOP.", f"{config.algorithm}.").replace(
-        "PASSES", f"{config.algorithm}.{config.training_loop.passes_name}"
-    )
+    loop = config.loop_name
+    return text.replace("LOOP.", f"{loop}.").replace("PASSES", f"{loop}.{config.training_loop.passes_name}")
 
 
 def is_met(config: Config, condition: str) -> bool:

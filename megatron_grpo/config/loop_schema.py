@@ -272,14 +272,19 @@ class DPOConfig(RowsLoopConfig):
     """Divide the log-probability of a response by its tokens in that likelihood."""
 
 
-# The algorithms; each has a section of its name.
+# The loops of algorithms; each has a section of its name, and distillation that of GRPO.
 LOOPS = ("grpo", "ppo", "sft", "dpo")
 # Keys, and sections of keys, that all algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 # Keys of the same meaning with different names, defaults and limits.
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
-# Sections that only one algorithm reads, except the shared keys in them.
-READER = {"grpo": "grpo", "ppo": "ppo", "value": "ppo", "value_loss_fn": "ppo", "sft": "sft", "dpo": "dpo"}
+# Sections that only these algorithms read, except the shared keys in them.
+READERS = {
+    "grpo": ("grpo", "distillation"),
+    **dict.fromkeys(("ppo", "value", "value_loss_fn"), ("ppo",)),
+    "sft": ("sft",),
+    "dpo": ("dpo",),
+}
 # Shared keys, and sections of keys, about responses that a step samples to learn from.
 OF_SAMPLES = frozenset(
     {"overlong_filtering", "advantage_clip_low", "advantage_clip_high", "reward_scaling", "reward_shaping"}
@@ -295,14 +300,19 @@ def is_shared(name: str) -> bool:
 
 def translate_key(algorithm: str, name: str) -> str:
     """Rename a shared key or section to an algorithm's name."""
-    return f"{algorithm}.{name.partition('.')[2]}" if is_shared(name) else name
+    return f"{find_loop(algorithm)}.{name.partition('.')[2]}" if is_shared(name) else name
+
+
+def find_loop(algorithm: str) -> str:
+    """Find the section of an algorithm's loop."""
+    return algorithm if algorithm in LOOPS else LOOPS[0]
 
 
 def find_reader(name: str) -> str | None:
-    """Find the only algorithm that reads a key; None: all read it."""
-    return None if is_shared(name) else READER.get(name.partition(".")[0])
+    """Find the first algorithm that reads a key which not all read; None: all read it."""
+    return None if is_shared(name) else next(iter(READERS.get(name.partition(".")[0], ())), None)
 
 
 def is_foreign_to(algorithm: str, name: str) -> bool:
-    """True if only another algorithm reads a key."""
-    return find_reader(name) not in (None, algorithm)
+    """True if only other algorithms read a key."""
+    return find_reader(name) is not None and algorithm not in READERS[name.partition(".")[0]]

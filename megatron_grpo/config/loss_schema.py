@@ -89,6 +89,16 @@ class LossConfig(Section):
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """VAPO: weight of the negative log-likelihood of correct responses, added to the loss; 0 is off."""
 
+    kl_type: Literal["reverse", "forward", "mixed", "jensen_shannon"] = "reverse"
+    """Divergence that distillation minimises at each token. reverse: KL(policy || teacher); forward: KL(teacher ||
+    policy); mixed: their weighted mean; jensen_shannon: the generalised Jensen-Shannon divergence between them."""
+
+    mixed_kl_weight: Share = 0.5
+    """With mixed and jensen_shannon, the weight of the forward side: 1 is forward, 0 reverse. It is 1 - TRL's beta."""
+
+    policy_loss_weight: NonNegativeFloat = 0.0
+    """Weight of GRPO's loss beside the divergence from the teacher; 0: distillation alone, which needs no rewards."""
+
     @property
     def clip_max(self) -> float:
         """Distance from 1 to the upper bound of clipped ratios."""

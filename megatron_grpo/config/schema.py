@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, EnvironmentConfig, SandboxConfig
+from megatron_grpo.config.distillation_schema import DistillationConfig, TeacherConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
 from megatron_grpo.config.loop_schema import (
     VALIDATION_PREFIX,
@@ -20,6 +21,7 @@ from megatron_grpo.config.loop_schema import (
     MseValueLossConfig,
     PPOConfig,
     SFTConfig,
+    find_loop,
 )
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.policy_schema import (
@@ -68,9 +70,9 @@ class GRPOConfig(LoopConfig):
 class Config(Section):
     """The configuration of one run."""
 
-    algorithm: Literal["grpo", "ppo", "sft", "dpo"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "sft", "dpo", "distillation"] = "grpo"
     """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
-    responses; each has a section of its name."""
+    responses, distillation follows a teacher in grpo's loop; each has a section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -81,6 +83,10 @@ class Config(Section):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    """Teachers of single tasks, by the name of the task; other tasks have `teacher`."""
+
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
@@ -88,6 +94,7 @@ class Config(Section):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
@@ -104,10 +111,53 @@ class Config(Section):
 
     @property
     def training_loop(self) -> LoopConfig:
-        """The section of the algorithm that runs."""
-        section = getattr(self, self.algorithm)
-        assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
+        """The section with the loop of the algorithm that runs."""
+        section = getattr(self, self.loop_name)
+        assert isinstance(section, LoopConfig), "every loop has a section of its name"
         return section
+
+    @property
+    def loop_name(self) -> str:
+        """Section of the algorithm's loop; distillation has that of GRPO."""
+        return find_loop(self.algorithm)
+
+    @property
+    def uses_rewards(self) -> bool:
+        """True if the policy learns from rewards; distillation alone does without."""
+        return self.algorithm != "distillation" or self.loss_fn.policy_loss_weight > 0
+
+    @property
+    def named_teachers(self) -> dict[str, TeacherConfig]:
+        """Teachers of the run, by their section; empty: the algorithm has none."""
+        if self.algorithm != "distillation":
+            return {}
+        has_common = any(task not in self.teachers for task in self.env) or not self.teachers
+        return ({"teacher": self.teacher} if has_common else {}) | {
+            f"teachers.{task}": teacher for task, teacher in self.teachers.items()
+        }
+
+    def find_teacher(self, task: str) -> str:
+        """Find the section of a task's teacher."""
+        return f"teachers.{task}" if task in self.teachers else "teacher"
+
+    @property
+    def teacher_models(self) -> dict[str, PolicyConfig]:
+        """Settings of the teachers' ranks, by section; servers have none."""
+        policy = self.policy
+        return {
+            section: replace(
+                policy,
+                model=ModelConfig(path=teacher.model.path or MISSING),
+                parallel=teacher.parallel,
+                lora=LoraConfig(),
+                fp8=Fp8Config(),
+                moe=MoeConfig(),
+                quantization=None,
+                logprob_microbatch_tokens=teacher.microbatch_tokens or policy.logprob_microbatch_tokens,
+            )
+            for section, teacher in self.named_teachers.items()
+            if teacher.server_url is None
+        }
 
     @property
     def needs_generation(self) -> bool:
@@ -191,7 +241,7 @@ class Config(Section):
             return self.algorithm == "dpo"
         # PPO reports the distance to it even without a penalty.
         observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
-        return observed or self.loss_fn.reference_policy_kl_penalty > 0
+        return observed or (self.uses_rewards and self.loss_fn.reference_policy_kl_penalty > 0)
 
     @property
     def needs_prev_logprobs(self) -> bool:

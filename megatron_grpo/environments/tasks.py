@@ -29,6 +29,13 @@ class AdditionEnvironment(Environment):
         return score_zero_or_one(request.response == request.extra_env_info[REFERENCE] for request in requests)
 
 
+class UnscoredEnvironment(Environment):
+    """No reward, for distillation alone: prompts need no answer."""
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        return [EnvironmentReturn(reward=None, correct=None) for _ in requests]
+
+
 def _require_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)

@@ -57,7 +57,13 @@ class ClippedPGLossFn:
         self.config = config
 
     # Ranks fetch these fields (`ModelRank.list_needed_fields`).
-    field_names = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
+    field_names: tuple[str, ...] = (
+        "sampled",
+        "generation_logprobs",
+        "prev_logprobs",
+        "reference_logprobs",
+        "advantages",
+    )
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,13 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
             # The optimizer's float32 copy would start from the random initial values.
             quantised: Any = bound.parameter
             quantised._high_precision_init_val = merged.to(quantised.dtype)
+
+
+def read_head_rows(shape: ModelShape, folder: str | Path, start: int, end: int) -> Tensor:
+    """Read rows of a language model's head from a folder: [end - start, hidden]."""
+    (entry,) = (entry for entry in build_weight_map(shape) if entry.name == "output_layer.weight")
+    (head,) = entry.list_slices(shape, 0, 0, 1)
+    return HFFolderReader(folder).read(replace(head, bounds=((start, end), *head.bounds[1:])))
 
 
 @torch.no_grad()

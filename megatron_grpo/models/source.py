@@ -34,6 +34,8 @@ PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("prepared_models.yaml").read_text(encoding="utf-8")
 )
 PREPARED_FOLDER = "model"  # of the model inside prepare.folder
+WITH_TEACHER = ("distillation",)  # recipes that also make a teacher, by prepare.name
+TEACHER_FOLDER = "teacher"  # of its teacher there, with a recipe that makes one
 # Deadline in seconds for the hub's first answer.
 _PROBE_S = 10.0
 # Parts of each weights file that a digest reads, evenly spaced, so that hundreds of gigabytes take a second.
@@ -118,6 +120,16 @@ def find_value_shape(config: Config) -> ModelShape | None:
     return _read_local_shape(config.value.model.path, reward_models=True)
 
 
+def find_teacher_shape(config: Config, path: str) -> ModelShape | None:
+    """Find the sizes of a teacher; None: no readable model here yet."""
+    if path == MISSING:
+        return None
+    if is_made_before_run(config, path):
+        assert config.prepare.name is not None
+        return parse_model_shape(PREPARED_MODELS[config.prepare.name])
+    return _read_local_shape(path)
+
+
 def _read_local_shape(path: str, *, reward_models: bool = False) -> ModelShape | None:
     try:
         folder = find_local_folder(path)
@@ -129,8 +141,15 @@ def _read_local_shape(path: str, *, reward_models: bool = False) -> ModelShape |
 def is_prepared(config: Config) -> bool:
     """Whether a run reads a model or data that `prepare` makes."""
     sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
-    paths = [config.policy.model.path, *(dataset.path for dataset in sets)]
+    teachers = (teacher.model.path for teacher in config.teacher_models.values())
+    paths = [config.policy.model.path, *teachers, *(dataset.path for dataset in sets)]
     return any(is_made_before_run(config, path) for path in paths)
+
+
+def list_prepared_folders(config: Config) -> list[Path]:
+    """List the models that `prepare` makes."""
+    names = [PREPARED_FOLDER, *([TEACHER_FOLDER] if config.prepare.name in WITH_TEACHER else [])]
+    return [Path(config.prepare.folder, name) for name in names]
 
 
 def is_made_before_run(config: Config, path: str) -> bool:

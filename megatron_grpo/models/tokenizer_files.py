@@ -31,6 +31,25 @@ def read_token_ids(folder: Path) -> dict[str, int] | None:
         return None
 
 
+def explain_other_tokens(policy: Path, teacher: Path) -> str | None:
+    """Describe the first token that two folders have differently; None: none."""
+    ours, theirs = read_token_ids(policy), read_token_ids(teacher)
+    if ours is None or theirs is None:
+        files = [folder / "tokenizer.model" for folder in (policy, teacher)]
+        if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+            return None
+        return (
+            f"its tokens cannot be compared: {teacher if theirs is None else policy} has no readable {TOKENIZER_FILE}"
+        )
+    our_texts, their_texts = ({number: text for text, number in tokens.items()} for tokens in (ours, theirs))
+    for number in sorted(our_texts.keys() | their_texts.keys()):
+        if our_texts.get(number) != their_texts.get(number):
+            names = (texts.get(number) for texts in (their_texts, our_texts))
+            their_name, our_name = ("missing" if name is None else repr(name) for name in names)
+            return f"has another tokenizer: its token {number} is {their_name}, that of the policy {our_name}"
+    return None
+
+
 def read_vocabulary_size(model: Path) -> int | None:
     """Read a model's number of tokens from config.json, if there."""
     number = _read_text_settings(model).get("vocab_size")

@@ -93,9 +93,9 @@ def split_gpus(config: Config) -> list[tuple[int, int]]:
     # below that proportion; of equally good ones that with the fewest idle GPUs comes first.
     total = config.cluster.num_nodes * config.cluster.gpus - math.ceil(sum(count_reward_model_gpus(config).values()))
     if not has_own_engines(config) or config.generation.is_colocated:
-        total -= 0 if config.generation.is_colocated else _count_value_gpus(config)
+        total -= 0 if config.generation.is_colocated else _count_other_gpus(config)
         return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
-    total -= _count_value_gpus(config)
+    total -= _count_other_gpus(config)
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     share = total * policy / (policy + engines.ranks_per_engine * engines.data)
     splits = [
@@ -106,8 +106,9 @@ def split_gpus(config: Config) -> list[tuple[int, int]]:
     return sorted(splits, key=lambda split: (-min(split[0] / share, split[1] / (total - share), 1), -sum(split)))
 
 
-def _count_value_gpus(config: Config) -> int:
-    return 0 if config.value_model is None else config.value_model.parallel.world_size
+def _count_other_gpus(config: Config) -> int:
+    value = [] if config.value_model is None else [config.value_model]
+    return sum(model.parallel.world_size for model in (*value, *config.teacher_models.values()))
 
 
 def count_idle_gpus(config: Config) -> int:

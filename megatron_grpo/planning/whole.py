@@ -201,6 +201,9 @@ class Plan:
             assumptions.append(
                 f"experts of the fullest rank get {self.config.plan.expert_skew:g} x the mean of the tokens"
             )
+        if self.config.named_teachers:
+            text = "GPUs of teachers are counted; left out are their time, their memory, and on the policy's GPUs what"
+            assumptions.append(f"{text} the comparison with them takes (docs/distillation.md)")
         if not self.hardware.nvlink_bytes_per_s:
             speed = self.hardware.local_bytes_per_s / 1e9
             assumptions.append(

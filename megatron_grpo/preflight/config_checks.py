@@ -8,6 +8,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight import distillation_checks as distillation
 from megatron_grpo.preflight import engine_checks as engines
 from megatron_grpo.preflight import layout_checks as layouts
 from megatron_grpo.preflight import loop_checks as loop
@@ -24,6 +25,7 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
     """
     return [
         *layouts.find_layout_problems(config, shape),
+        *distillation.find_distillation_problems(config, shape),
         *engines.find_length_problems(config, shape),
         *models.find_adapter_problems(config, shape),
         *models.find_fp8_problems(config, shape),

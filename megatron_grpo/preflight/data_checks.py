@@ -138,7 +138,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
         problems = list(_find_file_problems(config, subject, file)) if step <= planned else []
         if problems:  # other steps likely have the same problems
             return problems, []
-    text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={planned}"
+    text = f"ends with step {last}, and the run with it, before {config.loop_name}.max_num_steps={planned}"
     return [], [Problem(subject, text)] if last < planned else []
 
 

@@ -102,6 +102,10 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     ranks = 0 if config.value_model is None else config.value_model.parallel.world_size
     text = f"has {ranks} ranks, more than the {policy} GPUs of the policy that it shares; make it smaller"
     yield ranks > policy, "value.parallel", text
+    for section, teacher in config.teacher_models.items():
+        ranks = teacher.parallel.world_size
+        text = f"has {ranks} ranks, more than the {policy} GPUs of the policy that it shares; make it smaller"
+        yield ranks > policy, f"{section}.parallel", text
 
 
 @evaluate_rules

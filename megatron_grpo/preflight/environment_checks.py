@@ -59,7 +59,7 @@ def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
         yield Problem(f"{section}.type={environment.type}", text)
     if environment_class.multi_turn and config.training_loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
-        yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
+        yield Problem(f"{config.loop_name}.max_rollout_turns=1", text)
 
 
 def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:

@@ -287,6 +287,8 @@ def count_gpus(config: Config) -> dict[str, float]:
         gpus = {"policy.parallel": config.policy.parallel.world_size}
     else:
         gpus = {f"{section}.parallel": layout.world_size for section, layout in _list_trained_layouts(config)}
+        teachers = config.teacher_models.items()
+        gpus |= {f"{section}.parallel": teacher.parallel.world_size for section, teacher in teachers}
         if config.needs_generation and not config.generation.server.urls:
             gpus |= count_engine_gpus(config)
     return gpus | count_reward_model_gpus(config)

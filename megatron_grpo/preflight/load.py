@@ -34,6 +34,9 @@ def summarize_run(config: Config, start_from: Path | None) -> str:
     parts = [f"policy on {_describe_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_describe_ranks(config.value.parallel)}")
+    if config.debug.train:
+        for section, teacher in config.teacher_models.items():
+            parts.append(f"{section} on {_describe_ranks(teacher.parallel)}")
     engines = f"{format_count('engine', generation.data)} of {format_count('rank', generation.ranks_per_engine)}"
     if config.needs_generation:
         parts.append(engines)
@@ -103,7 +106,7 @@ def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
             loop.max_num_steps = read_recorded_max_num_steps(config)
         elif config.data.streaming:
             text = "needs rows that can be counted, and they are streamed; give a number of steps"
-            problems.append(Problem(f"{config.algorithm}.max_num_steps=-1", text))
+            problems.append(Problem(f"{config.loop_name}.max_num_steps=-1", text))
         else:
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch

@@ -27,6 +27,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
+from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_problems
 from megatron_grpo.preflight.model_checks import find_fp8_machine_problems
 from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
 from megatron_grpo.preflight.node_checks import find_node_remarks
@@ -128,6 +129,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
         *find_fp8_machine_problems(config),
         *(find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
+        *find_teacher_tokenizer_problems(config),
         *find_library_problems(select_passed_fields(config)),
         *files,
         *find_folder_problems(config),

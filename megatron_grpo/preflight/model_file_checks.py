@@ -91,14 +91,19 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
 
 
 def find_model_problems(config: Config) -> Iterator[Problem]:
-    """Check policy.model.path and value.model.path."""
-    for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
+    """Check policy.model.path, value.model.path and those of teachers."""
+    paths = {"policy.model.path": config.policy.model.path, "value.model.path": config.value.model.path}
+    paths |= {f"{section}.model.path": teacher.model.path for section, teacher in config.teacher_models.items()}
+    for key, path in paths.items():
         if path is None:
             continue
         subject, is_value_model = f"{key}={path}", key.startswith("value.")
         if source.is_made_before_run(config, path):
-            if Path(path) != Path(config.prepare.folder, source.PREPARED_FOLDER):
-                text = f"prepare.name={config.prepare.name} makes one model: {source.PREPARED_FOLDER}"
+            prepared_folders = source.list_prepared_folders(config)
+            if Path(path) not in prepared_folders:
+                text = (
+                    f"prepare.name={config.prepare.name} makes {' and '.join(inner.name for inner in prepared_folders)}"
+                )
                 yield Problem(subject, text)
             continue
         unusable = list(explain_unusable_model(subject, path, is_value_model=is_value_model))
@@ -114,7 +119,7 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
         else:
             text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
             yield Problem(subject, text)
-        if not is_value_model:
+        if key.startswith("policy."):
             yield from find_draft_problems(config, folder, shape)
             yield from find_slot_problems(config, folder)
             yield from find_tokenizer_problems(subject, folder, config, shape.vocab)

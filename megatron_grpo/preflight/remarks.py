@@ -101,7 +101,7 @@ def find_unused_settings(config: Config) -> Iterator[Problem]:
             rows += reasons.items()
     unused = [(tuple(fill_placeholders(config, keys).split()), fill_placeholders(config, text)) for keys, text in rows]
     value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
-    learning = ("loss_fn", config.algorithm, "reference", "policy", *value_sections)
+    learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)
     for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
         for key, value in list_changes(config, section):
             for names, text in unused:

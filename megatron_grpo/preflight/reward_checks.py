@@ -26,7 +26,7 @@ _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspec
 
 def check_rewards(config: Config) -> Iterator[Rule]:
     """Check keys of rewards and advantages."""
-    if config.algorithm == "grpo":
+    if config.loop_name == "grpo" and config.uses_rewards:
         yield from _check_estimator(config)
     yield from list_conflicts(config, "rewards")
     shaping, longest = config.training_loop.reward_shaping, config.generation.max_new_tokens

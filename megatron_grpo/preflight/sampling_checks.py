@@ -77,7 +77,7 @@ def _find_dropping_option(config: Config) -> str | None:
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"
     threshold = config.training_loop.seq_logprob_error_threshold
-    return None if threshold is None else f"{config.algorithm}.seq_logprob_error_threshold={threshold:g}"
+    return None if threshold is None else f"{config.loop_name}.seq_logprob_error_threshold={threshold:g}"
 
 
 def _check_structure(structured: StructuredConfig) -> Iterator[Rule]:

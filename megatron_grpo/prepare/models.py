@@ -9,7 +9,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_grpo.models.source import (
     PAD,
     PREPARED_FOLDER,
     PREPARED_MODELS,
+    TEACHER_FOLDER,
     VOCABULARY,
 )
 from megatron_grpo.prepare.lessons import RECIPES, Lesson, make_prompt_rows, split_lessons
@@ -31,7 +32,8 @@ RECIPE_FILE = "recipe.json"
 def prepare(name: str, folder: str | Path) -> None:
     """Make a model and its data, unless the folder has them; about 10 s.
 
-    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. The folder appears whole or not at all, and
+    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl; with a recipe for distillation also
+    teacher/. The folder appears whole or not at all, and
     replaces a folder that another recipe made. `name`: one of PREPARED_MODELS.
     """
     target, recipe = Path(folder), {**RECIPES[name], "config": PREPARED_MODELS[name]}
@@ -45,8 +47,9 @@ def prepare(name: str, folder: str | Path) -> None:
         new.mkdir()
         for file, rows in make_prompt_rows(name).items():
             (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        accuracy = _make_model(name, new / PREPARED_FOLDER)
-        (new / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash, "recipe": recipe}, indent=2) + "\n")
+        accuracies = _make_models(name, new)
+        record = {"hash": recipe_hash, "recipe": recipe, "accuracy": accuracies}
+        (new / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):
             os.replace(target, new.with_name("old"))
         try:
@@ -55,7 +58,8 @@ def prepare(name: str, folder: str | Path) -> None:
             if not _is_made(target, recipe_hash):  # else a faster process has made the same
                 raise
     seconds = time.monotonic() - begin
-    print(f"made the {name} model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
+    results = " and ".join(f"{folder} with {accuracy:.0%}" for folder, accuracy in accuracies.items())
+    print(f"made in {target}: {results} of held-out problems right, {seconds:.0f} s", flush=True)
 
 
 def _is_made(target: Path, recipe_hash: str) -> bool:
@@ -104,8 +108,8 @@ def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
     )
 
 
-def _make_model(name: str, folder: Path) -> float:
-    # Returns the greedy accuracy on the validation lessons.
+def _make_models(name: str, folder: Path) -> dict[str, float]:
+    # Returns each model's greedy accuracy on the validation lessons, by its folder.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -121,26 +125,30 @@ def _make_model(name: str, folder: Path) -> float:
     torch.manual_seed(recipe["seed"])
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
-        _warm_up(model, name, vocabulary, warmup, probe)
-        accuracy = float(score_turns(model, val, vocabulary)[1].float().mean())
+        accuracies = {}
+        for saved_folder in _warm_up(model, name, vocabulary, warmup, probe):
+            _save_model(folder / saved_folder, model, PREPARED_MODELS[name], vocabulary)
+            accuracies[saved_folder] = float(score_turns(model, val, vocabulary)[1].float().mean())
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
-    _save_model(folder, model, PREPARED_MODELS[name], vocabulary)
-    return accuracy
+    return accuracies
 
 
-def _warm_up(model: Any, name: str, vocabulary: Mapping[str, int], lessons: list[Lesson], probe: list[Lesson]) -> None:
-    # The warm-up stops at the target reward, so that reinforcement learning has something left to learn.
+def _warm_up(
+    model: Any, name: str, vocabulary: Mapping[str, int], lessons: list[Lesson], probe: list[Lesson]
+) -> Iterator[str]:
+    """Train a model; yields a folder each time it is to be saved."""
     import torch
     from torch.nn import functional as F
 
     recipe, (tokens, mask) = RECIPES[name], encode_lessons(lessons, vocabulary)
-    lr = recipe["lr"] if "lr" in recipe else recipe["warmup_lr"]
+    lr, teacher_steps = recipe["lr"] if "lr" in recipe else recipe["warmup_lr"], recipe.get("teacher_steps", 0)
     order = torch.Generator().manual_seed(recipe["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(recipe["warmup_steps_max"]):
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / recipe["warmup_lr_ramp_steps"])
+
+    def train_batch(rate: float) -> None:
+        optimizer.param_groups[0]["lr"] = rate
         chosen = torch.randint(len(tokens), (recipe["warmup_batch_problems"],), generator=order)
         batch, targets = tokens[chosen], mask[chosen, 1:]
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits  # position t predicts token t + 1
@@ -149,10 +157,19 @@ def _warm_up(model: Any, name: str, vocabulary: Mapping[str, int], lessons: list
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
+    for step in range(recipe["warmup_steps_max"]):
+        train_batch(lr * min(1.0, (step + 1) / recipe["warmup_lr_ramp_steps"]))
         is_probed = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
-        # The expected reward is the mean probability that the model samples exactly a lesson's turns.
+        # The expected reward is the mean probability that the model samples exactly a lesson's turns. The warm-up stops
+        # at the target, so that the run has something left to learn.
         if is_probed and float(score_turns(model, probe, vocabulary)[0].exp().mean()) >= recipe["target_reward"]:
-            return
+            break
+    yield PREPARED_FOLDER
+    for remaining in range(teacher_steps, 0, -1):
+        train_batch(lr * max(0.1, remaining / teacher_steps))
+    if teacher_steps:
+        yield TEACHER_FOLDER
 
 
 def score_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:

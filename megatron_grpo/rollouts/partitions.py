@@ -150,9 +150,9 @@ def build_partitions(
 def gather_partitions(
     parts: Sequence[NDArray[Any]], partitions: Partitions, lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Concatenate a field's parts, [tokens of the partition], in the step's order."""
+    """Concatenate a field's parts, [tokens of the partition, ...], in the step's order."""
     # One slice per sequence, because one index of all tokens would take twice the memory of the data.
-    gathered = np.empty(int(lengths.sum()), dtype=parts[0].dtype)
+    gathered = np.empty((int(lengths.sum()), *parts[0].shape[1:]), dtype=parts[0].dtype)
     slots = np.split(gathered, np.cumsum(lengths)[:-1])
     for part, indices in zip(parts, partitions, strict=True):
         pieces = np.split(part, np.cumsum(lengths[indices])[:-1])

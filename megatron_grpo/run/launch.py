@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.teacher_server import TeacherServer, require_same_tokenizer
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.adapter_names import make_policy_slot
 from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.rollouts.endpoint import make_endpoint_settings
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.trainer.messages import RankSettings, make_training_filter
-from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
+from megatron_grpo.trainer.messages import (
+    PolicyDistillation,
+    RankSettings,
+    TeacherHead,
+    TeacherOutput,
+    make_training_filter,
+)
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronTeacher, MegatronValue, ModelRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,15 @@ class Models:
     policy: MegatronPolicy
     value: MegatronValue | None
     generation: VllmGeneration | None  # None: the rollouts are read from a recording
+    teachers: dict[str, MegatronTeacher | TeacherServer] = field(
+        default_factory=dict
+    )  # by section of the configuration
+
+    @property
+    def by_name(self) -> dict[str, ModelRanks]:
+        """Models that have ranks, the policy first."""
+        models = {"policy": self.policy, "value": self.value, **self.teachers}
+        return {name: model for name, model in models.items() if isinstance(model, ModelRanks)}
 
 
 def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
@@ -44,11 +62,13 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
     if colocated:
         guests = [engine * engines.ranks_per_engine for engine in range(engines.data)]
         guests += range(value_model.parallel.world_size if value_model else 0)
+        guests += [rank for teacher in config.teacher_models.values() for rank in range(teacher.parallel.world_size)]
         cluster.reserve_shared(config.policy.parallel.world_size, guests)
     else:
         has_own_engines = config.needs_generation and not config.generation.server.urls
         value_parallel = value_model.parallel if value_model else None
-        cluster.reserve(config.policy.parallel, engines if has_own_engines else None, value_parallel)
+        teacher_layouts = [teacher.parallel for teacher in config.teacher_models.values()]
+        cluster.reserve(config.policy.parallel, engines if has_own_engines else None, value_parallel, teacher_layouts)
         if config.needs_generation:
             generation = _start_generation(config, folder, cluster, stack, awaits_refit=True)
     settings, timeout_s = make_policy_settings(config, folder), config.cluster.startup_timeout_s
@@ -57,17 +77,18 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
     if colocated:
         cluster.share(policy.list_devices(), engines.ranks_per_engine)
     value = _make_value_model(config, cluster) if value_model else None
-    if value is not None:
-        stack.callback(value.shutdown)
+    teachers = _make_teachers(config, folder, cluster)
+    models = Models(policy, value, generation, teachers)
+    for model in list(models.by_name.values())[1:]:
+        stack.callback(model.shutdown)
     if colocated:
         # Engines measure the free memory of their devices, so they start first, and sleep before the models start.
         generation = _start_generation(config, folder, cluster, stack, awaits_refit=True)
         generation.wait_ready()
         generation.sleep()
-    policy.start()
-    if value is not None:
-        value.start()
-    return Models(policy, value, generation)
+    for model in models.by_name.values():
+        model.start()
+    return replace(models, generation=generation)
 
 
 def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
@@ -101,9 +122,19 @@ def _start_generation(
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     """Make the settings of the policy's ranks; `folder` has the model."""
     is_sampled = not config.training_loop.is_supervised  # rows have no temperature and no filter
+    shape, distillation = read_model_shape(folder), None
+    if config.named_teachers:
+        heads = read_teacher_heads(config)
+        distillation = PolicyDistillation(
+            vocab=count_shared_tokens(shape, heads.values()),
+            kl_type=config.loss_fn.kl_type,
+            mixed_kl_weight=config.loss_fn.mixed_kl_weight,
+            heads=tuple(heads.values()) if config.distillation.topk_logits_k is None else (),
+        )
     return RankSettings(
         config=config.policy,
-        shape=read_model_shape(folder),
+        shape=shape,
+        distillation=distillation,
         folder=str(folder),
         reference=config.reference if config.uses_reference else None,
         temperature=config.generation.temperature if is_sampled else 1.0,
@@ -128,6 +159,62 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         shares_cores=_uses_shared_cores(config),
     )
     return MegatronValue(settings, cluster.build_value_options, config.cluster.startup_timeout_s)
+
+
+def read_teacher_heads(config: Config) -> dict[str, TeacherHead]:
+    """Read folder and sizes of each teacher that has ranks, by section."""
+    folders = {
+        section: fetch_model_folder(teacher.model.path, f"{section}.model.path")
+        for section, teacher in config.teacher_models.items()
+    }
+    return {section: TeacherHead(str(folder), read_model_shape(folder)) for section, folder in folders.items()}
+
+
+def count_shared_tokens(policy: ModelShape, teachers: Iterable[TeacherHead]) -> int:
+    """Count the first tokens that a policy and its teachers share."""
+    # Models with one tokenizer may differ in rows that no token has, which pad the vocabulary to a round number.
+    return min([policy.vocab, *(teacher.shape.vocab for teacher in teachers)])
+
+
+def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[str, MegatronTeacher | TeacherServer]:
+    """Make the teachers, by section.
+
+    ConfigError: a folder has another tokenizer. RunError: a server has another one, or does not answer.
+    """
+    if not config.named_teachers:
+        return {}
+    teachers: dict[str, MegatronTeacher | TeacherServer] = {}
+    heads, top_k = read_teacher_heads(config), config.distillation.topk_logits_k
+    output = TeacherOutput(vocab=count_shared_tokens(read_model_shape(folder), heads.values()), top_k=top_k)
+    models = config.teacher_models
+    for section, head in heads.items():  # those of the hub are known only now
+        reason = explain_other_tokens(folder, Path(head.folder))
+        if reason is not None:
+            raise ConfigError([Problem(f"{section}.model.path={models[section].model.path}", reason)])
+    for section, teacher in config.named_teachers.items():
+        if teacher.server_url is not None:
+            assert top_k is not None, "a server gives likeliest tokens"
+            server = TeacherServer(
+                f"{section}.server_url", teacher.server_url, top_k, config.policy.timeout_s, str(folder)
+            )
+            require_same_tokenizer(server)
+            teachers[section] = server
+            continue
+        settings = RankSettings(
+            config=models[section],
+            shape=heads[section].shape,
+            folder=heads[section].folder,
+            decay_steps=1,  # it is never trained
+            teacher=output,
+            temperature=config.generation.temperature,
+            seed=config.training_loop.seed,
+            ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
+            shares_cores=_uses_shared_cores(config),
+        )
+        options = partial(cluster.build_teacher_options, list(models).index(section))
+        task = section.removeprefix("teachers.") if section.startswith("teachers.") else None
+        teachers[section] = MegatronTeacher(settings, options, config.cluster.startup_timeout_s, task)
+    return teachers
 
 
 def _uses_shared_cores(config: Config) -> bool:

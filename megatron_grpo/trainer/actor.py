@@ -97,7 +97,7 @@ class RankActor:
         from megatron_grpo.models.source import require_folder
         from megatron_grpo.platform.device import connect_store, detect_platform
         from megatron_grpo.trainer.parallel import forbid_tf32, initialize_parallel, make_deterministic
-        from megatron_grpo.trainer.rank import PolicyRank, ValueRank
+        from megatron_grpo.trainer.rank import PolicyRank, TeacherRank, ValueRank
 
         require_folder(settings.folder)
         if detect_platform().name == "cpu":
@@ -111,7 +111,12 @@ class RankActor:
         initialize_parallel(
             settings.config.parallel, rank=self.rank, store=store, seed=settings.seed, timeout_s=timeout_s
         )
-        self.model = PolicyRank(settings) if settings.shape.value_head is None else ValueRank(settings)
+        if settings.teacher is not None:
+            self.model = TeacherRank(settings)
+        elif settings.shape.value_head is not None:
+            self.model = ValueRank(settings)
+        else:
+            self.model = PolicyRank(settings)
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankReport(
             data_rank=parallel_state.get_data_parallel_rank(),
@@ -144,6 +149,7 @@ class RankActor:
     def compute(self, work: ReplicaWork, field: str) -> ForwardResult | None:
         """Store a field of `ModelRank.outputs`; None except on the output rank."""
         import numpy as np
+        import torch
 
         from megatron_grpo.batch.token_batch import require_field
 
@@ -153,12 +159,15 @@ class RankActor:
             values = self.model.outputs[field](self.model, tokens, microbatches)
             if values is None:
                 return None
-            is_usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
+            is_finite = values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else values.isfinite()
+            is_usable = is_finite.logical_or(require_field(tokens.fields.sampled).logical_not())
             if field == "prev_logprobs" and self.model.settings.token_filter is not None:
                 # The filter of sampling removes these tokens, and the loss leaves them out.
                 is_usable |= values.isneginf()
             ends = np.cumsum([int(batch.lengths[partition].sum()) for partition in batch.partitions])
-            references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
+            # NumPy has no bfloat16: hidden states in it are stored as their bits.
+            array = (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).numpy()
+            references = [ray.put(part) for part in np.split(array, ends[:-1])]
             return references, np.array([bool(flags.all()) for flags in is_usable.split(tokens.lengths)])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
@@ -23,6 +23,32 @@ ForwardResult = tuple[list[Any], "NDArray[np.bool_]"]
 True where all numbers at sampled tokens are finite."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherOutput:
+    """What a teacher's ranks compute for a token."""
+
+    vocab: int  # tokens that the policy and its teachers share, the first ones of each model
+    top_k: int | None  # number of likeliest tokens; None: the hidden state that the head multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHead:
+    """A teacher whose head the policy's ranks hold."""
+
+    folder: str
+    shape: ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDistillation:
+    """How the policy's ranks compare it with its teachers."""
+
+    vocab: int  # as in `TeacherOutput`
+    kl_type: Literal["reverse", "forward", "mixed", "jensen_shannon"]
+    mixed_kl_weight: float
+    heads: tuple[TeacherHead, ...] = ()  # of teachers by their number; empty: they give their likeliest tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
     """Everything that a rank of a model is built from."""
@@ -35,9 +61,17 @@ class RankSettings:
     temperature: float = 1.0  # of sampling, at which the policy's log-probabilities are taken
     token_filter: TokenFilter | None = None
     """Tokens over which the policy's log-probabilities are taken, but not the reference's; None: all."""
+    teacher: TeacherOutput | None = None  # makes the model a teacher; None: it is trained
+    distillation: PolicyDistillation | None = None  # of a policy with teachers
     seed: int = 0
     ranks_per_machine: int | None = None  # at most; None: all are on one
     shares_cores: bool = False  # with engines that run at the same time as the ranks, on a CPU
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the logits: one over the temperature."""
+        # Greedy sampling is compared at temperature 1.
+        return 1.0 / self.temperature if self.temperature > 0 else 1.0
 
 
 def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:

@@ -45,6 +45,7 @@ OUTPUTS = {
     "unfiltered_logprobs": "log-probabilities",  # over the vocabulary without the filter of sampling
     "reference_logprobs": "reference log-probabilities",  # under the frozen reference policy
     "values": "values",  # the expected return before every token
+    "teacher_outputs": "the teacher's output",  # a teacher's hidden state or likeliest tokens
 }
 
 
@@ -86,7 +87,7 @@ class RefusedStepError(RunError):
 class ModelRanks:
     """A model in training, on one Ray actor per rank; `actor_options(rank)`: Ray's options."""
 
-    label: ClassVar[str]
+    label: str
     output_field: ClassVar[str]
     checks_prob_error: ClassVar[bool] = False
 
@@ -272,9 +273,13 @@ class ModelRanks:
         batch.fields[field], is_finite = self._forward(batch, field, OUTPUTS[field])
         return is_finite
 
-    def _forward(self, batch: StepBatch, field: str, phase_name: str) -> ForwardResult:
+    def _forward(
+        self, batch: StepBatch, field: str, phase_name: str, sequences: NDArray[np.int64] | None = None
+    ) -> ForwardResult:
+        # `sequences`: indices of those to compute, ascending; the others have 0 everywhere. None: all.
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
-        schedules = assign_microbatches(self._config, self.cost, batch, np.arange(len(batch)), tokens)
+        chosen = np.arange(len(batch)) if sequences is None else sequences
+        schedules = assign_microbatches(self._config, self.cost, batch, chosen, tokens)
         refs = [call_actor(actor, RankActor.compute, work, field) for actor, work in self._store_work(batch, schedules)]
         answers = zip(self._reports, self._gather(refs, phase_name), strict=True)
         by_replica = {report.data_rank: result for report, result in answers if result is not None}
@@ -312,3 +317,28 @@ class MegatronValue(ModelRanks):
     """The value model of PPO."""
 
     label, output_field = "value model", "values"
+
+
+class MegatronTeacher(ModelRanks):
+    """A teacher of distillation, which is never trained."""
+
+    output_field = "teacher_outputs"
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        actor_options: Callable[[int], dict[str, Any]],
+        startup_timeout_s: float,
+        task: str | None = None,
+    ) -> None:
+        self.label = "teacher" if task is None else f"teacher of {task}"
+        super().__init__(settings, actor_options, startup_timeout_s)
+
+    def add_outputs(self, batch: StepBatch, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Add the teacher's output for the tokens of some sequences, 0 elsewhere.
+
+        Returns [sequences of the batch]: True where the values of sampled tokens are finite.
+        """
+        field = self.output_field
+        batch.fields[field], is_finite = self._forward(batch, field, OUTPUTS[field], sequences)
+        return is_finite

@@ -126,6 +126,8 @@ def iter_weights(rank: ModelRank) -> Iterator[Tensor]:
             get_data_tensors = getattr(parameter, "get_data_tensors", None)
             yield parameter if get_data_tensors is None else get_data_tensors(columnwise_data=False)
         yield from chunk.buffers()
+    if rank.teacher_heads is not None:
+        yield from rank.teacher_heads.weights
     for buffer in _iter_flat_buffers(rank):
         if buffer.param_data is not None:
             yield buffer.param_data

@@ -21,6 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -206,6 +207,15 @@ class ModelOptimizer:
         self.optimizer.load_state_dict(state)
         self.scheduler.num_steps = schedule_steps
         self.scheduler.step(0)
+
+
+class FrozenOptimizer(ModelOptimizer):
+    """Optimizer of a frozen model: no gradients, no state."""
+
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        self.chunks, self._gathers_late, self.optimizer = [], False, ChainedOptimizer([])
 
 
 def _identify(param_group: dict[str, Any]) -> tuple[Any, ...]:

@@ -40,9 +40,10 @@ from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.layer_spec import warn_of_unfused_attention
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
-from megatron_grpo.trainer.optimizer import ModelOptimizer
+from megatron_grpo.trainer.optimizer import FrozenOptimizer, ModelOptimizer
 from megatron_grpo.trainer.parallel import StageCommunicator, collect_schedule_groups
 from megatron_grpo.trainer.step_record import StepRecorder
+from megatron_grpo.trainer.teacher import TeacherHeads, compute_teacher_output
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs
@@ -76,14 +77,20 @@ class ModelRank(ABC):
             self.reference = build_reference(self.chunks, config, settings.reference, shape, self.platform)
             if settings.reference.offload:
                 move_to_host(self.reference, self.platform)
+        self.teacher_heads: TeacherHeads | None = None  # of a policy with teachers, on its last stage
+        if settings.distillation is not None and self.chunks[-1].post_process:
+            self.teacher_heads = TeacherHeads(settings, self.chunks[-1])
         self.maker = maker or MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             is_policy = shape.value_head is None
             form = RoutedForm.from_shape(shape) if is_policy and config.moe.replay_routing else None
             self.routing = StepRouting(self.chunks, config.moe, "moe" if is_policy else "value_moe", form)
-        self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
+        self.optimizer = self._build_optimizer()
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
+
+    def _build_optimizer(self) -> ModelOptimizer:
+        return ModelOptimizer(self.chunks, self.config, self.settings.decay_steps)
 
     def gather_chunks(self) -> list[DecoderModel]:
         """Return the chunks with up-to-date weights; collective over data-parallel ranks."""
@@ -192,14 +199,16 @@ class ModelRank(ABC):
     def _forward_tokens(
         self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
     ) -> Tensor | None:
-        # One float per token, [sum(lengths)], on the host, of the output rank only. It is 0 for tokens that were not
-        # sampled; without the field `sampled` every token has its output.
+        # One output per token, [sum(lengths), ...], on the host, of the output rank only. It is 0 for tokens that were
+        # not sampled; without the field `sampled` every token has its output.
         for chunk in chunks:
             chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
             # Megatron-Core's schedule wants a loss and a token count; both are 0 here.
             values, _ = self._apply_head(chunks[-1], output, microbatch.tokens)
+            if values.dim() > 1 and self.config.parallel.context == 1:
+                values = values.cpu()  # wide outputs of all tokens may not fit the device
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
 
         pieces = self._run_schedule(chunks, batch, microbatches, keep, forward_only=True)
@@ -207,7 +216,8 @@ class ModelRank(ABC):
             return None
         outputs = torch.cat([values for values, _ in pieces])
         indices = torch.from_numpy(np.concatenate([indices for _, indices in pieces]))
-        result = outputs.new_zeros(sum(batch.lengths) + 1)  # the last entry takes the rows of no token (index -1)
+        # The last entry takes the rows of no token (index -1).
+        result = outputs.new_zeros(sum(batch.lengths) + 1, *outputs.shape[1:])
         result[indices.to(result.device)] = outputs
         if self.config.parallel.context > 1:  # each rank has the values of its own tokens, and 0 elsewhere
             result = sum_over_context(result)
@@ -332,7 +342,7 @@ class PolicyRank(ModelRank):
         self.reference_moved = True
 
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        process_group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
+        process_group = parallel_state.get_tensor_model_parallel_group()
         columns = len(model.head_weight)
         start = process_group.rank() * columns
         operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, require_field(tokens.token_ids)
@@ -340,10 +350,13 @@ class PolicyRank(ModelRank):
             "start": start,
             "columns": max(0, min(columns, self.shape.vocab - start)),
             "group": process_group if process_group.size() > 1 else None,
-            "scale": 1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
+            "scale": self.settings.logit_scale,
             "cap": self.shape.logit_cap,
             "chunk_tokens": self.config.logprob_chunk_size,
         }
+        if self.teacher_heads is not None and tokens.teacher_outputs is not None:
+            divergence = self.teacher_heads.compare(model, operands[0], tokens, self.shape.logit_cap)
+            tokens = replace(tokens, divergence=divergence)
         if self.settings.token_filter is None:
             kernel = self.head_kernel or self.config.logprob_kernel
             logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=kernel)
@@ -363,3 +376,20 @@ class ValueRank(ModelRank):
 
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         return model.output_layer(hidden), tokens
+
+
+class TeacherRank(ModelRank):
+    """A rank's shard of a teacher of distillation, which is never trained."""
+
+    def _build_optimizer(self) -> ModelOptimizer:
+        return FrozenOptimizer(self.chunks)
+
+    def compute_outputs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Compute what the policy is compared with at every sampled token."""
+        # A replica without a sequence of this teacher's tasks takes part with a dummy.
+        return self._forward_tokens(self.gather_chunks(), batch, microbatches or [[]])
+
+    outputs: ClassVar = {"teacher_outputs": compute_outputs}
+
+    def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        return compute_teacher_output(self.settings, model, hidden), tokens

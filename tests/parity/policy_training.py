@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.messages import PolicyDistillation, RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.ranks import LEAST_SHARE
 from tests.parity.ranks import Layout
@@ -56,6 +57,7 @@ def make_engine(
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
     packing: bool = True,
+    distillation: PolicyDistillation | None = None,
     **settings: Any,
 ) -> PolicyRank:
     """The policy's part on this rank; `settings` are further keys of policy.*."""
@@ -68,7 +70,14 @@ def make_engine(
         **({"max_grad_norm": MAX_GRAD_NORM} | settings),
     )
     return PolicyRank(
-        RankSettings(config=config, shape=model.shape, folder=str(model.path), temperature=0.8, decay_steps=100)
+        RankSettings(
+            config=config,
+            shape=model.shape,
+            folder=str(model.path),
+            temperature=0.8,
+            decay_steps=100,
+            distillation=distillation,
+        )
     )
 
 
@@ -119,12 +128,15 @@ def hf_loss(model: torch.nn.Module) -> Tensor:
 
 
 def expect_gradients_of_transformers(
-    by_rank: list[list[tuple[dict[str, Tensor], float]]], models: list[TinyModel], tolerance: float
+    by_rank: list[list[tuple[dict[str, Tensor], float]]],
+    models: list[TinyModel],
+    tolerance: float,
+    loss: Callable[[torch.nn.Module], Tensor] = hf_loss,
 ) -> None:
     """What `gradients_on_rank` returned on every rank against backward() in transformers, relative to each norm."""
     for index, tiny in enumerate(models):
         model = tiny.load()
-        hf_loss(model).backward()
+        loss(model).backward()
         # transformers stacks experts, and its files, whose names `actual` has, do not.
         gradients = {name: one.grad for name, one in model.named_parameters() if ".indexer." not in name}
         expected = revert_weight_conversion(model, gradients)

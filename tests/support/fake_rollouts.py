@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
 from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.token_batch import STORED_DTYPES
+from megatron_grpo.batch.token_batch import STORED_DTYPES, WIDE_FIELDS
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
@@ -165,7 +165,8 @@ class FakeRollouts:
         lengths = batch.lengths
         added, summary = fn(lengths, {name: np.concatenate(by_sequence(batch, name)) for name in fields}, *args)
         for name, array in added.items():
-            assert (array.shape, array.dtype) == ((lengths.sum(),), STORED_DTYPES[name]), name
+            assert len(array) == lengths.sum(), name
+            assert name in WIDE_FIELDS or (array.ndim, array.dtype) == (1, STORED_DTYPES[name]), name
             add_entry(batch, name, array)
         return summary
 
@@ -210,7 +211,7 @@ def by_sequence(batch: StepBatch, name: str) -> list[NDArray[Any]]:
 
 def add_entry(batch: StepBatch, name: str, values: NDArray[Any]) -> None:
     """Store an entry, flat and in the order of the step, as a model would that computes it."""
-    pieces = split(values.astype(STORED_DTYPES[name]), batch.lengths)
+    pieces = split(values.astype(STORED_DTYPES.get(name, values.dtype)), batch.lengths)
     batch.fields[name] = [Reference(np.concatenate([pieces[number] for number in shard])) for shard in batch.partitions]
 
 

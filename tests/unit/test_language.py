@@ -26,6 +26,8 @@ NOUNS = frozenset(
         "main",
         # Names that users of NeMo RL know, or that the documents promise.
         "async_grpo_train",
+        "distillation_step",
+        "distillation_train",
         "dpo_step",
         "dpo_train",
         "grpo_step",

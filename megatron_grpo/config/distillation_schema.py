@@ -1,0 +1,38 @@
+"""The keys of on-policy distillation: its teachers."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.section import PathText, Positive, Section
+
+
+class TeacherModelConfig(Section):
+    """The weights of a teacher."""
+
+    path: PathText | None = None
+    """Folder or hub name of a model of any family, with the policy's tokenizer; required unless server_url is given."""
+
+
+class TeacherConfig(Section):
+    """A frozen model that scores the tokens which the policy sampled; for algorithm=distillation."""
+
+    model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    microbatch_tokens: Positive | None = None
+    """Most tokens, padding included, in a forward pass of one data-parallel rank; null: as in the policy's passes for
+    log-probabilities."""
+
+    server_url: str | None = None
+    """Address of an OpenAI-compatible vLLM server that has the teacher, http://HOST:PORT: its prompt_logprobs replace
+    ranks of the run. Needs distillation.topk_logits_k. null: the run's own ranks have it."""
+
+
+class DistillationConfig(Section):
+    """How the policy is compared with a teacher; the loop has GRPO's keys."""
+
+    topk_logits_k: Positive | None = None
+    """Tokens of the teacher at each position, its likeliest; all others are one further entry, the tail. null: the
+    teacher's whole distribution, from its hidden states."""
