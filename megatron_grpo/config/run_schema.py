@@ -145,13 +145,16 @@ class LoggerConfig(Section):
         return self.has_replay(step + 1)
 
 
+PreparedName = Literal["addition", "addition_moe", "addition_hybrid", "addition_text", "calculator", "two_tasks"]
+
+
 class PrepareConfig(Section):
     """A model and data made before the run, without a download."""
 
-    name: Literal["addition", "addition_moe", "addition_hybrid", "calculator", "two_tasks"] | None = None
+    name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
-    addition_hybrid: a Qwen3.5 with delta nets; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
-    game of several turns; null: none."""
+    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; calculator: calls a
+    calculator, rarely correctly; two_tasks: sums, and a game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Folder of the model and its data; later runs reuse them."""

@@ -84,7 +84,7 @@ def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[s
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     report = SetReport()
     try:
-        report.source = source = open_source(config)
+        report.source = source = open_source(config, data.reasoning_gym)
     except SourceError as error:
         report.problems.append(Problem(config.path, str(error)))
         return report
