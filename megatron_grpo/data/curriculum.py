@@ -40,7 +40,7 @@ class CurriculumLoader(BatchLoader):
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the pass.
 
-        It ends early when `observe` goes on to the next level. RunError: a whole pass has too few prompts for a single batch.
+        It ends early when `observe` goes on to the next level. RunError: a whole pass has too few prompts for a batch.
         """
         level, rows, batch = self.level, self._shuffle_rows(), list[DatumSpec]()
         if self._drawn == 0:
