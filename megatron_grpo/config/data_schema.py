@@ -248,7 +248,7 @@ class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
     type: str = "math"
-    """math, addition, code, format, judge, tools or countdown (docs/environments.md); reasoning_gym
+    """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv or reasoning_gym
     (docs/connectors.md); reward_functions: the functions in reward_funcs; package.module:Class: your own."""
 
     options: EnvironmentOptions = field(default_factory=dict)
@@ -313,6 +313,7 @@ BUILT_IN = {
     "judge": "megatron_grpo.environments.judge:JudgeEnvironment",
     "tools": "megatron_grpo.environments.tools:ToolEnvironment",
     "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
+    "openenv": "megatron_grpo.environments.openenv:OpenEnvEnvironment",
     "reasoning_gym": "megatron_grpo.environments.reasoning_gym:ReasoningGymEnvironment",
 }
 
