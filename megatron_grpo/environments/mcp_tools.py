@@ -140,8 +140,8 @@ class McpTools:
             if allow is not None and tool.name not in allow:
                 continue
             if tool.name in self._owners:
-                other = self._owners[tool.name].name
-                raise RunError(f"MCP servers {other} and {connection.name} both have a tool {tool.name}; use allow")
+                owner = self._owners[tool.name].name
+                raise RunError(f"MCP servers {owner} and {connection.name} both have a tool {tool.name}; use allow")
             self._owners[tool.name] = connection
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.definitions.append({"type": "function", "function": function})

@@ -81,8 +81,8 @@ class OpenEnvEnvironment(Environment):
         if answer["done"]:
             self._close(self._sessions.pop(state.name)[0])
         observation = answer["observation"]
-        shown = observation if self.observation is None else observation.get(self.observation, "")
-        text = shown if isinstance(shown, str) else json.dumps(shown)
+        content = observation if self.observation is None else observation.get(self.observation, "")
+        text = content if isinstance(content, str) else json.dumps(content)
         return Turn(done=bool(answer["done"]), state=state, text=text, reward=float(answer["reward"] or 0.0))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
