@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -46,7 +46,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
                     report = step(run, batches)
             except UnpublishedStepError as error:
                 # The models have learnt from the step: it counts although the run ends.
-                _count_step(run, error.report.metrics)
+                _count_step(run, error.report)
                 # Noted first, because saving waits for ranks that may be busy.
                 result = "is lost" if isinstance(error.failure, ModelLostError) else "is saved before the run ends"
                 run.logger.note(f"the weights of step {state['total_steps']} were not published; the step {result}")
@@ -55,21 +55,24 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
                 run.logger.end_early("data_used_up", run.end_of_data)
                 run.logger.note(run.end_of_data)
                 break
-            _count_step(run, report.metrics)
+            _count_step(run, report)
             metrics = _finish_step(run, report)
             run.checkpointer.advance()
         _finish_training(run, metrics)
         run.callbacks.notify("on_end", state["total_steps"])
 
 
-def _count_step(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+def _count_step(run: SamplingRun, report: StepReport) -> None:
     state, epoch = run.state, run.loader_state["epoch"]
     if epoch > state["current_epoch"]:
         state["current_epoch"] = epoch
         state["current_step"] = 0
     state["total_steps"] += 1
     state["current_step"] += 1
-    state["total_valid_tokens"] += int(metrics["valid_tokens"])
+    state["total_valid_tokens"] += int(report.metrics["valid_tokens"])
+    remark = run.loader.observe(report.sampled)
+    if remark is not None:
+        run.logger.note(f"step {state['total_steps']}: {remark}")
 
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:

@@ -16,6 +16,7 @@ from megatron_grpo.algorithms.token_functions import (
     choose_policy_logprobs,
     compute_ppo_token_advantages,
     compute_token_advantages,
+    repeat_turn_advantages,
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
@@ -23,6 +24,27 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Turns of the samples of some groups."""
+
+    returns: Tensor  # [turns, groups, samples], float32: discounted return from the turn on; NaN without this turn
+    tokens: Tensor  # [turns, groups, samples], int64: sampled tokens of the turn; 0 without it
+
+    @staticmethod
+    def join(parts: Sequence[Turns]) -> Turns:
+        """Join the turns of several sets of groups."""
+        turn_count = max(len(part.returns) for part in parts)
+        return Turns(
+            torch.cat([_pad_turns(part.returns, turn_count, math.nan) for part in parts], dim=1),
+            torch.cat([_pad_turns(part.tokens, turn_count, 0) for part in parts], dim=1),
+        )
+
+
+def _pad_turns(values: Tensor, turns: int, filler: float) -> Tensor:
+    return torch.cat([values, values.new_full((turns - len(values), *values.shape[1:]), filler)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +61,8 @@ class Scores:
     """[groups], bool: whether the samples of the group got different rewards (with GDPO, different advantages)."""
     has_signal: Tensor
     """[groups], bool: whether dynamic sampling keeps the group."""
+    turns: Turns | None = None
+    """Returns by turn; None: all tokens of a response share an advantage."""
 
     @staticmethod
     def join(scores: Sequence[Scores]) -> Scores:
@@ -50,15 +74,14 @@ class Scores:
             function_weights=scores[0].function_weights,
             differs=torch.cat([part.differs for part in scores]),
             has_signal=torch.cat([part.has_signal for part in scores]),
+            turns=None if scores[0].turns is None else Turns.join([part.turns for part in scores if part.turns]),
         )
 
 
 def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
     """Scale and shape rewards of groups, and find learning signals."""
     samples = config.training_loop.num_generations_per_prompt
-    rewards = torch.tensor(
-        [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes], dtype=torch.float32
-    )
+    rewards = torch.tensor([_find_reward(config, outcome) for outcome in outcomes], dtype=torch.float32)
     scaled = formulas.scale_rewards(rewards.view(-1, samples), config.training_loop.reward_scaling)
     shaped = formulas.shape_rewards(
         scaled,
@@ -75,10 +98,46 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         # The weighted sums of the normalised rewards count, even if the sums of the rewards do not differ.
         differs = formulas.has_signal(formulas.gdpo_scores(reward_parts, weights))
         return Scores(shaped, reward_parts, weights, differs, differs)
+    if config.algorithm == "grpo" and config.grpo.turn_credit == "turn":
+        turns = _lay_out_turns(config, outcomes, shaped - scaled)
+        differs = torch.stack([formulas.has_signal(turn) for turn in turns.returns]).any(dim=0)
+        unshaped = _lay_out_turns(config, outcomes, torch.zeros_like(scaled)).returns
+        signal = torch.stack([formulas.has_signal(turn) for turn in unshaped]).any(dim=0)
+        return Scores(shaped, None, None, differs, signal & differs, turns)
     # Rewards must differ before shaping, too. Length penalties alone are no signal: responses that are all right or all
     # wrong nearly always differ in length, and DAPO drops them (Yu et al. 2025, eq. 11).
     differs = formulas.has_signal(shaped)
     return Scores(shaped, None, None, differs, formulas.has_signal(scaled) & differs)
+
+
+def _find_reward(config: Config, outcome: Outcome) -> float:
+    if outcome.reward is None:
+        return math.nan
+    discount = config.grpo.turn_discount if config.algorithm == "grpo" else 1.0
+    if discount == 1.0 or not outcome.turn_rewards:
+        return outcome.reward
+    return math.fsum(reward * discount**turn for turn, reward in enumerate(outcome.turn_rewards))
+
+
+def _lay_out_turns(config: Config, outcomes: Sequence[Outcome], penalties: Tensor) -> Turns:
+    """Lay out the turns of groups as tensors.
+
+    `penalties`, [groups, samples], are added to the last turns. A response without rewards by turn is one turn.
+    """
+    rewards = [outcome.turn_rewards or [outcome.reward or 0.0] for outcome in outcomes]
+    tokens = [outcome.turn_tokens or [outcome.response_tokens] for outcome in outcomes]
+    turn_count = max(map(len, rewards))
+    laid_rewards = torch.full((len(outcomes), turn_count), math.nan)
+    laid_tokens = torch.zeros((len(outcomes), turn_count), dtype=torch.int64)
+    for row, (outcome, penalty) in enumerate(zip(outcomes, penalties.flatten().tolist(), strict=True)):
+        count = len(rewards[row])
+        laid_tokens[row, :count] = torch.tensor(tokens[row])
+        if outcome.reward is not None:
+            laid_rewards[row, :count] = torch.tensor(rewards[row])
+            laid_rewards[row, count - 1] += penalty
+    shape = (turn_count, *penalties.shape)
+    returns = formulas.compute_turn_returns(laid_rewards.T.reshape(shape), config.grpo.turn_discount)
+    return Turns(returns, laid_tokens.T.reshape(shape))
 
 
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
@@ -102,6 +161,9 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             is_finite = rollouts.compute(compute_ppo_token_advantages, batch, fields, *arguments)
     elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
         is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments)
+    elif scores.turns is not None:
+        advantages = formulas.compute_turn_advantages(config.grpo, scores.turns.returns)
+        is_finite = rollouts.compute(repeat_turn_advantages, batch, fields, config, advantages, scores.turns.tokens)
     else:
         if scores.reward_parts is not None and scores.function_weights is not None:
             advantages = formulas.gdpo_advantages(scores.reward_parts, scores.function_weights)

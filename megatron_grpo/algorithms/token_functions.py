@@ -48,6 +48,20 @@ def compute_token_advantages(
     return {"advantages": field}, find_finite_sequences(field, lengths)
 
 
+def repeat_turn_advantages(
+    lengths: NDArray[np.int64], arrays: TokenArrays, config: Config, advantages: Tensor, turn_tokens: Tensor
+) -> tuple[TokenArrays, NDArray[np.bool_]]:
+    """Give each sampled token the advantage of its turn.
+
+    `advantages` and `turn_tokens`, its sampled tokens, are [turns, groups, samples]. The result is that of
+    `compute_token_advantages`.
+    """
+    by_sequence, counts = (values.flatten(1).T.flatten() for values in (advantages, turn_tokens))
+    by_token = formulas.clip_advantages(by_sequence.repeat_interleave(counts), config.training_loop)
+    field = scatter_sampled(by_token, arrays["sampled"])
+    return {"advantages": field}, find_finite_sequences(field, lengths)
+
+
 def compute_ppo_token_advantages(
     lengths: NDArray[np.int64],
     arrays: TokenArrays,

@@ -110,6 +110,8 @@ def _make_schema() -> pa.Schema:
             "stop_reason": pa.string(),
             "reward": pa.float64(),
             "reward_parts": pa.map_(pa.string(), pa.float64()),
+            "turn_rewards": pa.list_(pa.float64()),
+            "turn_tokens": pa.list_(pa.int32()),
             "reward_errors": pa.int32(),
             "reward_metrics": pa.map_(pa.string(), pa.float64()),
             "notes": pa.map_(pa.string(), pa.string()),

@@ -50,6 +50,9 @@ class Outcome:
     sample: int  # number of the sample in its group
     reward: float | None = 0.0  # None: no function gave one, or the rollout failed; baselines and the loss leave it out
     reward_parts: dict[str, float] = field(default_factory=dict)  # reward per reward function, when there are several
+    turn_rewards: list[float] = field(default_factory=list)
+    """Reward of each turn, whose sum is `reward`; empty if the environment gave none by turn."""
+    turn_tokens: list[int] = field(default_factory=list)  # sampled tokens of each turn; empty as `turn_rewards`
     reward_errors: int = 0  # reward functions that failed for the response; they count as if they had given no reward
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""

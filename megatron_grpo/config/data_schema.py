@@ -9,12 +9,15 @@ from typing import Literal
 from megatron_grpo.config.section import (
     MISSING,
     EnvironmentOptions,
+    GymOptions,
     NonNegativeFloat,
     PathText,
     Positive,
     PositiveFloat,
+    PositiveShare,
     Seconds,
     Section,
+    Seed,
     TemplateArguments,
 )
 
@@ -62,7 +65,8 @@ class DatasetConfig(Section):
     """One set of rows."""
 
     path: PathText = MISSING
-    """A file (.jsonl, .parquet, .arrow, .csv), a folder that `datasets` saved, or a hub name: openai/gsm8k."""
+    """A file (.jsonl, .parquet, .arrow, .csv), a folder that `datasets` saved, a hub name (openai/gsm8k), or
+    reasoning_gym: rows that data.reasoning_gym describes."""
 
     subset: str | None = None
     """Subset (configuration) of a hub set, such as main; null: its only one."""
@@ -81,14 +85,58 @@ class DatasetConfig(Section):
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
 
+class GymTaskConfig(Section):
+    """One task of reasoning_gym."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the rows, relative to the other tasks."""
+
+    options: GymOptions = field(default_factory=dict)
+    """Difficulty and further parameters of the task, such as min_digits; the library's documentation has them."""
+
+
+class GymConfig(Section):
+    """Rows of reasoning_gym, which data.train_path=reasoning_gym makes; docs/connectors.md."""
+
+    tasks: dict[str, GymTaskConfig] = field(default_factory=dict)
+    """The tasks, by their names in the library, such as chain_sum."""
+
+    rows: Positive = 4096
+    """Training rows of each level. None of them has the question of a held-out row."""
+
+    held_out_rows: Positive = 256
+    """Rows of each level with the split test (data.val_split), made from other seeds than the training rows."""
+
+    seed: Seed = 0
+    """Seed of all rows."""
+
+    levels: Positive | None = None
+    """Levels of the library's curricula, from the easiest, each with its own rows; data.curriculum.column=level begins
+    with the first. null: rows of the options alone."""
+
+
+class CurriculumConfig(Section):
+    """Training rows by level; a level begins when responses are accurate."""
+
+    column: str | None = None
+    """Column with a row's level, a whole number of at least 0. Training begins with the lowest. null: no curriculum."""
+
+    raise_at: PositiveShare = 0.8
+    """Accuracy of the last `window` responses at which training goes on to the next level."""
+
+    window: Positive = 256
+    """Responses whose accuracy decides; those to rows of earlier levels do not count."""
+
+
 class DataConfig(PromptConfig):
     """Data sets, and how their rows become prompts."""
 
     train_path: PathText = MISSING
-    """JSONL file of training rows; or .parquet, .arrow, .csv, a `datasets` folder or a hub name. Or train_sets."""
+    """JSONL file of training rows; or .parquet, .arrow, .csv, a `datasets` folder or a hub name, or reasoning_gym. Or
+    train_sets."""
 
     val_path: PathText | None = None
-    """Validation rows: a file, folder or hub name, as for train_path; null: no validation, unless val_sets has sets."""
+    """Validation rows: a file, folder or name, as for train_path; null: no validation, unless val_sets has sets."""
 
     subset: str | None = None
     """Subset (configuration) of a hub set in train_path and val_path; null: its only one."""
@@ -160,6 +208,10 @@ class DataConfig(PromptConfig):
     """Rows of each set that are rendered and tokenized before training, to find prompts that are too long or that the
     chat template refuses; the rest is rendered when it is used. All rows are read and checked at the start."""
 
+    reasoning_gym: GymConfig = field(default_factory=GymConfig)
+
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+
     shuffle: bool = True
     """Draw a new order of the training rows in each epoch."""
 
@@ -219,8 +271,9 @@ class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
     type: str = "math"
-    """math, addition, code, format, judge, tools or countdown (docs/environments.md); unscored: no rewards, for
-    distillation alone; reward_functions: the functions in reward_funcs; package.module:Class: your own environment."""
+    """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv or reasoning_gym
+    (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in reward_funcs;
+    package.module:Class: your own."""
 
     options: EnvironmentOptions = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
@@ -285,6 +338,8 @@ BUILT_IN = {
     "tools": "megatron_grpo.environments.tools:ToolEnvironment",
     "unscored": "megatron_grpo.environments.tasks:UnscoredEnvironment",
     "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
+    "openenv": "megatron_grpo.environments.openenv:OpenEnvEnvironment",
+    "reasoning_gym": "megatron_grpo.environments.reasoning_gym:ReasoningGymEnvironment",
 }
 
 # The environment type that gives no rewards, for distillation alone.
@@ -305,6 +360,9 @@ SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
 SUPERVISED = "supervised"
 # Kind of rows that have two responses, a better and a worse one.
 PREFERENCE = "preference"
+# The path of a set whose rows the library reasoning_gym makes.
+REASONING_GYM = "reasoning_gym"
+
 # Types that need the reference answer of a row.
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 

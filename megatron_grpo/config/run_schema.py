@@ -162,15 +162,19 @@ class LoggerConfig(Section):
         return self.has_replay(step + 1)
 
 
+PreparedName = Literal[
+    "addition", "addition_moe", "addition_hybrid", "addition_text", "distillation", "calculator", "two_tasks"
+]
+
+
 class PrepareConfig(Section):
     """A model and data made before the run, without a download."""
 
-    name: Literal["addition", "addition_moe", "addition_hybrid", "distillation", "calculator", "two_tasks"] | None = (
-        None
-    )
+    name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
-    addition_hybrid: a Qwen3.5 with delta nets; distillation: that of addition and a teacher, 9 in 10 right; calculator:
-    calls a calculator, rarely correctly; two_tasks: sums, and a game of several turns; null: none."""
+    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: that
+    of addition and a teacher, 9 in 10 right; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
+    game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Folder of the model and its data; later runs reuse them."""

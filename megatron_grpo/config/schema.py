@@ -44,7 +44,7 @@ from megatron_grpo.config.run_schema import (
     PlanConfig,
     PrepareConfig,
 )
-from megatron_grpo.config.section import MISSING, PathText, Positive, Section
+from megatron_grpo.config.section import MISSING, PathText, Positive, PositiveShare, Section
 
 
 class GRPOConfig(LoopConfig):
@@ -60,6 +60,14 @@ class GRPOConfig(LoopConfig):
     """Baseline of a sample: mean reward of the *other* samples of its group (true), or of all (false)."""
 
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
+
+    turn_credit: Literal["response", "turn"] = "response"
+    """Tokens that count a turn's reward. response: all of the rollout, whose reward is the sum over its turns,
+    discounted to the start; turn: those of the turn and of earlier ones; each turn has an advantage
+    (docs/algorithms.md)."""
+
+    turn_discount: PositiveShare = 1.0
+    """Factor of a turn's reward for each turn before it; only for environments that reward turns."""
 
     num_iterations: Positive = 1
     """Passes of the optimizer over the samples of a step (mu)."""

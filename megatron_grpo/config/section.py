@@ -35,6 +35,7 @@ MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
+GymOptions = Annotated[dict[str, Any], "reasoning_gym"]
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))

@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 from megatron_grpo.config.errors import format_count
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
-from megatron_grpo.data.sources import is_remote
+from megatron_grpo.data.sources import is_named_set
 from megatron_grpo.models.source import is_made_before_run
 
 
@@ -58,7 +58,7 @@ def identify(config: Config) -> DataIdentity:
 def _identify_set(config: Config, key: str) -> SetIdentity:
     training = config.data.training_sets
     dataset = training[key] if key in training else config.data.validation_sets[key]
-    has_parts = is_remote(dataset.path) or os.path.isdir(dataset.path)
+    has_parts = is_named_set(dataset.path) or os.path.isdir(dataset.path)
     parts = [part for part in (dataset.subset, dataset.split) if has_parts and part is not None]
     path = "".join([dataset.path, *(f" ({part})" for part in parts)])
     report, is_streamed = SetReport(), config.data.streaming and key in training

@@ -12,10 +12,11 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Subset
 
 from megatron_grpo.batch import special_tokens
-from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.data_schema import CurriculumConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.curriculum import CurriculumLoader, read_levels
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
@@ -132,7 +133,7 @@ class PromptReader:
                 f"go on to generation.max_new_tokens; give generation.stop_token_ids=[{number}]"
             )
 
-    def make_loader(self) -> PromptLoader:
+    def make_loader(self) -> BatchLoader:
         config, sets = self.config, self.config.data.training_sets
         datasets, usable = [], 0
         for key, training_set in sets.items():
@@ -145,14 +146,27 @@ class PromptReader:
             text = f"has {count}, fewer than the {per_batch} prompts that are sampled together"
             subjects = [f"{key}={training_set.path}" for key, training_set in sets.items()]
             raise ConfigError([Problem(subjects[0] if len(sets) == 1 else ", ".join(sets), text)])
+        prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
+        if config.data.curriculum.column is not None:
+            return self._make_curriculum(config.data.curriculum, prompts, datasets)
         order = PromptSampler(
             [len(dataset) for dataset in datasets],
             [training_set.weight for training_set in sets.values()],
             shuffle=config.data.shuffle,
             seed=config.training_loop.seed,
         )
-        prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
+
+    def _make_curriculum(
+        self, config: CurriculumConfig, prompts: Prompts, datasets: Sequence[AllTaskProcessedDataset]
+    ) -> CurriculumLoader:
+        rows = (dataset.dataset[number] for dataset in datasets for number in range(len(dataset)))
+        try:
+            levels = read_levels(rows, str(config.column))
+        except ValueError as error:
+            raise ConfigError([Problem(f"data.curriculum.column={config.column}", str(error))]) from None
+        per_batch, seed = self.config.prompts_per_generation_batch, self.config.training_loop.seed
+        return CurriculumLoader(prompts, levels, config, prompts_per_batch=per_batch, seed=seed)
 
     def make_stream(self, rows: Any) -> StreamLoader:
         config, ((key, training_set),) = self.config, self.config.data.training_sets.items()

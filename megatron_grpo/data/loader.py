@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, select_first_line
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
@@ -75,6 +76,10 @@ class BatchLoader(Protocol):
     def load_waiting_batches(self) -> Iterator[list[DatumSpec]]:
         """Yield batches of rows that have to be loaded again."""
         return iter(())
+
+    def observe(self, outcomes: Sequence[Outcome]) -> str | None:
+        """Learn from a step's outcomes which prompts to load; returns a remark."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last yielded batch; JSON-serialisable."""

@@ -79,6 +79,9 @@ class Turn:
     """True: the rollout is over and can be scored."""
     state: Any = None
     """State that the environment gets back in its next call for this rollout; it is sent between processes."""
+    reward: float | None = None
+    """Reward of the response, added to that of `score`, which counts for the last turn; None: it has none of its own.
+    grpo.turn_credit decides which tokens it counts for."""
     text: str = ""
     """Text that the model reads next. It becomes the observation: with data.apply_chat_template as a message of the
     conversation, rendered by the tokenizer's chat template, else unchanged."""

@@ -12,10 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.data_schema import REASONING_GYM, DatasetConfig, GymConfig
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
 from megatron_grpo.data import table_values
+from megatron_grpo.data.gym_rows import GymError, GymRows
 
 Row = dict[str, Any]
 HEAD_BYTES = 2**16
@@ -208,13 +209,21 @@ class Table:
         return f"{self.name}:{self._lines[number]}" if self._lines else f"{self.name}, row {number}"
 
 
-Source = JsonLines | Table
+Source = JsonLines | Table | GymRows
 
 
-def open_source(config: DatasetConfig) -> Source:
-    """Open the rows of a set; downloads a hub set; SourceError: it is unreadable."""
+def open_source(config: DatasetConfig, gym: GymConfig | None = None) -> Source:
+    """Open the rows of a set; downloads a hub set; SourceError: it is unreadable.
+
+    `gym`: description of the rows of reasoning_gym.
+    """
     path = Path(config.path)
-    if os.path.isdir(path) or is_remote(config.path):
+    if config.path == REASONING_GYM:
+        try:
+            return GymRows(gym or GymConfig(), config.split)
+        except GymError as error:
+            raise SourceError(str(error)) from error
+    if os.path.isdir(path) or is_named_set(config.path):
         return _load_dataset(config)
     if is_lfs_pointer(path):
         raise SourceError(LFS_POINTER)
@@ -231,9 +240,10 @@ def open_source(config: DatasetConfig) -> Source:
         raise SourceError(f"is not a {path.suffix} file that can be read: {reason}") from error
 
 
-def is_remote(path: str) -> bool:
-    """True for a set on the hub."""
-    return is_hub_name(path) and Path(path).suffix not in (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
+def is_named_set(path: str) -> bool:
+    """True for a set of the hub or of reasoning_gym."""
+    endings = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
+    return path == REASONING_GYM or (is_hub_name(path) and Path(path).suffix not in endings)
 
 
 def _load_dataset(config: DatasetConfig) -> Source:

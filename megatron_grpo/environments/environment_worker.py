@@ -92,7 +92,8 @@ class EnvironmentWorker:
         if not turn.done and (turn.text or turn.messages or is_message):
             messages = turn.messages or [{"role": turn.role, "content": turn.text}]
             observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
-        return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), observation=observation)
+        reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
+        return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), reward=reward, observation=observation)
 
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess

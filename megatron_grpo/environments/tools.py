@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, score_zero_or_one
 from megatron_grpo.environments.math_answers import Verifier
+from megatron_grpo.environments.mcp_tools import McpServer, McpTools
 from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.tasks import OPERATORS
@@ -97,15 +99,17 @@ class ToolEnvironment(Environment):
     """Reward 1 when the last turn is the reference answer, else 0.
 
     The last turn is the first one that calls no tool. Tools and their argument: calculator (expression), python (code,
-    which runs in the sandbox), retriever (query, over local documents). A call that cannot be executed is answered with
-    the reason.
+    which runs in the sandbox), retriever (query, over local documents); and the tools of MCP servers. A call that
+    cannot be executed is answered with the reason.
     """
 
     multi_turn = True
     answer_role = "tool"
     settings: EnvironmentSettings
     tools: list[Literal["calculator", "python", "retriever"]] | None = None
-    """Tools that the model may call; None: the calculator."""
+    """Tools that the model may call; None: the calculator, or with `servers` only their tools."""
+    servers: dict[str, McpServer] | None = None
+    """MCP servers whose tools the model may call too, by a name for messages."""
     parser: str = "hermes"
     """vLLM's parser of tool calls, by its name in `vllm serve --tool-call-parser`."""
     documents: str | None = None
@@ -123,7 +127,12 @@ class ToolEnvironment(Environment):
         from vllm.tool_parsers import ToolParserManager
 
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
-        self._tools = {name: self._make_tool(name) for name in self.tools or ["calculator"]}
+        if self.tools is None:
+            self.tools = [] if self.servers else ["calculator"]
+        self._tools = {name: self._make_tool(name) for name in self.tools}
+        self._server_tools = McpTools(self.servers or {})
+        if shared := self._tools.keys() & set(self._server_tools.names):
+            raise RunError(f"options.servers have a tool {min(shared)}, as options.tools has; use allow")
         tokenizer = self.settings.load_tokenizer()
         try:
             self._parser = ToolParserManager.get_tool_parser(self.parser)(tokenizer)
@@ -140,6 +149,11 @@ class ToolEnvironment(Environment):
         """Find a parser that vLLM lacks, and a retriever without documents."""
         problems = []
         parser, documents = options.get("parser"), options.get("documents")
+        for name, server in (options.get("servers") or {}).items():
+            if (server.command is None) == (server.url is None) or server.command == []:
+                problems.append((f"servers.{name}", "needs either a command, as a list, or a url"))
+            elif find_spec("mcp") is None:
+                problems.append((f"servers.{name}", "needs the library: pip install 'megatron_grpo[mcp]'"))
         names = read_parser_names("tool_parsers")
         if parser is not None and names and parser not in names:
             text = f"is not a tool parser of vLLM; choose one of {', '.join(sorted(names))}"
@@ -157,7 +171,7 @@ class ToolEnvironment(Environment):
         return problems
 
     def _require_readable_calls(self, renderer: PromptRenderer) -> None:
-        tool = next(iter(self._tools))
+        tool = next(iter([*self._tools, *self._server_tools.names]))
         text, names, reason = write_call(renderer, tool), [tool], ""
         if text is not None:
             try:
@@ -210,16 +224,19 @@ class ToolEnvironment(Environment):
 
     def _execute(self, call: Any) -> str:
         tool = self._tools.get(call.name)
-        if tool is None:
-            return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
+        names = self._server_tools.names
+        if tool is None and call.name not in names:
+            return f"error: there is no tool {call.name}; there is {', '.join([*self._tools, *names])}"
         try:
             arguments = json.loads(call.arguments)
         except (ValueError, RecursionError):
             arguments = None
-        if not isinstance(arguments, dict) or len(arguments) != 1:
-            return f"error: {call.name} takes one argument"
-        (argument,) = arguments.values()
+        if not isinstance(arguments, dict) or (tool is not None and len(arguments) != 1):
+            return f"error: {call.name} takes {'named arguments' if tool is None else 'one argument'}"
         try:
+            if tool is None:
+                return self._server_tools.call(call.name, arguments)
+            (argument,) = arguments.values()
             return tool(str(argument))[:_MAX_RESULT_CHARACTERS]
         except ValueError as error:
             return f"error: {error}"

@@ -13,7 +13,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PathText, Positive, Temperature
-from megatron_grpo.data.sources import is_remote
+from megatron_grpo.data.sources import is_named_set
 from megatron_grpo.evaluation.evaluation_checks import find_evaluation_problems
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_checks import examine_rows
@@ -48,7 +48,7 @@ def _name_sets(config: Config, paths: Sequence[str]) -> dict[str, EvaluatedSet]:
     names = []
     for evaluated in sets:
         path = evaluated.rows.path
-        file_name = Path(path).name if is_remote(path) or os.path.isdir(path) else Path(path).stem
+        file_name = Path(path).name if is_named_set(path) or os.path.isdir(path) else Path(path).stem
         names.append(file_name if evaluated.key == DATA_KEY else evaluated.key.split(".")[2])
     return {
         (name if names.count(name) == 1 or evaluated.key != DATA_KEY else evaluated.rows.path): evaluated

@@ -132,6 +132,29 @@ def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
 
 
+def compute_turn_returns(rewards: Tensor, discount: float) -> Tensor:
+    """Discounted return from each turn on: G_t = r_t + discount * G_(t+1).
+
+    Sutton and Barto 2018, eq. 3.9. `rewards`: [turns, groups, samples]; NaN for turns that a sample does not have, as
+    in the result.
+    """
+    returns, later = [], torch.zeros_like(rewards[0])
+    for reward in rewards.flip(0):
+        later = _replace_nan(reward) + discount * later
+        returns.append(torch.where(reward.isnan(), torch.full_like(later, torch.nan), later))
+    return torch.stack(returns).flip(0)
+
+
+def compute_turn_advantages(config: GRPOConfig, returns: Tensor) -> Tensor:
+    """Advantage of each turn: its return, relative to its group's at this turn.
+
+    Turn-level credit of MT-GRPO (Zeng et al. 2025, "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
+    Credit Assignment"), for any number of turns and with returns. The baseline and the standard deviation of a turn are
+    those of the samples that have this turn; 0 for a turn that no other sample has. [turns, groups, samples].
+    """
+    return torch.stack([compute_group_advantages(config, turn) for turn in returns])
+
+
 def _replace_nan(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), torch.zeros_like(values), values)
 

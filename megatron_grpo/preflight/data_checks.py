@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
-from megatron_grpo.data.sources import Row, is_remote
+from megatron_grpo.data.sources import Row, is_named_set
 from megatron_grpo.data.specs import find_spec_problems
 from megatron_grpo.models import source
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
@@ -80,7 +80,7 @@ def examine_rows(
 
     `kinds`: what the rows of each task have to be (`find_row_kinds`); None: prompts for the environments.
     """
-    is_file = not is_remote(dataset.path) and not os.path.isdir(dataset.path)
+    is_file = not is_named_set(dataset.path) and not os.path.isdir(dataset.path)
     reason = check_readable(dataset.path) if is_file else None
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""

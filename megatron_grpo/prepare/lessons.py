@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
+from megatron_grpo.config.data_schema import GymConfig
+from megatron_grpo.data.gym_rows import GymRows
 from megatron_grpo.models.source import CALL_BEGIN, CALL_END
 
 TRAIN_FILE, VAL_FILE = "train.jsonl", "val.jsonl"
@@ -39,6 +42,8 @@ def split_lessons(name: str) -> Split:
     recipe = RECIPES[name]
     if name == "calculator":
         return _split_randomly(_make_products(), recipe)
+    if name == "addition_text":
+        return _split_text_sums(recipe)
     if name != "two_tasks":
         return _split_randomly(_make_sums(), recipe)
     sums, games = split_lessons("addition"), _split_randomly(_make_games(), recipe)
@@ -67,6 +72,21 @@ def _make_sums() -> Iterator[Lesson]:
     for a, b in product(range(10, 100), repeat=2):
         answer = f"{a + b:0{ANSWER_DIGITS}}"
         yield Lesson({"prompt": f"{a}+{b}=", "answer": answer, "task_name": "addition"}, ((answer, True),))
+
+
+def _split_text_sums(recipe: Mapping[str, Any]) -> Split:
+    """Split the sums that reasoning_gym asks for; its held-out rows are for validation."""
+    rows = GymRows(TypeAdapter(GymConfig).validate_python(recipe["gym"]), "test").read_all()
+    held_out = {row["prompt"]: str(row["answer"]) for row in rows}
+    sums = {f"Calculate {a} + {b}.": str(a + b) for a, b in product(range(101), repeat=2)}
+    lessons = {prompt: _make_text_sum(prompt, answer) for prompt, answer in {**sums, **held_out}.items()}
+    val = [lessons.pop(prompt) for prompt in held_out]
+    warmup, train, _ = _split_randomly(lessons.values(), {**recipe, "val_problems": 0})
+    return warmup, train, val
+
+
+def _make_text_sum(prompt: str, answer: str) -> Lesson:
+    return Lesson({"prompt": prompt, "answer": answer, "task_name": "reasoning_gym"}, ((answer, True),))
 
 
 def _make_products() -> Iterator[Lesson]:

@@ -206,4 +206,5 @@ def encode_lessons(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> 
 
 def _encode_text(text: str, vocabulary: Mapping[str, int]) -> list[int]:
     # Each begin or end mark of a call is one token, and so is every other character.
-    return [vocabulary[piece] for piece in re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)]
+    pieces = re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)
+    return [vocabulary.get(piece, vocabulary["<unk>"]) for piece in pieces]

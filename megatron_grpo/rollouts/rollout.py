@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,9 @@ class GroupRollout:
                     _mark_failed(trajectory, scored)
                 else:
                     trajectory.reward, trajectory.correct = scored.reward, scored.correct
+                    if trajectory.turn_rewards and scored.reward is not None:
+                        trajectory.turn_rewards[-1] += scored.reward
+                        trajectory.reward = math.fsum(trajectory.turn_rewards)
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
             flag_suspicious([trajectory for trajectory, _ in sampled], self.environment.leave_out_suspects)
@@ -172,6 +176,7 @@ class GroupRollout:
         state = await self.environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
         outputs: list[GenerationOutput] = []
+        rewards: list[float | None] = []
         # A turn's prompt is the tokens so far, never text that is tokenized again: training needs the sampled tokens.
         while True:
             request = GenerationRequest(
@@ -183,13 +188,18 @@ class GroupRollout:
             outputs.append(output)
             turn = await self.environment.step(state, output.text, int(output.token_ids[-1]))
             state = turn.state
+            rewards.append(turn.reward)
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
             # An observation is only context for a further response: without room for one, it is dropped.
             is_full = not turn.done and length >= settings.max_total_sequence_length
             stop_reason: StopReason = "length" if is_full else output.stop_reason
             if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
-                return self._make_trajectory(sample, [Segment(pieces, outputs)], stop_reason), state
+                trajectory = self._make_trajectory(sample, [Segment(pieces, outputs)], stop_reason)
+                if any(reward is not None for reward in rewards):
+                    trajectory.turn_rewards = [reward or 0.0 for reward in rewards]
+                    trajectory.turn_tokens = [len(output.token_ids) for output in outputs]
+                return trajectory, state
             pieces.append(turn.observation)
 
     async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from megatron_grpo.preflight.load import compose_config
@@ -9,11 +11,13 @@ from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, make_prompt_rows
 
 SUMS = dict.fromkeys(("addition", "addition_moe", "addition_hybrid"), (4588, 512))
-ROWS = {**SUMS, "calculator": (3495, 256), "two_tasks": (2550, 512)}
+ROWS = {**SUMS, "addition_text": (6705, 496), "calculator": (3495, 256), "two_tasks": (2550, 512)}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_row_has_a_prompt_an_answer_and_a_task(name: str) -> None:
+    if "gym" in RECIPES[name]:
+        pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
     files = make_prompt_rows(name)
     assert {file: len(rows) for file, rows in files.items()} == dict(
         zip((TRAIN_FILE, VAL_FILE), ROWS[name], strict=True)
@@ -42,6 +46,7 @@ def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: s
 
 
 def test_the_recipes_fit_it() -> None:
-    for name in ("", "_moe", "_hybrid", "_ppo", "_tools", "_two_tasks"):
+    names = ("_reasoning_gym",) if find_spec("reasoning_gym") else ()
+    for name in (*names, "", "_moe", "_hybrid", "_ppo", "_tools", "_two_tasks"):
         recipe = f"quickstart{name}"
         assert examine_machine(compose_config([f"+exp={recipe}"]))[0] == []

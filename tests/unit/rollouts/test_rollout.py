@@ -101,6 +101,7 @@ class FakeEnvironment:
     last_tokens: list[int] = field(default_factory=list)
     reads_token_ids: bool = False
     leave_out_suspects: tuple[str, ...] = ()
+    rewards: list[float | None] = field(default_factory=list)  # of the turns, in order
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any]) -> Any:
         return (prompt, extra_env_info["answer"], ())
@@ -109,9 +110,12 @@ class FakeEnvironment:
         self.last_tokens.append(last_token)
         prompt, answer, seen = state
         state = (prompt, answer, (*seen, response))
+        reward = self.rewards[len(seen)] if self.rewards else None
         if len(seen) == len(self.observations):
-            return Turn(state=state)
-        return Turn(done=False, state=state, observation=np.array(self.observations[len(seen)], np.int32))
+            return Turn(state=state, reward=reward)
+        return Turn(
+            done=False, state=state, reward=reward, observation=np.array(self.observations[len(seen)], np.int32)
+        )
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         self.jobs.append(requests)
@@ -192,6 +196,18 @@ def test_several_turns_put_observations_between_what_was_sampled() -> None:
     assert [request.seed for request in engine.asked] == [compute_sample_seed(5, 2, 40, 0, turn) for turn in range(3)]
     assert one.response == "<1><2><3>"
     assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
+
+
+def test_rewards_of_turns_are_added_to_that_of_the_score() -> None:
+    environment = FakeEnvironment(observations=[[50, 51], [60]], rewards=[0.25, None, -1.0])
+    (one,) = run(FakeEngine(), environment, replace(BATCH_SETTINGS, samples_per_prompt=1))
+    score = float(len("<1><2><3>"))
+    assert one.turn_rewards == [0.25, 0.0, score - 1.0], "the score counts for the last turn"
+    assert one.turn_tokens == [2, 2, 2]
+    assert one.reward == score - 0.75
+    assert Trajectory.from_row(one.to_row()).turn_rewards == one.turn_rewards
+    (plain,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), replace(BATCH_SETTINGS, samples_per_prompt=1))
+    assert (plain.turn_rewards, plain.turn_tokens) == ([], [])
 
 
 def test_a_rollout_ends_where_the_sequence_is_full() -> None:
