@@ -372,7 +372,11 @@ def _time_generation(
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
     alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
     model.assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
-    model.limits.append(_explain_generation(decoder, lengths, alone, most_sequences < generation.sequences_per_engine))
+    key = (
+        "generation.engine.max_num_seqs" if most_sequences == generation.sequences_per_engine else "the KV cache's room"
+    )
+    waits_for = key if len(responses_of_engine) > most_sequences else None
+    model.limits.append(_explain_generation(decoder, lengths, alone, waits_for))
     batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
     stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), most_sequences, copies)
     # A response that is looked at in a random moment is a long one, in proportion to its length, and half complete.
@@ -382,14 +386,17 @@ def _time_generation(
     return _Sampling(alone.seconds, stream.seconds / batches, in_flight, recompute_s)
 
 
-def _explain_generation(decoder: Decoder, lengths: Lengths, batch: GenerationSeconds, lacks_room: bool) -> str:
-    """Say what a batch of responses waits for."""
+def _explain_generation(decoder: Decoder, lengths: Lengths, batch: GenerationSeconds, waits_for: str | None) -> str:
+    """Say what a batch of responses waits for.
+
+    `waits_for`: what responses wait for before they begin; None: all are decoded at once.
+    """
     longest = lengths.responses.max()
     longest_s = simulate_generation(decoder, lengths.prompt, np.array([longest]), 1, 1).seconds
     share = longest_s / batch.seconds
     if share > _MOST_OF:
         return f"generation: the longest response, of {longest:.0f} tokens, takes {share:.0%} of it alone"
-    cause = "the KV cache's room, for which responses wait" if lacks_room else "reading weights and KV cache"
+    cause = "reading weights and KV cache" if waits_for is None else f"responses wait for {waits_for}"
     return f"generation: {cause}; the longest response, of {longest:.0f} tokens, alone takes {share:.0%} of it"
 
 

@@ -50,7 +50,7 @@ def mark_matrices(chunk: GPTModel) -> None:
     for parameter in chunk.parameters():
         # Transformer Engine gives a replicated matrix a split axis too, and Muon would gather its replicas as parts.
         if not getattr(parameter, "tensor_model_parallel", False):
-            parameter.partition_dim = -1  # type: ignore[attr-defined]  # read by Megatron-Core
+            parameter.partition_dim = -1
 
 
 def lay_out_matrices(chunk: GPTModel, buffers: DistributedDataParallelConfig, *, is_first: bool) -> FullParamLayout:

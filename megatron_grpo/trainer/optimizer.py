@@ -170,8 +170,8 @@ class ModelOptimizer:
         if self.settings.distributed:
             for optimizer in self.optimizer.chained_optimizers:
                 if isinstance(optimizer, MatrixOptimizer):
-                    for parameter, main, _ in optimizer.iter_matrices():
-                        yield parameter, 0, main.detach().view(-1)
+                    for parameter, weight, _ in optimizer.iter_matrices():
+                        yield parameter, 0, weight.detach().view(-1)
                     continue
                 for parameter, start, _ in iter_updated_ranges(optimizer):
                     yield parameter, start, optimizer._get_main_param_and_optimizer_states(parameter)["param"].detach()

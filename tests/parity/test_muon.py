@@ -155,6 +155,23 @@ def test_one_and_ten_steps_equal_plain_muon(
             assert error < tolerance, f"{key}: {error:.1e}"
 
 
+def updates_on_rank(layout: Layout, model: TinyModel) -> tuple[int, int]:
+    """Elements that this rank updates, whose weights are the model's, and elements of its parameters."""
+    engine = make_engine(layout, model, optimizer=MUON)
+    engine.train(*train_arguments(layout))
+    updated = 0
+    for parameter, start, part in engine.optimizer.iter_updated_weights():
+        assert torch.equal(parameter.detach().view(-1)[start : start + len(part)], part)
+        updated += len(part)
+    return updated, sum(parameter.numel() for chunk in engine.gather_chunks() for parameter in chunk.parameters())
+
+
+def test_replicas_update_every_element_once(models: dict[str, TinyModel]) -> None:
+    counts = run_on_ranks(Layout(data=2), updates_on_rank, models["qwen3_moe"])
+    assert sum(updated for updated, _ in counts) == counts[0][1]
+    assert all(updated for updated, _ in counts)
+
+
 def save_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     engine = make_engine(layout, model, optimizer=MUON, **settings)
     for _ in range(2):

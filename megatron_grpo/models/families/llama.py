@@ -103,7 +103,7 @@ def read_dense(
     )
 
 
-def read_qwen(raw: Mapping[str, Any], family: str, **settings: Any) -> ModelShape:
+def read_qwen(raw: dict[str, Any], family: str, **settings: Any) -> ModelShape:
     """Read sizes as `read_dense` does; positions may be stretched by YaRN."""
     shape = read_dense(raw, family, rope_types=(*_ROPE_TYPES, "yarn"), **settings)
     if shape.rope_scaling is None or shape.rope_scaling["rope_type"] != "yarn":

@@ -232,7 +232,11 @@ def test_engines_that_share_samples_unevenly_wait_for_the_fullest() -> None:
     ("lengths", "most_at_once", "text"),
     [
         (np.array([8000.0] + [100.0] * 15), 64, "the longest response, of 8000 tokens, takes "),
-        (np.full(160, 100.0), 2, "reading weights and KV cache; the longest response, of 100 tokens, alone takes "),
+        (
+            np.full(160, 100.0),
+            2,
+            "responses wait for generation.engine.max_num_seqs; the longest response, of 100 tokens",
+        ),
     ],
 )
 def test_what_generation_and_the_step_wait_for_is_said(lengths: np.ndarray, most_at_once: int, text: str) -> None:
