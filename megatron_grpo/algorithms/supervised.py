@@ -76,7 +76,7 @@ class SupervisedRun(SamplingRun):
         }
 
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum figures over the first `count` rows, and count what they are means over as `units`."""
+        """Sum figures over the first `count` rows, and their divisor `units`."""
         batch, _ = make_batch(self, rows)
         self.policy.add_field(batch, "prev_logprobs")
         sums = self.rollouts.compute(sum_logprobs, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
@@ -106,7 +106,7 @@ def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sam
 
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
-    """Put the sequences of rows, or of pairs, into the object store, as a batch."""
+    """Put the sequences of rows or pairs into the object store."""
     for row in rows if run.config.algorithm == "dpo" else ():
         if "rejected" not in row:
             raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")

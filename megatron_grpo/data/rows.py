@@ -194,8 +194,8 @@ class RowCheck:
             return  # their rows' columns have other names
         spec = self._load_spec(self.default_task)
         is_supervised = self._environments.get(self.default_task) in _LEARNT
-        other = ("response_key", spec.response_key) if is_supervised else ("answer_key", spec.answer_key)
-        for setting, column in (("prompt_key", spec.prompt_key), other):
+        second = ("response_key", spec.response_key) if is_supervised else ("answer_key", spec.answer_key)
+        for setting, column in (("prompt_key", spec.prompt_key), second):
             if column is not None and column in media:
                 yield f"column {column!r} (data.{setting}) holds {media[column]} data; name a column of texts"
 
