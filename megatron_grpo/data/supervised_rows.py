@@ -65,8 +65,8 @@ def preference_data_processor(
 ) -> DatumSpec:
     """Make the two sequences of a row's chosen and rejected responses.
 
-    Each is made as by `supervised_data_processor`.
-    Without a prompt, the responses are conversations, whose common first messages are the prompt.
+    Each is made as by `supervised_data_processor`. Without a prompt, the responses are conversations, whose common
+    first messages are the prompt.
     """
     spec, pair = task_data_spec, [datum_dict[task_data_spec.chosen_key], datum_dict[task_data_spec.rejected_key]]
     if spec.prompt_key in datum_dict:
@@ -218,7 +218,7 @@ def _find_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], nu
 
 
 def _find_changed_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], number: int, text: str) -> int:
-    """Find the end of a turn that is rendered otherwise where it is the last."""
+    """Find the end of a turn that would be rendered otherwise as the last."""
     mark, name = renderer.make_mark(), f"message {number + 1}, the assistant's"
     marked_messages = [*messages[:number], {**messages[number], "content": mark}, *messages[number + 1 :]]
     _, mark_in_text, after = renderer.render(marked_messages, add_generation_prompt=False).rpartition(mark)

@@ -30,9 +30,11 @@ def compute_preference_loss(
     ::
 
         h     = (chosen - chosen under the reference) - (rejected - rejected under the reference)
-        pair  = -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)         (sigmoid, Rafailov et al. 2023, eq. 7; s: label_smoothing)
+        pair  = -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)         (sigmoid, Rafailov et al. 2023, eq. 7)
                 (h - 1 / (2 beta))^2                                          (ipo, Azar et al. 2023, eq. 17)
         loss  = mean of preference_loss_weight * pair - sft_loss_weight * chosen
+
+    s is label_smoothing.
 
     Args:
         logprobs: [pairs, 2], float64: of the chosen and the rejected response under the policy, summed over tokens.
