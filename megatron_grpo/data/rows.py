@@ -88,11 +88,11 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     report = SetReport()
     try:
         is_recorded = config.path == data.from_rollouts
-        report.source = source = RecordedRows(data) if is_recorded else open_source(config)
+        source: Source | RecordedRows = RecordedRows(data) if is_recorded else open_source(config)
     except ValueError as error:
         report.problems.append(Problem(config.path, str(error)))
         return report
-    check = RowCheck(config, data, environments)
+    report.source, check = source, RowCheck(config, data, environments)
     report.problems += [Problem(config.path, text) for text in check.find_media_problems(source.media)]
     if report.problems:
         return report
