@@ -108,7 +108,7 @@ class SamplingRun:
         return StepCheck(self.run_dir, self.rollouts.fetch, groups, step, dataset)
 
     def refresh_engines(self, timer: StepTimer) -> None:
-        """Let engines have the current weights, before a validation; here every step has published them."""
+        """Publish the current weights before a validation, unless every step does."""
 
     def measure_held_out(self, timer: StepTimer) -> dict[str, float]:
         """Measure figures of held-out rows that need no sampling; here there are none."""

@@ -29,7 +29,7 @@ class PreferenceRun(SupervisedRun):
     """A run that learns from pairs."""
 
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum the losses of the first `count` pairs, and count those whose chosen response gained more."""
+        """Sum loss and accuracy over the first `count` pairs."""
         batch, _ = make_batch(self, rows)
         self.policy.add_field(batch, "prev_logprobs")
         self.policy.add_field(batch, "reference_logprobs")
@@ -69,7 +69,7 @@ def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
 
 
 def compare_pairs(run: PreferenceRun, batch: StepBatch) -> PreferenceLoss:
-    """Compute the loss of a batch of pairs, each of two neighbours, from its log-probabilities."""
+    """Compute the loss of a batch of pairs, which are neighbours."""
     sums = {
         field: run.rollouts.compute(sum_logprobs, batch, ("sampled", field), field)
         for field in ("prev_logprobs", "reference_logprobs")

@@ -33,9 +33,9 @@ from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.distillation_loss import DistillationLossFn
+from megatron_grpo.losses.likelihood import NLLLossFn
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.preference import SequenceGradientLossFn
-from megatron_grpo.losses.supervised import NLLLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
 from megatron_grpo.observability.run_files import write_json

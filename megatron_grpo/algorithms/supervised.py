@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,7 +58,7 @@ class SupervisedRun(SamplingRun):
     def measure_held_out(self, timer: StepTimer) -> dict[str, float]:
         """Measure means over the held-out rows (`measure_rows`), of all and of each named set."""
         self.placement.offload_engines(timer)
-        totals: dict[str | None, Counter[str]] = {}
+        totals: defaultdict[str | None, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         size, replicas = self.config.training_loop.val_batch_size, self.config.policy.parallel.data
         with timer.phase("held_out"):
             for name in dict.fromkeys(row.get("dataset") for row in self.val_rows):
@@ -66,8 +67,8 @@ class SupervisedRun(SamplingRun):
                     rows = of_set[start : start + size]
                     # Every replica has a sequence: the first row is repeated for those without, and not counted again.
                     figures = self.measure_rows(rows + rows[:1] * (-len(rows) % replicas), len(rows))
-                    for key in {None, name}:
-                        totals.setdefault(key, Counter()).update(figures)
+                    for key, figure in itertools.product({None, name}, figures):
+                        totals[key][figure] += figures[figure]
         return {
             f"{VALIDATION_PREFIX}{figure if name is None else f'set_{figure}/{name}'}": value / total["units"]
             for name, total in totals.items()
@@ -76,7 +77,7 @@ class SupervisedRun(SamplingRun):
         }
 
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum figures over the first `count` rows, and count what they are means over as `units`."""
+        """Sum figures over the first `count` rows, and their divisor `units`."""
         batch, _ = make_batch(self, rows)
         self.policy.add_field(batch, "prev_logprobs")
         sums = self.rollouts.compute(sum_logprobs, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
@@ -106,7 +107,7 @@ def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sam
 
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
-    """Put the sequences of rows, or of pairs, into the object store, as a batch."""
+    """Put the sequences of rows or pairs into the object store."""
     for row in rows if run.config.algorithm == "dpo" else ():
         if "rejected" not in row:
             raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")

@@ -87,11 +87,11 @@ def unite_shared_keys(
     problems = []
     for name in conflicts:
         loops_by_source = ([loop for loop in setters[name] if f"{loop}.{name}" in source] for source in sources)
-        first, *others = next(filter(None, loops_by_source), setters[name])
-        contradicting = [loop for loop in others if set_values[loop][name] != set_values[first][name]]
-        if contradicting:
-            written, other = (f"{loop}.{name}={to_text(set_values[loop][name])}" for loop in (first, contradicting[0]))
-            problems.append(Problem(written, f"is the same setting as {other}; leave one of them out"))
+        first, *further = next(filter(None, loops_by_source), setters[name])
+        loop = next((loop for loop in further if set_values[loop][name] != set_values[first][name]), None)
+        if loop is not None:
+            setting, contradiction = (f"{key}.{name}={to_text(set_values[key][name])}" for key in (first, loop))
+            problems.append(Problem(setting, f"is the same setting as {contradiction}; leave one of them out"))
         else:
             OmegaConf.update(united, name, set_values[first][name])
             setters[name] = [first]

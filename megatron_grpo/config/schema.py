@@ -174,7 +174,7 @@ class Config(Section):
 
     @property
     def reads_prompts(self) -> bool:
-        """True if the rows of the data are used, false if steps are recorded ones."""
+        """True if rows of the data are used, not recorded steps."""
         return self.debug.rollouts_from is None
 
     @property
@@ -213,7 +213,7 @@ class Config(Section):
         return {name: environment.type for name, environment in self.env.items()}
 
     def find_row_kinds(self, *, trains: bool) -> dict[str, str]:
-        """Find what the rows of each task have to be, for training or for sampling.
+        """Find the required kind of each task's rows, for training or sampling.
 
         The kind is the type of the environment that scores the responses, or `row_kind`.
         """

@@ -189,7 +189,7 @@ class PromptReader:
         )
 
     def read_validation(self, *, trains: bool = False) -> Iterator[DatumSpec]:
-        """Read at most max_val_samples rows of each validation set, as prompts, or as training reads them."""
+        """Read at most max_val_samples prompts, or rows to learn, of each validation set."""
         for key, validation_set in self.config.data.validation_sets.items():
             is_named = key != "data.val_path"
             for prompt in self.read_held_out(key, validation_set, trains=trains)[

@@ -171,7 +171,8 @@ class PromptRenderer:
 
     @staticmethod
     def make_mark() -> str:
-        """Make a text that stands for a turn, drawn at random, because messages may hold any text."""
+        """Make a text that stands for a turn."""
+        # Drawn at random, because messages may hold any text.
         return f"{MODEL_TURN}{secrets.token_hex(8)}"
 
     def find_first_special(self, text: str) -> str | None:

@@ -24,7 +24,7 @@ class RecordedSequence:
     Example: RecordedSequence("runs/a/rollouts/step_3.parquet, prompt 17, sample 2", token_ids, [(3, 5)], "42")
     """
 
-    place: str  # file, prompt and sample, for messages
+    origin: str  # file, prompt and sample, for messages
     token_ids: NDArray[np.int32]  # prompt and responses: [tokens], int32
     spans: list[tuple[int, int]]  # beginning and end of the tokens that were sampled
     response: str
@@ -66,7 +66,7 @@ class RecordedRows:
 
     def locate(self, number: int) -> str:
         """Locate a row for messages."""
-        return self._sequences[number].place
+        return self._sequences[number].origin
 
 
 def _choose_rollouts(file: Path, rows: Iterator[dict[str, Any]], data: DataConfig) -> Iterator[RecordedSequence]:
@@ -78,7 +78,7 @@ def _choose_rollouts(file: Path, rows: Iterator[dict[str, Any]], data: DataConfi
         for row in usable:
             if data.min_reward is None or row["reward"] >= data.min_reward:
                 yield RecordedSequence(
-                    place=f"{file}, prompt {row['prompt_idx']}, sample {row['sample']}",
+                    origin=f"{file}, prompt {row['prompt_idx']}, sample {row['sample']}",
                     token_ids=np.array(row["token_ids"], dtype=np.int32),
                     spans=[(span[0], span[1]) for span in row["spans"]],
                     response=row["response"],

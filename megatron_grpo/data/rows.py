@@ -88,11 +88,11 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     report = SetReport()
     try:
         is_recorded = config.path == data.from_rollouts
-        report.source = source = RecordedRows(data) if is_recorded else open_source(config, data.reasoning_gym)
+        source: Any = RecordedRows(data) if is_recorded else open_source(config, data.reasoning_gym)
     except ValueError as error:
         report.problems.append(Problem(config.path, str(error)))
         return report
-    check = RowCheck(config, data, environments)
+    report.source, check = source, RowCheck(config, data, environments)
     report.problems += [Problem(config.path, text) for text in check.find_media_problems(source.media)]
     if report.problems:
         return report
@@ -194,8 +194,8 @@ class RowCheck:
             return  # their rows' columns have other names
         spec = self._load_spec(self.default_task)
         is_supervised = self._environments.get(self.default_task) in _LEARNT
-        other = ("response_key", spec.response_key) if is_supervised else ("answer_key", spec.answer_key)
-        for setting, column in (("prompt_key", spec.prompt_key), other):
+        second = ("response_key", spec.response_key) if is_supervised else ("answer_key", spec.answer_key)
+        for setting, column in (("prompt_key", spec.prompt_key), second):
             if column is not None and column in media:
                 yield f"column {column!r} (data.{setting}) holds {media[column]} data; name a column of texts"
 

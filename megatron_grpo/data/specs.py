@@ -131,7 +131,7 @@ def find_processor(name: str | None, make: DataProcessor = math_data_processor) 
 
 
 def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
-    """Find the renderer of a built-in processor's prompts; None: it makes more than prompts, or is a user's."""
+    """Find the renderer of a built-in processor of prompts; None: another processor."""
     if isinstance(processor, partial) and processor.args[-1] is math_data_processor:
         return partial(_convert_and_make, processor.args[0], render_prompt)
     return render_prompt if processor is math_data_processor else None
@@ -139,8 +139,8 @@ def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDa
 
 def is_built_in(processor: DataProcessor) -> bool:
     """True for a processor of the package, whose results need no check."""
-    own = processor.func if isinstance(processor, partial) else processor
-    return own in (_convert_and_make, math_data_processor, recorded_data_processor, *ROW_PROCESSORS.values())
+    function = processor.func if isinstance(processor, partial) else processor
+    return function in (_convert_and_make, math_data_processor, recorded_data_processor, *ROW_PROCESSORS.values())
 
 
 def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:

@@ -30,7 +30,7 @@ class Part(NamedTuple):
 def supervised_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """Make a sequence to learn from, whose assistant messages are the tokens in the loss.
+    """Make a sequence whose assistant messages are the tokens in the loss.
 
     The row has a prompt and a response (`response_key`), or a conversation, all of whose assistant turns are learnt. A
     chat template renders the whole conversation once, and the tokens in the loss are those of its assistant turns, up
@@ -63,9 +63,10 @@ def supervised_data_processor(
 def preference_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """Make a pair of sequences of a row's chosen and rejected responses, as `supervised_data_processor` makes one.
+    """Make the two sequences of a row's chosen and rejected responses.
 
-    Without a prompt, the responses are conversations, whose common first messages are the prompt.
+    Each is made as by `supervised_data_processor`. Without a prompt, the responses are conversations, whose common
+    first messages are the prompt.
     """
     spec, pair = task_data_spec, [datum_dict[task_data_spec.chosen_key], datum_dict[task_data_spec.rejected_key]]
     if spec.prompt_key in datum_dict:
@@ -102,7 +103,7 @@ def _require_length(length: int, longest: int, spec: TaskDataSpec, idx: int) -> 
 def recorded_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """Make a sequence to learn from of a recorded rollout, whose sampled tokens are the tokens in the loss."""
+    """Make a sequence of a recorded rollout; its sampled tokens are learnt."""
     sequence: RecordedSequence = datum_dict[RECORDED]
     length = len(sequence.token_ids)
     _require_length(length, max_seq_length, task_data_spec, idx)
@@ -119,7 +120,7 @@ def recorded_data_processor(
         loss_multiplier=1.0 if length <= max_seq_length else 0.0,
         idx=idx,
         task_name=task_data_spec.task_name,
-        prompt=sequence.place,
+        prompt=sequence.origin,
     )
 
 
@@ -217,7 +218,7 @@ def _find_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], nu
 
 
 def _find_changed_turn_end(renderer: PromptRenderer, messages: Sequence[ChatMessage], number: int, text: str) -> int:
-    """Find the end of a turn that the template writes otherwise where it is the last (with empty thoughts)."""
+    """Find the end of a turn that would be rendered otherwise as the last."""
     mark, name = renderer.make_mark(), f"message {number + 1}, the assistant's"
     marked_messages = [*messages[:number], {**messages[number], "content": mark}, *messages[number + 1 :]]
     _, mark_in_text, after = renderer.render(marked_messages, add_generation_prompt=False).rpartition(mark)
@@ -234,8 +235,8 @@ def _require_content(message: ChatMessage, turn: str, name: str) -> None:
     for key in ("content", "reasoning_content"):
         text = join_content(message.get(key))
         if "".join(text.split()) not in visible:
-            what = "the thoughts of" if key == "reasoning_content" or "</think>" in text else "a part of"
-            raise ValueError(f"the chat template leaves out {what} {name}, so they cannot be learnt{_ADVICE}")
+            part = "the thoughts of" if key == "reasoning_content" or "</think>" in text else "a part of"
+            raise ValueError(f"the chat template leaves out {part} {name}, so they cannot be learnt{_ADVICE}")
     for call in message.get("tool_calls") or []:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         if isinstance(function, Mapping) and str(function.get("name", "")) not in turn:
@@ -284,7 +285,7 @@ def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec, is_conversation
 
 
 def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec, is_conversation: Any) -> str | None:
-    """Find why a row is no pair to learn from, by its columns; None: it is."""
+    """Find why a row is no pair to learn from; None: it is."""
     for setting, column in (("chosen_key", spec.chosen_key), ("rejected_key", spec.rejected_key)):
         if column not in row:
             return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"

@@ -25,14 +25,16 @@ class PreferenceLoss(NamedTuple):
 def compute_preference_loss(
     logprobs: Tensor, reference: Tensor, tokens: Tensor, weights: Tensor, config: DPOConfig
 ) -> PreferenceLoss:
-    """Direct Preference Optimization (Rafailov et al. 2023, eq. 7) with an optional likelihood of the chosen response.
+    """Preference loss (DPO) with an optional likelihood of the chosen response.
 
     ::
 
         h     = (chosen - chosen under the reference) - (rejected - rejected under the reference)
-        pair  = -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)         (sigmoid; s: label_smoothing)
+        pair  = -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)         (sigmoid, Rafailov et al. 2023, eq. 7)
                 (h - 1 / (2 beta))^2                                          (ipo, Azar et al. 2023, eq. 17)
         loss  = mean of preference_loss_weight * pair - sft_loss_weight * chosen
+
+    s is label_smoothing.
 
     Args:
         logprobs: [pairs, 2], float64: of the chosen and the rejected response under the policy, summed over tokens.

@@ -19,8 +19,8 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import DPOConfig, ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.data.processors import DatumSpec, TaskDataSpec
 from megatron_grpo.data.supervised_rows import preference_data_processor, supervised_data_processor
+from megatron_grpo.losses.likelihood import NLLLossFn
 from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_preference_loss
-from megatron_grpo.losses.supervised import NLLLossFn
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS, VOCABULARY
 from megatron_grpo.prepare.lessons import make_prompt_rows
