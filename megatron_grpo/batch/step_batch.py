@@ -113,7 +113,8 @@ class StepBatch:
         """Split into minibatches of `samples` rollouts; yields indices of sequences."""
         rollouts = np.arange(len(self)) if self.rollouts is None else self.rollouts
         for start in range(0, int(rollouts.max(initial=-1)) + 1, samples):
-            yield np.arange(*np.searchsorted(rollouts, [start, start + samples]))
+            begin, end = np.searchsorted(rollouts, [start, start + samples]).tolist()
+            yield np.arange(begin, end)
 
     def select_partitions(self, chosen: slice) -> StepBatch:
         """Select some partitions, and number their sequences from 0."""

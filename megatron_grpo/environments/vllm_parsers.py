@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
-from typing import Literal
 
 _TABLES = {"tool_parsers": "_TOOL_PARSERS_TO_REGISTER", "reasoning": "_REASONING_PARSERS_TO_REGISTER"}
 
 
-def read_parser_names(folder: Literal["tool_parsers", "reasoning"]) -> frozenset[str]:
+def read_parser_names(folder: str) -> frozenset[str]:
     """Read the names of vLLM's parsers from its source.
 
-    Empty if it has other files.
+    `folder`: tool_parsers or reasoning. Empty if vLLM has other files.
     """
     # Importing vLLM would take seconds.
     package = importlib.util.find_spec("vllm")

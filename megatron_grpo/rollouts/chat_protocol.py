@@ -60,7 +60,7 @@ def read_options(call: Any, accepted: frozenset[str], settings: SamplingSettings
     if fields.get("n", 1) > OPEN_CALLS:
         raise BadCallError(f"n={fields['n']}: at most {OPEN_CALLS} responses at a time")
     stop = fields.get("stop", [])
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
+    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
     if len(stops) > MOST_STOPS or not all(isinstance(text, str) and text for text in stops):
         raise BadCallError(f"stop: give a text or a list of at most {MOST_STOPS} texts")
     _require_obtainable(fields)

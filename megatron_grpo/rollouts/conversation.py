@@ -194,8 +194,7 @@ class Conversation:
                 if self._is_kept(response, restored, tools, variables):
                     earlier, later = history[:-1], restored[len(history) :]
                     last_token = int(response.output.token_ids[-1])
-                    options = {"tools": tools, "variables": variables}
-                    context = renderer.encode_continuation(earlier, later, last_token, **options)
+                    context = renderer.encode_continuation(earlier, later, last_token, tools=tools, variables=variables)
                     return _Prompt(response, context, restored)
             text = renderer.render(conversation, tools=tools, variables=variables)
             # Templates open the model's turn in a prompt otherwise than among earlier turns, as with empty thinking.

@@ -37,6 +37,7 @@ from megatron_grpo.rollouts.chat_protocol import (
 from megatron_grpo.rollouts.conversation import (
     BadCallError,
     Conversation,
+    ReadMessage,
     Response,
     TooManyCallsError,
     read_plain_message,
@@ -240,7 +241,7 @@ class Endpoint:
     ) -> list[Response]:
         effort = call.get("reasoning_effort")
         variables = {**({"reasoning_effort": effort} if effort else {}), **(call.get("chat_template_kwargs") or {})}
-        read = read_plain_message
+        read: ReadMessage = read_plain_message
         if self._parser is not None:
             prompts = conversation.renderer.format
             known_tools = prompts.tools if tools is None else tools

@@ -144,7 +144,7 @@ def _iterate_events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": kind, "response": begun}
     for index, item in enumerate(answer["output"]):
         location = {"output_index": index}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         opened = {**item, **empty, "status": "in_progress"}
         yield {"type": "response.output_item.added", **location, "item": opened}
         location["item_id"] = item["id"]
@@ -165,7 +165,8 @@ def _iterate_events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _iterate_part_events(item: dict[str, Any], location: dict[str, Any]) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]
-    kind, logprobs = part["type"], ({"logprobs": []} if part["type"] == "output_text" else {})
+    kind = part["type"]
+    logprobs: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
     yield {"type": "response.content_part.added", **location, "part": {**part, "text": ""}}
     yield {"type": f"response.{kind}.delta", **location, "delta": part["text"], **logprobs}
     yield {"type": f"response.{kind}.done", **location, "text": part["text"], **logprobs}
