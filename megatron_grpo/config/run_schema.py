@@ -152,7 +152,7 @@ class PrepareConfig(Section):
         None
     )
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
-    addition_hybrid: a Qwen3.5 with delta nets; distillation: that of addition and a teacher that learnt longer; calculator:
+    addition_hybrid: a Qwen3.5 with delta nets; distillation: as addition, and a teacher that learnt longer; calculator:
     calls a calculator, rarely correctly; two_tasks: sums, and a game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
