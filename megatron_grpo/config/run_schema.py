@@ -172,8 +172,8 @@ class PrepareConfig(Section):
 
     name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
-    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: that
-    of addition and a teacher, 9 in 10 right; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
+    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: as
+    addition, and a teacher that learnt longer; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
     game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"

@@ -88,7 +88,8 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     report = SetReport()
     try:
         is_recorded = config.path == data.from_rollouts
-        source: Any = RecordedRows(data) if is_recorded else open_source(config, data.reasoning_gym)
+        source: Source | RecordedRows
+        source = RecordedRows(data) if is_recorded else open_source(config, data.reasoning_gym)
     except ValueError as error:
         report.problems.append(Problem(config.path, str(error)))
         return report

@@ -52,6 +52,7 @@ GOES_WITH = {  # options that make sense only beside others
     ("policy", "addition_moe"): ["generation=addition", *OF_THE_MIXTURE],
     ("policy", "experts_on_gpus"): ["policy.model.path=some/hub-model"],
     ("generation", "thinking"): ["policy.model.path=some/hub-model", "policy.microbatch_tokens=16384"],
+    ("algorithm", "distillation"): ["teacher.model.path=some/hub-model"],
     ("task", "math"): ["env=math"],
     ("precision", "fp8"): ["cluster.gpus_per_node=8", "policy.precision=bfloat16", "policy.model.path=some/hub-model"],
     ("precision", "fp8_engines"): ["policy.precision=bfloat16", "policy.model.path=some/hub-model"],
