@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,12 +73,16 @@ class OpenEnvEnvironment(Environment):
     def step(self, state: Episode, response: str) -> Turn:
         try:
             action = {self.action: response} if self.action is not None else _parse_action(response)
-            connection = self._take_session(state)
+        except _RefusedError as error:
+            return Turn(done=False, state=state, text=f"error: {error}", reward=0.0)
+        connection = self._take_session(state)
+        # A refused action is repeated like the others: it may have changed the environment before it failed.
+        state = replace(state, actions=(*state.actions, action))
+        self._sessions[state.name] = connection, len(state.actions)
+        try:
             answer = self._ask(connection, {"type": "step", "data": action}, state.name)
         except _RefusedError as error:
             return Turn(done=False, state=state, text=f"error: {error}", reward=0.0)
-        state = replace(state, actions=(*state.actions, action))
-        self._sessions[state.name] = connection, len(state.actions)
         if answer["done"]:
             self._close(self._sessions.pop(state.name)[0])
         observation = answer["observation"]
@@ -105,7 +110,8 @@ class OpenEnvEnvironment(Environment):
         self._sessions[episode.name] = connection, len(episode.actions)
         self._ask(connection, {"type": "reset", "data": episode.arguments}, episode.name)
         for action in episode.actions:
-            self._ask(connection, {"type": "step", "data": action}, episode.name)
+            with suppress(_RefusedError):
+                self._ask(connection, {"type": "step", "data": action}, episode.name)
         return connection
 
     def _open(self) -> Any:
@@ -119,7 +125,9 @@ class OpenEnvEnvironment(Environment):
             raise RunError(f"OpenEnv server {self.url} cannot be reached: {text}") from error
 
     def _close(self, connection: Any) -> None:
-        connection.close()
+        with suppress(Exception):  # a lost server has no session any more
+            connection.send(json.dumps({"type": "close"}))
+            connection.close()
 
     def _ask(self, connection: Any, message: dict[str, Any], name: str) -> dict[str, Any]:
         """Send a message; RunError: the server is lost or late."""

@@ -57,6 +57,17 @@ def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
+def test_a_model_learns_a_task_of_reasoning_gym(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
+    run = TrainingRun(tmp_path / "run", recipe="quickstart_reasoning_gym")
+    assert run.finish(timeout_s=2000) == 0, run.log()
+    validations = read_jsonl(run.run_dir / "validation.jsonl")
+    assert validations[0]["val_accuracy"] <= 0.5
+    assert validations[-1]["val_accuracy"] >= 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_one_run_improves_two_tasks(tmp_path: Path) -> None:
     run = TrainingRun(tmp_path / "run", recipe="quickstart_two_tasks")
     assert run.finish(timeout_s=2000) == 0, run.log()

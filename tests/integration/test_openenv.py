@@ -17,6 +17,7 @@ import pytest
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.openenv import OpenEnvEnvironment
 from megatron_grpo.environments.registry import create_environment
 
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
@@ -75,7 +76,7 @@ def test_turns_have_the_servers_observations_and_rewards(server: Server) -> None
     assert (turn.done, turn.reward) == (False, 0.0)
     assert turn.text.startswith("error: ")
     turn = environment.step(turn.state, "9")
-    assert turn.text == "2: smaller", "the refused action changed nothing"
+    assert turn.text == "3: smaller"
     turn = environment.step(turn.state, "7")
     assert (turn.done, turn.reward) == (True, 1.0)
     assert score(environment, turn.state) == 0.0, "the rewards of the turns are added to it"
@@ -85,8 +86,10 @@ def test_another_process_and_a_closed_session_continue_a_rollout(server: Server)
     environment = open_environment(server, sessions=1)
     first = environment.step(environment.reset("", {"reset": {"seed": 3}}), "1").state
     second = environment.step(environment.reset("", {"reset": {"seed": 4}}), "9").state
-    turn = environment.step(first, "2")
-    assert turn.text == "2: larger", "its session was closed, and its first action repeated"
+    refused = environment.step(first, "no number")
+    environment.step(second, "x")  # takes the only session
+    turn = environment.step(refused.state, "2")
+    assert turn.text == "3: larger", "its session was closed twice, and its actions repeated, the refused one too"
     other = open_environment(server)
     assert other.step(second, "8").text == "2: smaller"
     assert other.step(replace(second, actions=()), "8").text == "1: smaller", "a step that is repeated is no other one"
@@ -102,6 +105,12 @@ def test_actions_may_be_objects(server: Server) -> None:
     turn = environment.step(state, '{"message": "7"}')
     assert '"text": "1: smaller"' in turn.text
     score(environment, turn.state)
+
+
+def test_mistakes() -> None:
+    assert OpenEnvEnvironment.option_problems({"url": "localhost:8000"}) == [
+        ("url=localhost:8000", "is no address: give ws://HOST:PORT or http://HOST:PORT")
+    ]
 
 
 def test_a_lost_server_fails_the_rollout(server: Server) -> None:
