@@ -76,7 +76,7 @@ def _make_sums() -> Iterator[Lesson]:
 
 def _split_text_sums(recipe: Mapping[str, Any]) -> Split:
     """Split the sums that reasoning_gym asks for; its held-out rows are for validation."""
-    rows = GymRows(TypeAdapter(GymConfig).validate_python(recipe["gym"]), "test").read_all()
+    rows = GymRows(TypeAdapter(GymConfig).validate_python(recipe["gym"]), "test").rows
     held_out = {row["prompt"]: str(row["answer"]) for row in rows}
     sums = {f"Calculate {a} + {b}.": str(a + b) for a, b in product(range(101), repeat=2)}
     lessons = {prompt: _make_text_sum(prompt, answer) for prompt, answer in {**sums, **held_out}.items()}

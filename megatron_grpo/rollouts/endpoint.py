@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -235,7 +235,7 @@ class Endpoint:
         self,
         call: dict[str, Any],
         messages: list[ChatMessage],
-        tools: list[ChatMessage] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
         options: CallOptions,
         conversation: Conversation,
     ) -> list[Response]:
