@@ -169,7 +169,7 @@ class RankActor:
         with phase("fetch tokens"):  # waits for partitions that are still in transfer
             arrays = iter(ray.get([reference for name in names for reference in batch.fields[name]]))
         parts = {name: [next(arrays) for _ in batch.partitions] for name in names}
-        if "routed_experts" in parts:  # of all layers, by far the largest field
+        if self.model.routing is not None and "routed_experts" in parts:  # of all layers, by far the largest field
             parts["routed_experts"] = [self.model.routing.select_layers(part) for part in parts["routed_experts"]]
         return TokenBatch.from_replica(batch, parts)
 
