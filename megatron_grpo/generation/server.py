@@ -213,15 +213,13 @@ class ServerEngine(Engine):
         token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
         assert [token["token_id"] for token in content] == token_ids, "one log-probability per sampled token"
         logprobs = [math.nan if token["logprob"] == NAN_LOGPROB else token["logprob"] for token in content]
-        routed: NDArray[np.uint8] | None = None
-        form = self._settings.routed
-        if form is not None:
+        routed: NDArray[np.uint8] | str | None = None
+        if (form := self._settings.routed) is not None:
             encoded = choice.get("routed_experts")  # numpy's format in base 64
             chosen = None if encoded is None else np.load(BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-            packed = pack_experts(form, chosen, prompt_tokens + len(token_ids))
-            if isinstance(packed, str):
-                return packed
-            routed = packed
+            routed = pack_experts(form, chosen, prompt_tokens + len(token_ids))
+        if isinstance(routed, str):
+            return routed
         return GenerationOutput(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),

@@ -143,13 +143,12 @@ def _make_response(output: RequestOutput, form: RoutedForm | None, tokenizer: An
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return f"vLLM ended a request early: {completion.finish_reason}"
-    routed: NDArray[np.uint8] | None = None
+    routed: NDArray[np.uint8] | str | None = None
     if form is not None:
         tokens = len(output.prompt_token_ids or ()) + len(completion.token_ids)
-        packed = pack_experts(form, completion.routed_experts, tokens)
-        if isinstance(packed, str):
-            return packed
-        routed = packed
+        routed = pack_experts(form, completion.routed_experts, tokens)
+    if isinstance(routed, str):
+        return routed
     logprobs = completion.logprobs.logprobs
     spans = completion.weight_versions or []
     assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"
