@@ -47,9 +47,7 @@ def convert_datum(
     name = task if datum.get("task_name") is None else datum["task_name"]
     if not isinstance(name, str) or name not in tasks:
         raise ValueError(f"returned task_name={name!r}, which is not an environment")
-    pair = {} if datum.get("rejected") is None else {"rejected": _convert_messages(datum["rejected"])}
-    return DatumSpec(
-        **pair,
+    converted = DatumSpec(
         message_log=messages,
         length=length,
         extra_env_info={**_collect_extra_fields(datum), **_add_reference(datum["extra_env_info"], row, spec)},
@@ -58,6 +56,9 @@ def convert_datum(
         task_name=name,
         prompt=_choose_prompt(datum.get("prompt"), row.get(spec.prompt_key), messages),
     )
+    if datum.get("rejected") is not None:  # the worse response of a pair
+        converted["rejected"] = _convert_messages(datum["rejected"])
+    return converted
 
 
 def _collect_extra_fields(datum: Mapping[str, Any]) -> dict[str, Any]:
