@@ -56,7 +56,7 @@ def convert_datum(
         task_name=name,
         prompt=_choose_prompt(datum.get("prompt"), row.get(spec.prompt_key), messages),
     )
-    if datum.get("rejected") is not None:
+    if datum.get("rejected") is not None:  # the worse response of a pair
         converted["rejected"] = _convert_messages(datum["rejected"])
     return converted
 
