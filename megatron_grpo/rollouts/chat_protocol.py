@@ -192,7 +192,7 @@ def iterate_chunks(answer: dict[str, Any], options: CallOptions) -> Iterator[dic
 
 def _iterate_deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"role": "assistant", "content": ""}
-    reasoning = {name: message[name] for name in ("reasoning_content", "reasoning") if name in message}
+    reasoning: dict[str, Any] = {name: message[name] for name in ("reasoning_content", "reasoning") if name in message}
     if reasoning:
         yield reasoning
     if message.get("content"):
