@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -234,8 +234,8 @@ class Endpoint:
     async def _chat(
         self,
         call: dict[str, Any],
-        messages: list[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
         options: CallOptions,
         conversation: Conversation,
     ) -> list[Response]:
