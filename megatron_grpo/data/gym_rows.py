@@ -70,7 +70,9 @@ class GymRows:
             raise GymError(f"makes at most {SEED_DISTANCE // _MOST_DRAWS} rows of each level, not {count}")
         self._config, self._split, self._count = config, split, count
         self._datasets: dict[tuple[str, int, int], Any] = {}  # by task, level and draw
-        held_out = {row["prompt"] for row in GymRows(config, "test").rows} if split == "train" else set()
+        held_out: set[str] = (
+            {row["prompt"] for row in GymRows(config, "test").read_all()} if split == "train" else set()
+        )
         levels = range(config.levels or 1)
         self.rows: list[dict[str, Any]] = [
             self._draw_row(level, number, held_out) for level in levels for number in range(count)
@@ -82,7 +84,7 @@ class GymRows:
     def __getitem__(self, number: int, /) -> dict[str, Any]:
         return self.rows[number]
 
-    def read_all(self) -> Iterator[dict[str, Any] | str]:
+    def read_all(self) -> Iterator[dict[str, Any]]:
         """Read all rows in order."""
         return iter(self.rows)
 

@@ -124,7 +124,9 @@ class McpTools:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _add_tools(self, connection: _Connection) -> None:
-        client, tools, cursor = await connection.open(), [], None
+        client = await connection.open()
+        tools: list[Any] = []
+        cursor: str | None = None
         while True:
             page = await client.list_tools(cursor=cursor)
             tools += page.tools

@@ -61,7 +61,7 @@ def make_sampling_run(
         "settings": SETTINGS,
         "dumps": FakeDumps([] if log is None else log),
         "run_dir": folder,
-        "loader": SimpleNamespace(state_dict=lambda: {"epoch": 0}),
+        "loader": SimpleNamespace(state_dict=lambda: {"epoch": 0}, observe=lambda outcomes: None),
         "val_prompts": [],
         "logger": None,
         "checkpointer": None,

@@ -38,7 +38,7 @@ class Run:
         self.state, self.run_dir = make_save_state(), folder
         self.used = 0
         """Batches of prompts that steps have taken."""
-        self.loader = SimpleNamespace(epoch=0)
+        self.loader = SimpleNamespace(epoch=0, observe=lambda outcomes: None)
         self.logged: list[str] = []
         self.notes: dict[str, str] = {}
         """Told once, by what they are about."""
