@@ -90,7 +90,7 @@ class _Batch:
 
 @dataclass
 class _Model:
-    """The traced ranks of a model, what is assumed of them, and what limits them."""
+    """The traced ranks of a model, with assumptions and limits."""
 
     config: Config
     ranks: Sequence[RankTrace]
@@ -196,8 +196,8 @@ def build_step_times(
     if workload == "pretrain":
         train, phase_s = _time_learning(model, lengths.totals, 1)
         gpus, tokens = config.policy.parallel.world_size, float(lengths.totals.sum())
-        whole_s = sum(phase_s.values())
-        return StepTimes(phase_s, whole_s, None, tokens, gpus, 0.0, 0, model.assumptions, train, model.limits)
+        step_s = sum(phase_s.values())
+        return StepTimes(phase_s, step_s, None, tokens, gpus, 0.0, 0, model.assumptions, train, model.limits)
     return _time_rl_step(model, shape, lengths, value_ranks)
 
 
@@ -258,9 +258,9 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
     schedule = model.run(phases, batch, forward_only=False)
     passes = [seconds for phase in phases for seconds in phase.passes.values()]
     attention = sum(seconds.kinds["attention"] * batch.context for seconds in passes)
-    whole = sum(seconds.compute_seconds(1.0, batch.context) for seconds in passes)
-    if whole:
-        model.limits.append(f"train: attention takes {attention / whole:.0%} of the passes")
+    passes_s = sum(seconds.compute_seconds(1.0, batch.context) for seconds in passes)
+    if passes_s:
+        model.limits.append(f"train: attention takes {attention / passes_s:.0%} of the passes")
     update = max(phase.outside for phase in phases)
     return schedule, {
         "train": steps * (schedule.seconds + _time_exposed(model, phases, batch)),
@@ -372,10 +372,9 @@ def _time_generation(
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
     alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
     model.assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
-    key = (
-        "generation.engine.max_num_seqs" if most_sequences == generation.sequences_per_engine else "the KV cache's room"
-    )
-    waits_for = key if len(responses_of_engine) > most_sequences else None
+    is_set = most_sequences == generation.sequences_per_engine
+    limit = "generation.engine.max_num_seqs" if is_set else "the KV cache's room"
+    waits_for = limit if len(responses_of_engine) > most_sequences else None
     model.limits.append(_explain_generation(decoder, lengths, alone, waits_for))
     batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
     stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), most_sequences, copies)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core import parallel_state
@@ -77,6 +77,7 @@ def replace_layer_wise_optimizer() -> None:
 class MatrixOptimizer(LayerWiseDistributedOptimizer):
     """Megatron-Core's layer-wise optimizer, in every layout and with state for every layout."""
 
+    @override
     def shard_params(self, optimizers: Any, full_param_layouts: Any = None) -> None:
         """Give each data-parallel rank its matrices."""
         # Megatron-Core leaves experts whole on all ranks where there is one replica, although tensor-parallel ranks

@@ -53,6 +53,8 @@ GOES_WITH = {  # options that make sense only beside others
     ("policy", "experts_on_gpus"): ["policy.model.path=some/hub-model"],
     ("generation", "thinking"): ["policy.model.path=some/hub-model", "policy.microbatch_tokens=16384"],
     ("algorithm", "distillation"): ["teacher.model.path=some/hub-model"],
+    ("generation", "long_32k"): ["policy.model.path=some/hub-model"],
+    ("generation", "long_128k"): ["policy.model.path=some/hub-model"],
     ("task", "math"): ["env=math"],
     ("precision", "fp8"): ["cluster.gpus_per_node=8", "policy.precision=bfloat16", "policy.model.path=some/hub-model"],
     ("precision", "fp8_engines"): ["policy.precision=bfloat16", "policy.model.path=some/hub-model"],

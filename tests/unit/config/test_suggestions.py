@@ -107,7 +107,7 @@ def test_what_there_is_not_is_said_not_to_be_there() -> None:
 
 
 OPTIMIZER_STEPS = "TRL counts optimizer steps, and a step here may have several"
-ADAMW = "other optimizers than AdamW are not supported; policy.optimizer has its settings"
+OPTIMIZERS = "policy.optimizer.name is adamw or muon; other optimizers are not supported"
 MEGATRON = "leave it out, since Megatron-Core trains every model"
 VLLM = "leave it out, since vLLM always generates"
 IN_FLIGHT = "grpo.async_grpo.enabled here: weights always change under responses in flight"
@@ -120,7 +120,6 @@ TOKENIZER = "policy.model.path here: the tokenizer is in the folder of the model
     [
         ("policy.tokenizer.name", f"NeMo RL's policy.tokenizer.name is {TOKENIZER}"),
         ("tokenizer.name", f"NeMo RL's policy.tokenizer.name is {TOKENIZER}"),
-        ("optimizer.name", ADAMW),
         ("policy.megatron_cfg.enabled", MEGATRON),
         ("policy.dtensor_cfg.enabled", MEGATRON),
         (
@@ -173,7 +172,7 @@ TOKENIZER = "policy.model.path here: the tokenizer is in the folder of the model
             "peft_config",
             "TRL's peft_config is policy.lora.rank and policy.lora.alpha and policy.lora.target_modules here",
         ),
-        ("optim", ADAMW),
+        ("optim", OPTIMIZERS),
         ("use_rloo", "GrpoParameters's use_rloo is grpo.use_leave_one_out_baseline here"),
         (
             "generation_pipeline_parallel_size",
