@@ -29,6 +29,8 @@ KEYS = {
     "idle_gpus",
     "host_gib",
     "host_memory_gib",
+    "routed_bytes_per_token",
+    "routed_gib",
     "peak_gib",
     "ranks",
     "step_s",
