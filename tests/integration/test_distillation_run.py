@@ -87,7 +87,7 @@ def test_beside_rewards_with_a_teacher_for_each_task(tmp_path: Path) -> None:
         "loss_fn.kl_type=jensen_shannon",
         "loss_fn.reference_policy_kl_penalty=0",
         "grpo.num_generations_per_prompt=4",
-        "~teacher.model.path",
+        "teacher.model.path=null",
         "+teachers.addition.model.path=${prepare.folder}/teacher",
     )
     assert run.finish() == 0, run.log()
