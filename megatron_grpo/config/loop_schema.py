@@ -309,7 +309,7 @@ def find_loop(algorithm: str) -> str:
 
 
 def find_reader(name: str) -> str | None:
-    """Find the first algorithm that reads a key which not all read; None: all read it."""
+    """Find an algorithm that reads a key; None: all read it."""
     return None if is_shared(name) else next(iter(READERS.get(name.partition(".")[0], ())), None)
 
 

@@ -306,7 +306,7 @@ def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
     """The driver holds references; a checkpoint holds what a new run can read."""
     run = Run(tmp_path)
     groups = [[make_trajectory(3, reward=0.5), make_trajectory(1)], [make_trajectory(2, logprobs=[-0.1, -0.2])]]
-    groups[0][1].routed = np.array([[3, 1]], dtype=np.int16)
+    groups[0][1].routed = np.array([[3, 1]], dtype=np.uint8)
     run.batch_cache[:] = run.rollouts.put(groups)
     run.train(steps=2)
     state, _ = run.saved(2)

@@ -130,6 +130,8 @@ def test_the_printed_configuration_has_shared_keys_once() -> None:
         "use_leave_one_out_baseline",
         "adv_estimator",
         "num_iterations",
+        "turn_credit",
+        "turn_discount",
     }
 
 

@@ -15,7 +15,8 @@ from tests.support.documented import PAGE, undocumented
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 
 
-ALL_STEP_METRICS = list_possible_metrics(Config())
+OF_ROWS = list_step_metrics(Config(algorithm="dpo"))
+ALL_STEP_METRICS = {*list_possible_metrics(Config()), *OF_ROWS}
 
 
 def test_the_names_are_those_of_the_documented_page() -> None:

@@ -34,7 +34,10 @@ def test_every_foreign_name_leads_to_a_key_of_the_schema() -> None:
         ("beta", "loss_fn.reference_policy_kl_penalty"),
         ("epsilon", "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
         ("num_generations", "grpo.num_generations_per_prompt"),
-        ("report_to", "logger.wandb.enabled and logger.tensorboard and logger.mlflow.enabled"),
+        (
+            "report_to",
+            "logger.wandb.enabled and logger.tensorboard and logger.mlflow.enabled and logger.swanlab.enabled",
+        ),
         ("resume_from_checkpoint", "checkpointing.resume"),
         ("log_completions", "logger.log_completions"),
         ("data.dataset_name", "data.train_path"),

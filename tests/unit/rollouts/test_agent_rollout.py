@@ -227,7 +227,7 @@ def test_branches_and_new_beginnings_become_segments() -> None:
     assert one.segments == one.outcome.segments == [[7, 4], [7, 2], [3, 2]]
     assert (one.tokens, one.response_tokens, one.reward) == (17, 8, 3.0)
     assert one.routed is not None
-    assert one.routed[:, 0].tolist() == [2, 2, 2, 5, 5, 5, -1, 5, 5, 5, 5, 5, 5, -1, 1, 1]
+    assert one.routed[:, 0].tolist() == [2, 2, 2, 5, 5, 5, 0, 5, 5, 5, 5, 5, 5, 0, 1, 1]
     parts = one.split_segments()
     assert [part.token_ids.tolist() for part in parts] == [[5, 6, 2, 7, 8, 5, 7], [5, 6, 2, 7, 9, 5, 7], [4, 1, 7]]
     assert [part.spans for part in parts] == [[Span(2, 4, 4), Span(5, 7, 4)], [Span(5, 7, 4)], [Span(1, 3, 4)]]
