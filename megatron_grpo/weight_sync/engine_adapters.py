@@ -101,10 +101,27 @@ def base_layers(model: nn.Module) -> Iterator[None]:
     try:
         for name, module in wrapped.items():
             _replace_layer(model, name, module.base_layer)
+            _switch_experts(module, "")
         yield
     finally:
         for name, module in wrapped.items():
             _replace_layer(model, name, module)
+            _switch_experts(module, "base_layer.")
+
+
+def _switch_experts(module: Any, prefix: str) -> None:
+    """Switch slots of experts; `prefix` is in the names of their weights, "": off.
+
+    Their kernel reads slots by itself, and loaders have names as vLLM wraps the layer.
+    """
+    experts = getattr(module.base_layer, "routed_experts", None)
+    if experts is None:
+        return
+    experts.lora_base_layer_prefix = prefix
+    if prefix:
+        module.set_mapping(module.punica_wrapper)  # the kernel gets the slots
+    else:
+        module._moe_kernel.fused_experts.set_lora_context(None)
 
 
 def _replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
