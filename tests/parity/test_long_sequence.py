@@ -1,7 +1,8 @@
-"""A sequence of 32,768 tokens, divided over context-parallel ranks and whole."""
+"""A sequence of 32,768 tokens, divided over context-parallel ranks and whole; positions that YaRN stretches."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from torch import Tensor
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from tests.parity.policy_training import make_engine, whole_gradients
+from tests.parity.policy_training import (
+    expect_gradients_of_transformers,
+    gradients_on_rank,
+    make_engine,
+    whole_gradients,
+)
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, step_counts
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
@@ -53,3 +59,11 @@ def test_context_parallel_ranks_compute_what_one_rank_does(tmp_path: Path) -> No
     for name, gradient in merged([parts for *_, parts, _ in by_rank]).items():
         assert (gradient - gradients[name]).norm() < 1e-4 * max(float(gradients[name].norm()), 1e-3 * norm), name
     assert [found[3] for found in by_rank] == pytest.approx([norm] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(context=2)], ids=str)
+def test_stretched_positions_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
+    """Most of the tests' sequences are longer than the 8 tokens that YaRN stretches."""
+    model = make_tiny_model("qwen3_stretched", tmp_path)
+    assert model.shape.softmax_scale == pytest.approx(16**-0.5 * (0.1 * math.log(4) + 1) ** 2)
+    expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, [model]), [model], tolerance=1e-4)

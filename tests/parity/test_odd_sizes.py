@@ -98,15 +98,6 @@ ODD: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
-    "qwen3": {
-        **_ODD_HEADS,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
-    },
     "mistral": {
         **_ODD_HEADS,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},

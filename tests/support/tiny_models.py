@@ -169,7 +169,13 @@ def _deepseek_v3(query_rank: int | None = None, **rope: Any) -> PreTrainedModel:
     return DeepseekV3ForCausalLM(config)
 
 
+def _qwen3_stretched() -> PreTrainedModel:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, rope_parameters=rope))
+
+
 SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_stretched": _qwen3_stretched,
     "qwen3_deep": lambda: _qwen3(tied=True, layers=7),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, **_EXPERTS)),

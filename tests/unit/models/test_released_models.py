@@ -15,6 +15,7 @@ PUBLISHED = {
     "Qwen/Qwen3-0.6B": 751_632_384,  # its safetensors files also hold the head, which is tied to the embedding
     "Qwen/Qwen3-1.7B": 2_031_739_904,  # as well
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "models/Qwen3-8B-YaRN": 8_190_735_360,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
