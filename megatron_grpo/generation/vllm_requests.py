@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
 
-    from megatron_grpo.models.adapter_names import AdapterSlot
+    from megatron_grpo.models.adapter_slot import AdapterSlot
 
 Result = TypeVar("Result")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig
+from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, index_tensors
@@ -15,17 +14,6 @@ POLICY_ADAPTER = "policy"
 
 _SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of vLLM's slots (`vllm.config.lora.MaxLoRARanks`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSlot:
-    """An adapter that engines keep beside the base model, in types of JSON."""
-
-    name: str
-    number: int  # by which vLLM knows it, from 1
-    rank: int
-    alpha: float
-    modules: list[str]  # last parts of the names of adapted Hugging Face matrices
 
 
 def choose_slot_rank(rank: int) -> int:

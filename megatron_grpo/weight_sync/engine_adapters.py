@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.models.adapter_names import AdapterSlot
+from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 
 

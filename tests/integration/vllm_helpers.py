@@ -31,7 +31,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.adapter_names import AdapterSlot
+from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 

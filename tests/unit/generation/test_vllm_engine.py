@@ -36,7 +36,7 @@ class PickyLLM:
 
     async def resume_generation(self) -> None: ...
 
-    async def add_request(self, name: str, *_: Any) -> None:
+    async def add_request(self, name: str, *_: Any, **__: Any) -> None:
         if name == self.refused:
             raise ValueError("this prompt cannot be sampled")
         self.requests.add(name)

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.planning.generation_cost import find_lengths
-from megatron_grpo.planning.step import _time_generation
+from megatron_grpo.planning.step import _Model, _time_generation, find_overlap
 from megatron_grpo.platform.hardware import load_hardware
 
 BENCHMARKS = Path("benchmarks").resolve()
@@ -31,7 +31,9 @@ def test_published_seconds_of_generation(rows: Any) -> None:
     for row in file["rl_rows"]:
         if seconds := row["published"].get("generation"):
             config, shape = rows.build_config(row), rows.shape_of(row["model"], file["models"])
-            planned, _ = _time_generation(config, shape, load_hardware(row["gpu"]), find_lengths(config), [])
+            hardware = load_hardware(row["gpu"])
+            model = _Model(config, [], hardware, find_overlap(config))
+            planned = _time_generation(config, shape, hardware, find_lengths(config), model).alone_s
             errors.append(abs(planned / seconds - 1))
     assert len(errors) >= 5
     assert statistics.median(errors) <= 0.1

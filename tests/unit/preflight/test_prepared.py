@@ -10,7 +10,7 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, make_prompt_rows
 
-SUMS = dict.fromkeys(("addition", "addition_moe", "addition_hybrid"), (4588, 512))
+SUMS = dict.fromkeys(("addition", "addition_moe", "addition_hybrid", "distillation"), (4588, 512))
 ROWS = {**SUMS, "addition_text": (6705, 496), "calculator": (3495, 256), "two_tasks": (2550, 512)}
 
 
@@ -36,7 +36,7 @@ def test_every_row_has_a_prompt_an_answer_and_a_task(name: str) -> None:
         (["env=math", "data.task_name=math"], "env", "of the task addition, and env has math; use env=addition"),
         (["grpo.num_prompts_per_step=4589"], "data.train_path=", "has 4588 rows, fewer than the 4589 prompts"),
         (["data.train_path=${prepare.folder}/rows.jsonl"], "data.train_path=", "makes: train.jsonl, val.jsonl"),
-        (["policy.model.path=${prepare.folder}/other"], "policy.model.path=", "makes one model: model"),
+        (["policy.model.path=${prepare.folder}/other"], "policy.model.path=", "prepare.name=addition makes model"),
     ],
 )
 def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: str) -> None:

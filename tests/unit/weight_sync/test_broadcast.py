@@ -55,11 +55,11 @@ class MadeUpModel:
 
 @pytest.fixture(autouse=True)
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loading(worker: Any) -> Any:
+    def loading(worker: Any, _: Any) -> Any:
         around = dict.fromkeys(("begin", "abandon", "finish"), lambda: None)
         return SimpleNamespace(load=worker.model_runner.get_model().load_weights, **around)
 
-    monkeypatch.setattr(shard_receiver, "ModelReload", loading)
+    monkeypatch.setattr(shard_receiver, "make_loader", loading)
 
 
 @pytest.fixture

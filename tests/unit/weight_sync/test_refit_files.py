@@ -128,14 +128,14 @@ class InProcess(RefitCalls):
 class Loading:
     """In the place of what vLLM's layers need around loading."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, _: Any) -> None:
         self.begin = self.finish = self.abandon = lambda: None
         self.load = worker.model_runner.get_model().load_weights
 
 
 @pytest.fixture(autouse=True)
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.weight_sync.weights_folder.ModelReload", Loading)
+    monkeypatch.setattr("megatron_grpo.weight_sync.weights_folder.make_loader", Loading)
 
 
 def _receiver(model: Model, shared: Mapping[str, str]) -> FileReceiver:
