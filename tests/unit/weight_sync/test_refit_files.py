@@ -68,7 +68,7 @@ class Policy:
         if function.__name__ == "connect_folder":
             self.writers = [FileWriter(*args) for _ in range(4)]
             return [None] * 4
-        part, rewrite = args
+        part, rewrite, _ = args
         return [
             writer.write(self._tensors(rank), part, rank, rewrite=rewrite) for rank, writer in enumerate(self.writers)
         ]
