@@ -233,6 +233,7 @@ def test_every_test_of_a_gpu_is_in_a_row(table: Any) -> None:
     assert run >= {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").rglob("test_*.py")}
 
 
+@pytest.mark.slow
 def test_tests_that_need_torch_alone_are_loaded_without_ray_and_vllm() -> None:
     """They were written without; an import in what they use once made every one fail on the first real GPU."""
     blocked = "import sys, pytest; sys.modules.update(ray=None, vllm=None, datasets=None, fastapi=None)"

@@ -147,6 +147,7 @@ def test_check_remarks_on_a_run_that_does_not_fit(overrides: list[str], tmp_path
     assert re.match(told, found.text)
 
 
+@pytest.mark.slow
 def test_the_advice_of_a_run_that_does_not_fit_makes_it_fit(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def measured(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]
     return Candidate(config, count_static_bytes(config, shape), 0.0), run_dry(config, shape, 0).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "larger", "smaller"),
     [

@@ -34,7 +34,7 @@ def first_share(config: Config, shape: ModelShape) -> tuple[Share, str]:
 
 
 @pytest.mark.parametrize("recipe", MODELS)
-@pytest.mark.parametrize("nodes", [3, 5, 6, 12])
+@pytest.mark.parametrize("nodes", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (5, 6, 12))])
 def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) -> None:
     share, why = first_share(composed(recipe, nodes), MODELS[recipe])
     assert sum(share.gpus) == 8 * nodes

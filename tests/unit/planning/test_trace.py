@@ -59,7 +59,11 @@ def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
             deep(DENSE, 24), {"pipeline": 2, "virtual_pipeline": 2}, 0, plain, id="virtual", marks=pytest.mark.slow
         ),
         pytest.param(deep(DENSE, 7), {"context": 2}, 0, adapters_and_reference, id="adapters", marks=pytest.mark.slow),
-        pytest.param(deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts"),
+        pytest.param(
+            deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts", marks=pytest.mark.slow
+        ),
+            deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_two_depths_give_a_third_exactly(

@@ -259,6 +259,7 @@ class SpoiledRank(PolicyRank):
             self.chunks[0].decoder.layers[2].mlp.linear_fc2.weight.mul_(torch.linspace(0.9, 1.1, 96))
 
 
+@pytest.mark.slow
 def test_what_no_suspect_explains_is_found_layer_by_layer(
     dense: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

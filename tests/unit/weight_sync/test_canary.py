@@ -252,6 +252,7 @@ def test_checks_that_are_required_follow_the_next_refit() -> None:
     assert one.calls == ["commit_weights"], "checks that the user has switched off stay off"
 
 
+@pytest.mark.slow
 def test_the_limit_follows_the_noise_of_refits_whose_weights_are_right() -> None:
     one: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=5)

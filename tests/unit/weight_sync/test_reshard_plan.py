@@ -135,6 +135,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
     return shape, training, generation, draw(st.sampled_from([96, 1024, 2**20]))
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(deadline=None, max_examples=25)
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
