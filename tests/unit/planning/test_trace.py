@@ -62,8 +62,6 @@ def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
         pytest.param(
             deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts", marks=pytest.mark.slow
         ),
-            deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_two_depths_give_a_third_exactly(
