@@ -325,15 +325,15 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
 
 
 # Names that stand for a checkpoint of a run: the first by checkpointing.metric_name, and the last.
-BEST, NEWEST = "best", "newest"
+BEST, NEWEST = "best", ("newest", "latest")
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Find the checkpoint of a path, perhaps checkpoints/best or newest.
+    """Find the checkpoint of a path, perhaps checkpoints/best or latest.
 
     Raises ValueError if the run of such a path has no checkpoint, or its configuration cannot be read.
     """
-    if path.name not in (BEST, NEWEST) or path.exists():
+    if path.name not in (BEST, *NEWEST) or path.exists():
         return path
     run_dir = path.parent.parent
     try:
@@ -347,7 +347,7 @@ def resolve_checkpoint(path: Path) -> Path:
     steps = checkpointer.list_steps()
     if not steps:
         raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
-    if path.name == NEWEST:
+    if path.name in NEWEST:
         return checkpointer.locate(steps[-1])
     ranked = checkpointer.rank(steps)
     if not ranked:

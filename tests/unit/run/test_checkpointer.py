@@ -182,7 +182,7 @@ def test_a_checkpoint_has_other_names(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, {1: 0.1, 2: 0.9, 3: 0.2})
     folder = checkpointer.folder
     assert resolve_checkpoint(folder / "best") == folder / "step_2"
-    assert resolve_checkpoint(folder / "newest") == folder / "step_3"
+    assert resolve_checkpoint(folder / "newest") == resolve_checkpoint(folder / "latest") == folder / "step_3"
     assert resolve_checkpoint(folder / "step_7") == folder / "step_7"
     config.checkpointing.higher_is_better = False
     record_start(tmp_path, config)
