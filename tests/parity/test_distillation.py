@@ -157,7 +157,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("layouts", PAIRS, ids=str)
+@pytest.mark.parametrize("layouts", [PAIRS[1], *rare([PAIRS[0], *PAIRS[2:]])], ids=str)
 def test_whole_distributions_of_two_teachers(
     layouts: tuple[Layout, Layout], packing: bool, models: dict[str, TinyModel]
 ) -> None:
@@ -174,7 +174,7 @@ def test_every_divergence_of_whole_distributions(
     compare(*layouts, models["qwen3_tied"], [models["gemma3"]], loss)
 
 
-@pytest.mark.parametrize("layouts", [PAIRS[0], PAIRS[1], *rare(PAIRS[2:])], ids=str)
+@pytest.mark.parametrize("layouts", [PAIRS[3], *rare([*PAIRS[:3], PAIRS[4]])], ids=str)
 def test_likeliest_tokens_with_a_tail(layouts: tuple[Layout, Layout], models: dict[str, TinyModel]) -> None:
     compare(*layouts, models["qwen3_tied"], [models["llama_untied"]], LossConfig(kl_type="jensen_shannon"), top_k=7)
 

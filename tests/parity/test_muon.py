@@ -139,7 +139,14 @@ def expected(models: dict[str, TinyModel]) -> Callable[[str], list[dict[str, Ten
     return compute
 
 
-@pytest.mark.parametrize(("name", "layout", "settings"), CASES, ids=describe)
+QUICK = (2, 4, 10, 16)  # tensor, data, expert and pipeline parallelism
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "settings"),
+    [pytest.param(*case, marks=[] if number in QUICK else pytest.mark.slow) for number, case in enumerate(CASES)],
+    ids=describe,
+)
 def test_one_and_ten_steps_equal_plain_muon(
     name: str,
     layout: Layout,
@@ -191,11 +198,17 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[
 @pytest.mark.parametrize(
     ("name", "settings", "layouts"),
     [
-        ("qwen3_tied", {}, [Layout(tensor=2, pipeline=2), Layout(), Layout(data=2)]),
-        ("qwen3_moe", {}, [Layout(data=2, expert=2), Layout(tensor=2, sequence=True), Layout(data=4, expert=2)]),
-        ("qwen3_moe", {"distributed": False}, [Layout(data=2, expert=2), Layout(pipeline=2)]),
-        ("qwen3_tied", {"precision": "bfloat16"}, [Layout(data=2), Layout(tensor=2)]),
-        ("qwen3_tied", {"precision": "bfloat16", "distributed": False}, [Layout(data=2), Layout(tensor=2)]),
+        ("qwen3_moe", {}, [Layout(data=2, expert=2), Layout(tensor=2, sequence=True)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_tied", {}, [Layout(tensor=2, pipeline=2), Layout(), Layout(data=2)]),
+                ("qwen3_moe", {}, [Layout(data=2), Layout(data=4, expert=2)]),
+                ("qwen3_moe", {"distributed": False}, [Layout(data=2, expert=2), Layout(pipeline=2)]),
+                ("qwen3_tied", {"precision": "bfloat16"}, [Layout(data=2), Layout(tensor=2)]),
+                ("qwen3_tied", {"precision": "bfloat16", "distributed": False}, [Layout(data=2), Layout(tensor=2)]),
+            )
+        ),
     ],
     ids=describe,
 )
