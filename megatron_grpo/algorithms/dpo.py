@@ -14,7 +14,7 @@ import torch
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, train_on_rows
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, take_batch, train_on_rows
 from megatron_grpo.algorithms.token_functions import sum_logprobs
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS
@@ -49,13 +49,10 @@ def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
 
     RunError: a log-probability or the gradient is not finite, or a process failed; no weights were changed by it.
     """
-    timer, rows = StepTimer(), next(batches, None)
-    if rows is None:
+    timer = StepTimer()
+    if (checked_batch := take_batch(run, batches, timer)) is None:
         return None
-    run.placement.offload_engines(timer)  # a validation may have woken them on shared devices
-    run.state["consumed_samples"] += len(rows)
-    with timer.phase("batch"):
-        batch, check = make_batch(run, rows)
+    batch, check = checked_batch
     with timer.phase("logprobs"):
         for field in ("prev_logprobs", "reference_logprobs"):
             check.require_finite(field, run.policy.add_field(batch, field), batch)

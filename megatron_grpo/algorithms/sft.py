@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, train_on_rows
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_report, take_batch, train_on_rows
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 
@@ -23,13 +23,10 @@ def sft_step(run: SupervisedRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
 
     RunError: the gradient is not finite, or a process failed; no weights were changed by it.
     """
-    timer, rows = StepTimer(), next(batches, None)
-    if rows is None:
+    timer = StepTimer()
+    if (checked_batch := take_batch(run, batches, timer)) is None:
         return None
-    run.placement.offload_engines(timer)  # a validation may have woken them on shared devices
-    run.state["consumed_samples"] += len(rows)
-    with timer.phase("batch"):
-        batch, check = make_batch(run, rows)
+    batch, check = checked_batch
     with timer.phase("train"):
         learned = train_on_rows(run, batch, check)
     return make_report(run, batch, learned, timer, {})

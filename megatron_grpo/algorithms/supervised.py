@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -120,6 +120,19 @@ def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch
     )
     batch = build_batch(run.config, groups, run.rollouts, run.policy.cost)
     return batch, run.make_check(groups, run.state["total_steps"] + 1)
+
+
+def take_batch(
+    run: SupervisedRun, batches: Iterator[list[DatumSpec]], timer: StepTimer
+) -> tuple[StepBatch, StepCheck] | None:
+    """Make a batch of the next rows; None: none are left."""
+    rows = next(batches, None)
+    if rows is None:
+        return None
+    run.placement.offload_engines(timer)  # a validation may have woken them on shared devices
+    run.state["consumed_samples"] += len(rows)
+    with timer.phase("batch"):
+        return make_batch(run, rows)
 
 
 def train_on_rows(run: SupervisedRun, batch: StepBatch, check: StepCheck) -> TrainResult | None:

@@ -125,7 +125,7 @@ class CurriculumConfig(Section):
     """Accuracy of the last `window` responses at which training goes on to the next level."""
 
     window: Positive = 256
-    """Responses whose accuracy decides; those to rows of earlier levels do not count."""
+    """Latest responses to rows of the present level, whose accuracy decides."""
 
 
 class DataConfig(PromptConfig):

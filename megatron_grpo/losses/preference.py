@@ -38,7 +38,7 @@ def compute_preference_loss(
 
     Args:
         logprobs: [pairs, 2], float64: of the chosen and the rejected response under the policy, summed over tokens.
-        reference: the same under the reference policy.
+        reference: [pairs, 2], float64: the log-probabilities of the same responses under the reference policy.
         tokens: [pairs, 2]: tokens of each response, for averages.
         weights: [pairs]: of each pair in the mean.
     """

@@ -49,7 +49,7 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
     problems, remarks = examine_conversations(config, data.tokenizer) if config.needs_generation else ([], [])
     if problems:
         raise ConfigError(problems)
-    if not config.training_loop.is_supervised:  # the processor of rows refuses those whose turns are not exact
+    if not config.training_loop.is_supervised:  # rows to learn from are checked one by one as they are read
         remarks += _find_changed_prompts(config, data)
     return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
 

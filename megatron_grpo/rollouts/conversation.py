@@ -225,8 +225,8 @@ class Conversation:
         variables: Mapping[str, Any] | None,
     ) -> bool:
         """True if the template shows a response's path, behind the same prompt."""
-        # Templates drop earlier thinking, or put tools before the newest question. What they write is what the model
-        # has to see, so a mark in the place of each of its texts tells whether the text is still there.
+        # A template may drop earlier thinking, or write the tools before the newest question. The model has to see what
+        # the template writes. A mark in the place of each sampled text shows whether the template kept the text.
         marked, marks = list(messages), []
         for step in response.path:
             assert isinstance(step.history, list)

@@ -48,7 +48,7 @@ SAVED = ("checkpointing.save_period=2", "checkpointing.keep_top_k=null")
 
 @pytest.fixture(scope="module")
 def in_turn(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """Its checkpoint of step 2 holds groups, with their experts, that step 3 learns from."""
+    """A run whose checkpoint of step 2 holds groups that step 3 learns from, with their experts."""
     return moe_run(tmp_path_factory.mktemp("in_turn") / "run", *KEPT, *SAVED)
 
 

@@ -108,7 +108,7 @@ def test_the_models_own_layers_propose_tokens(family: str, models: Callable[[str
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_every_adapter_has_a_slot(family: str, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of shared experts and of single ones too; what slots hold is not compared, since kernels do nothing here."""
+    """Adapters of shared experts and of single experts have slots too; the values in slots are not compared."""
     folder = models(family)
     shape, targets = read_model_shape(folder), ["linear_proj", "linear_fc1", "linear_fc2"]
     targets += ["linear_qkv"] if shape.latent is None else []
