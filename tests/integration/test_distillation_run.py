@@ -12,7 +12,7 @@ from tests.support.documented import undocumented
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    "grpo.max_num_steps=4",
+    "grpo.max_num_steps=12",
     "grpo.num_prompts_per_step=32",
     "grpo.val_period=0",
     "grpo.max_val_samples=64",
@@ -27,7 +27,7 @@ def distillation_run(run_dir: Path, *overrides: str) -> TrainingRun:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """Four steps without interruption, with a teacher in a layout of its own."""
+    """Twelve steps without interruption, with a teacher in a layout of its own."""
     run = distillation_run(tmp_path_factory.mktemp("distillation") / "run", "teacher.parallel.data=2")
     assert run.finish() == 0, run.log()
     run.assert_nothing_left()
@@ -39,7 +39,7 @@ def test_the_policy_follows_its_teacher(straight: TrainingRun) -> None:
     assert undocumented(name for name in rows[0] if name not in ("step", "timing", "throughput")) == set()
     assert rows[-1]["teacher_divergence"] < 0.9 * rows[0]["teacher_divergence"]
     assert all(row["loss"] == row["teacher_divergence"] for row in rows)
-    assert not (straight.run_dir / "checkpoints" / "step_4" / "megatron_teacher").exists()
+    assert not (straight.run_dir / "checkpoints" / "step_12" / "megatron_teacher").exists()
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
     assert second.finish() == 0, second.log()
     assert "resumed after step 2" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
-    assert second.rollouts(4) == straight.rollouts(4)
+    assert second.rollouts(12) == straight.rollouts(12)
 
 
 def test_all_tokens_as_the_likeliest_change_nothing(straight: TrainingRun, tmp_path: Path) -> None:

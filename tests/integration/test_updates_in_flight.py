@@ -180,9 +180,8 @@ def test_tokens_keep_the_experts_of_the_version_that_drew_the_next_one(tmp_path:
             transport.connect()
             most = 0
             for _ in range(ROUNDS):
-                for asked, output in zip(
-                    requests, _while_publishing(generation, requests, versions, transport), strict=True
-                ):
+                publish = partial(_publish, generation, versions, transport)
+                for asked, output in zip(requests, _while_publishing(generation, requests, publish), strict=True):
                     most = max(most, len(output.spans))
                     assert_recorded(form.unpack(output.routed), asked, output, versions)
                 if most > 2:
