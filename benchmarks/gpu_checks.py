@@ -44,6 +44,7 @@ class Check:
 _POLICY = "tests/gpu/torch_only/test_policy_on_gpu.py"
 _ENGINE = "tests/gpu/image/test_transformer_engine_on_gpu.py"
 _REFIT = "tests/gpu/image/test_refit_on_gpu.py"
+_COLOCATED = "tests/gpu/image/test_colocated_on_gpu.py"
 _BITS = f"{_REFIT}::test_engines_on_gpus_of_their_own"
 _LOST = "tests/gpu/image/test_lost_engines_on_gpu.py"
 _RUN = "tests/gpu/image/test_run_on_gpus.py"
@@ -86,6 +87,7 @@ CHECKS = (
     _torch("shared memory", "tests/gpu/torch_only/test_ipc_on_gpu.py", dry="cpu"),
     _torch("NCCL", "tests/gpu/torch_only/test_nccl_on_gpu.py", gpus=2, dry="cpu"),
     _torch("losses", "tests/gpu/torch_only/test_losses_on_gpu.py", ("pydantic",), deadline_s=120, dry="cpu"),
+    _torch("divergences", "tests/gpu/torch_only/test_divergences_on_gpu.py", deadline_s=120, dry="cpu"),
     _torch(
         "gradients",
         f"{_POLICY} -k every_family",
@@ -96,6 +98,7 @@ CHECKS = (
     ),
     _torch("families", "tests/gpu/torch_only/test_families_on_gpu.py", RANKS, deadline_s=540, dry="cpu"),
     _torch("optimizer", f"{_POLICY} -k optimizer_steps", RANKS, dry="cpu"),
+    _torch("Muon", f"{_POLICY} -k muon", (*RANKS, "emerging_optimizers"), dry="cpu"),
     _torch(
         "log-probabilities, layouts",
         f"{_POLICY} -k test_logprobs",
@@ -134,8 +137,11 @@ CHECKS = (
     _image("refit through memory", f"{_REFIT} -k the_gpu_of_a_rank", deadline_s=540, dry="cpu"),
     _image("refit over NCCL", f"{_REFIT} -k one_to_one", gpus=2, deadline_s=540, dry="cpu"),
     _image("refit bandwidth", f"{_REFIT} -k bandwidth", deadline_s=540, dry="cpu"),
-    _image("colocated", "tests/gpu/image/test_colocated_on_gpu.py -k one_gpu_is", deadline_s=540, dry="cpu"),
-    _image("colocated, PPO", "tests/gpu/image/test_colocated_on_gpu.py -k value_model", deadline_s=540),
+    _image("adapters alone", "tests/gpu/image/test_adapters_on_gpu.py", deadline_s=540),
+    _image("colocated", f"{_COLOCATED} -k one_gpu_is", deadline_s=540, dry="cpu"),
+    _image("colocated, PPO", f"{_COLOCATED} -k value_model", deadline_s=540),
+    _image("colocated, asynchronous", f"{_COLOCATED} -k responses_in_flight", deadline_s=540),
+    _image("colocated, replayed experts", f"{_COLOCATED} -k replays", deadline_s=540),
     _image("quickstart", f"{_RUN} -k 'one and one'", gpus=2, deadline_s=540, dry="cpu"),
     _image("quickstart, layouts", f"{_RUN} -k 'stages or replicas'", gpus=4, deadline_s=540),
     _image("refit, layouts", f"{_BITS}[tp2_to_pp2] {_BITS}[dp2_to_two_engines]", gpus=4, deadline_s=540),

@@ -41,6 +41,7 @@ VOCAB = len(LETTERS) + 2
 MAX_LENGTH = 64
 START_S = 300.0
 ON_GPUS = torch.cuda.is_available()
+ENGINE_PRECISION = "bfloat16" if ON_GPUS else "float32"  # vLLM's attention in float32 reached an illegal address there
 
 
 def gemma3(**sizes: object) -> PretrainedConfig:
@@ -136,7 +137,7 @@ def engines(
     pipeline: int = 1,
     expert: int = 1,
     data: int = 1,
-    precision: str = "float32",
+    precision: str = ENGINE_PRECISION,
     max_length: int = MAX_LENGTH,
     routed: RoutedForm | None = None,
     generation_batch_size: int | None = None,
@@ -165,6 +166,7 @@ def engines(
         engine=EngineConfig(
             enforce_eager=True,
             kv_cache_gib=0.1,
+            gpu_memory_utilization=0.3,
             max_num_seqs=1 if ON_GPUS else 32,  # there the last bits depend on what a batch is made of
             speculative=speculative or SpeculativeConfig(),
         ),

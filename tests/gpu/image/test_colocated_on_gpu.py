@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.integration.runs import TrainingRun
+from tests.integration.test_replay_runs import REPLAY
 from tests.integration.vllm_helpers import ON_GPUS
 
 COLOCATED = (
@@ -46,4 +47,25 @@ def test_responses_in_flight_outlast_the_sleep_of_their_engine(tmp_path: Path) -
     rows = run.metrics()
     assert max(row["trajectory_versions_max"] for row in rows) > 1
     assert all(row["gen_kl_error"] < 0.05 for row in rows)
+    run.assert_nothing_left()
+
+
+def test_training_replays_the_experts_that_the_engine_chose(tmp_path: Path) -> None:
+    settings = (
+        *COLOCATED,
+        *REPLAY,
+        "grpo.max_num_steps=3",
+        *(f"policy.parallel.{axis}=1" for axis in ("data", "expert")),
+    )
+    run = TrainingRun(
+        tmp_path / "run",
+        *settings,
+        "generation.parallel.tensor=1",
+        "generation.parallel.expert=1",
+        recipe="quickstart_moe",
+    )
+    assert run.finish(timeout_s=1200) == 0, run.log()
+    for row in run.metrics():
+        assert 0.9 < row["moe_routing_agreement"] <= 1
+        assert row["token_mult_prob_error"] < 1.02
     run.assert_nothing_left()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.test_context_parallel import LAYOUTS as CONTEXT
 from tests.parity.test_experts import LAYOUTS as EXPERTS
 from tests.parity.test_experts import step_on_rank
+from tests.parity.test_muon import muon_steps
+from tests.parity.test_muon import steps_on_rank as muon_steps_on_rank
 from tests.parity.test_pipeline import INTERLEAVED
 from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
 from tests.parity.test_training import adamw_steps, load_on_rank, save_on_rank, steps_on_rank
@@ -98,6 +101,18 @@ def test_optimizer_steps_are_those_of_torch_adamw(layout: Layout, tiny_models: d
     for name, expected in adamw_steps(tiny, [(OPTIMIZER, rate) for rate in rates]).items():
         error = (weights[name] - expected).norm() / expected.norm()
         assert error < 1e-3, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
+def test_muon_steps_are_those_in_float64(name: str, special: Callable[[str], TinyModel]) -> None:
+    tiny = special(name)
+    expected = list(islice(muon_steps(tiny), 10))
+    for trained, weights in zip(
+        run_on_ranks(ONE, muon_steps_on_rank, tiny, {})[0], (expected[0], expected[9]), strict=True
+    ):
+        for key, tensor in weights.items():
+            error = (trained[key] - tensor).norm() / tensor.norm()
+            assert error < 1e-3, f"{key}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("layout", EXPERTS[1:], ids=str)
