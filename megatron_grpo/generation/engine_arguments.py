@@ -94,10 +94,7 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(GPU_BATCH_TOKENS, config.sequences_per_engine, longest)
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.is_colocated
-    # None leaves the choice to vLLM, or to the CPU's arguments above.
-    for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
-        if getattr(config.engine, name) is not None:
-            arguments[name] = getattr(config.engine, name)
+    _set_batch_limits(arguments, settings)
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
     add_model_settings(passed, settings.model_path)
     # The policy's logits are float32, and vLLM's are the model's dtype unless told otherwise. In bfloat16, logits
@@ -109,6 +106,20 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "megatron_grpo"
     return arguments | passed
+
+
+def _set_batch_limits(arguments: dict[str, Any], settings: VllmSettings) -> None:
+    """Put the run's limits of a batch in place of the platform's.
+
+    None of both leaves the choice to vLLM. Its warm-up makes a batch of the most tokens. If sequences had to be longer
+    there than they may become, their block tables would be too short, and kernels would read past the end.
+    """
+    for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
+        if (value := getattr(settings.config.engine, name)) is not None:
+            arguments[name] = value
+    if "max_num_batched_tokens" in arguments:
+        most = settings.config.sequences_per_engine * settings.max_total_sequence_length
+        arguments["max_num_batched_tokens"] = min(arguments["max_num_batched_tokens"], most)
 
 
 def make_adapter_arguments(adapter: AdapterSlot) -> dict[str, Any]:

@@ -41,7 +41,7 @@ VOCAB = len(LETTERS) + 2
 MAX_LENGTH = 64
 START_S = 300.0
 ON_GPUS = torch.cuda.is_available()
-ENGINE_PRECISION = "bfloat16" if ON_GPUS else "float32"  # vLLM's attention in float32 reached an illegal address there
+ENGINE_PRECISION = "bfloat16" if ON_GPUS else "float32"  # on GPUs as runs have it
 
 
 def gemma3(**sizes: object) -> PretrainedConfig:

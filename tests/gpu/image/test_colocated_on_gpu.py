@@ -40,6 +40,7 @@ def test_a_value_model_on_the_same_gpu(tmp_path: Path) -> None:
 
 def test_responses_in_flight_outlast_the_sleep_of_their_engine(tmp_path: Path) -> None:
     settings = (*COLOCATED, "grpo.max_num_steps=6", "grpo.async_grpo.oversampling_factor=1.5", "grpo.val_period=3")
+    settings += ("generation.generation_batch_size=8",)  # so slow that responses are in flight when a step begins
     run = TrainingRun(
         tmp_path / "run", *settings, "grpo.async_grpo.max_trajectory_age_steps=2", recipe="quickstart_async"
     )

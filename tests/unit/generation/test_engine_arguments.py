@@ -29,7 +29,7 @@ def arguments_of(folder: Path, *, awaits_refit: bool = False, **generation: Any)
             model_path=str(folder),
             config=GenerationConfig(**generation),
             precision="bfloat16",
-            max_total_sequence_length=8,
+            max_total_sequence_length=64,
             awaits_refit=awaits_refit,
         )
     )
@@ -57,6 +57,8 @@ def test_logits_are_float32_as_in_the_policy(
         ({"max_num_batched_tokens": 100}, 100),
         ({"max_num_seqs": 10_000}, 10_000),
         ({"enable_chunked_prefill": False}, 8192),
+        ({"max_num_seqs": 2}, 128),  # no sequence of the warm-up is longer than 64
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 1000}, 128),
     ],
 )
 def test_prefill_takes_batches_of_a_server(engine: dict[str, Any], tokens: int, tmp_path: Path) -> None:
