@@ -23,7 +23,7 @@ from megatron_grpo.algorithms.context import (
 from megatron_grpo.algorithms.dpo import PreferenceRun
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
-from megatron_grpo.algorithms.reward_model import RewardModelRun
+from megatron_grpo.algorithms.reward_training import RewardModelRun
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.algorithms.supervised import SupervisedRun
 from megatron_grpo.batch.generation_requests import make_sampling_settings

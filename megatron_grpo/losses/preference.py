@@ -69,11 +69,13 @@ def compute_preference_loss(
 
 
 def compute_score_loss(scores: Tensor, margins: Tensor, weights: Tensor, center: float) -> PreferenceLoss:
-    """Loss of a reward model on pairs (Bradley and Terry 1952; Ouyang et al. 2022, eq. 1).
+    """Loss of a reward model on pairs (Bradley and Terry 1952).
 
     ::
 
         loss = mean of -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2
+
+    (Ouyang et al. 2022, eq. 1).
 
     Args:
         scores: [pairs, 2], float64: of the chosen and the rejected response.

@@ -22,7 +22,7 @@ from megatron_grpo.models.checkpoint_model import POLICY_FOLDER
 from megatron_grpo.models.families import FAMILIES, as_reward_model, name_reward_model, read_model_shape
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
-from megatron_grpo.run.checkpoint_files import STATE_FILE
+from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from tests.parity.pairs import (
@@ -207,7 +207,7 @@ def test_a_checkpoint_becomes_a_sequence_classifier(tmp_path: Path) -> None:
     checkpoint = run_dir / "checkpoints" / "step_3" / POLICY_FOLDER
     checkpoint.mkdir(parents=True)
     policy = {"model": {"path": str(folder)}, "precision": "float32"}
-    (checkpoint.parent / STATE_FILE).write_text('{"save_state": {"total_steps": 3}, "metrics": {}}')
+    write_driver_files(checkpoint.parent, 3, {"save_state": {"total_steps": 3}, "metrics": {}}, {})
     (run_dir / "config.yaml").write_text(yaml.safe_dump({"algorithm": "reward_model", "policy": policy}))
     layout = Layout(tensor=2, pipeline=2)
     losses = run_on_ranks(layout, losses_of_scores, folder, make_pairs()[: 3 * ROWS], 0.0, checkpoint)[0]
