@@ -15,7 +15,8 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families import as_reward_model, read_model_shape
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
 from megatron_grpo.run.checkpoints import resolve_checkpoint
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"output={output} already exists; give the path of a new folder")
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    policy = _read_policy(config_file)
+    policy, is_reward_model = _read_policy(config_file)
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
@@ -70,8 +71,9 @@ def main(arguments: Sequence[str]) -> int:
             f"{source}: the model that the run began with, policy.model.path in {config_file}, is not there; its "
             "settings and tokenizer belong to the export: put it back, or correct the path in that file"
         )
-    template = config_file.with_name(TEMPLATE_FILE)
-    _write_model(checkpoint, source, output, policy, form, template)
+    shape, template = read_model_shape(source, reward_models=is_reward_model), config_file.with_name(TEMPLATE_FILE)
+    shape = as_reward_model(shape) if is_reward_model else shape
+    _write_model(checkpoint, source, shape, output, policy, form, template)
     print(f"wrote {output} from {checkpoint}")
     if template.is_file():
         text = "serve the base model with it" if form == "peft" else f"{output} has the same one"
@@ -81,8 +83,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write_model(checkpoint: Path, source: Path, output: Path, policy: PolicyConfig, form: str, template: Path) -> None:
-    shape = read_model_shape(source)
+def _write_model(
+    checkpoint: Path,
+    source: Path,
+    shape: ModelShape,
+    output: Path,
+    policy: PolicyConfig,
+    form: str,
+    template: Path,
+) -> None:
     # The last check, because a large checkpoint takes a while.
     if remark := verify_checkpoint(checkpoint):
         print(f"export: {remark}", file=sys.stderr)
@@ -103,13 +112,15 @@ def _write_model(checkpoint: Path, source: Path, output: Path, policy: PolicyCon
         )
 
 
-def _read_policy(config_file: Path) -> PolicyConfig:
+def _read_policy(config_file: Path) -> tuple[PolicyConfig, bool]:
+    """Read a run's policy, and whether it is a reward model."""
     try:
-        policy = read_config_file(config_file)["policy"]
+        config = read_config_file(config_file)
+        policy = config["policy"]
         # An export needs no other keys, and they may be those of another version of megatron_grpo.
         optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
         needed = {"model": {"path": policy["model"]["path"]}, "precision": policy["precision"], **optional}
-        return TypeAdapter(PolicyConfig).validate_python(needed)
+        return TypeAdapter(PolicyConfig).validate_python(needed), config.get("algorithm") == "reward_model"
     except FileNotFoundError:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
     except (KeyError, TypeError):

@@ -13,6 +13,7 @@ from megatron_grpo.run.user_objects import UserObjects
 
 # Training function of each algorithm; imported late, because torch and Ray take seconds to import.
 ALGORITHMS = {name: f"megatron_grpo.algorithms.{name}:{name}_train" for name in (*LOOPS, "distillation")}
+ALGORITHMS["reward_model"] = "megatron_grpo.algorithms.reward_training:reward_model_train"
 SAMPLING_ONLY = "megatron_grpo.algorithms.grpo:sample_steps"
 
 

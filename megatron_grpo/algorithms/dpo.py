@@ -1,21 +1,23 @@
 """Direct Preference Optimization (Rafailov et al. 2023): the policy learns pairs of a better and a worse response.
 
-A step first computes the log-probabilities of all responses under the policy and the reference. They determine the loss
-and its derivative by each response, so the gradient is that of a sum over tokens: the two responses of a pair may lie
-in different microbatches and on different replicas.
+A step first computes the outputs of all responses: their log-probabilities under the policy and the reference, or a
+reward model's scores. They determine the loss and its derivative by each response, so the gradient is that of a sum
+over tokens: the two responses of a pair may lie in different microbatches and on different replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, take_batch, train_on_rows
-from megatron_grpo.algorithms.token_functions import sum_logprobs
+from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS
 from megatron_grpo.data.processors import DatumSpec
@@ -28,15 +30,30 @@ __all__ = ["PreferenceRun", "dpo_step", "dpo_train"]
 class PreferenceRun(SupervisedRun):
     """A run that learns from pairs."""
 
+    outputs: ClassVar[tuple[str, ...]] = ("prev_logprobs", "reference_logprobs")
+    """Outputs of the model (`trainer.model_ranks.OUTPUTS`) that determine the loss."""
+    held_out_metrics: ClassVar[tuple[str, ...]] = ("preference_accuracy",)
+
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum loss and accuracy over the first `count` pairs."""
+        """Sum loss and metrics over the first `count` pairs."""
         batch, _ = make_batch(self, rows)
-        self.policy.add_field(batch, "prev_logprobs")
-        self.policy.add_field(batch, "reference_logprobs")
+        for field in self.outputs:
+            self.policy.add_field(batch, field)
         batch.in_loss[2 * count :] = False
-        result = compare_pairs(self, batch)
-        accuracy = result.metrics["preference_accuracy"]
-        return {HELD_OUT_LOSS: count * result.loss, "preference_accuracy": count * accuracy, "units": float(count)}
+        result = compare_pairs(self, rows, batch)
+        means = {HELD_OUT_LOSS: result.loss} | {name: result.metrics[name] for name in self.held_out_metrics}
+        return {**{name: count * mean for name, mean in means.items()}, "units": float(count)}
+
+    def compute_loss(
+        self, outputs: Sequence[Tensor], tokens: Tensor, weights: Tensor, rows: Sequence[DatumSpec]
+    ) -> PreferenceLoss:
+        """Compute the loss of pairs.
+
+        `outputs`, one a name in `self.outputs`, and `tokens` are [pairs, 2]: sums over each response's tokens, and
+        their number. `weights`: [pairs].
+        """
+        policy, reference = outputs
+        return compute_preference_loss(policy, reference, tokens, weights, self.config.dpo)
 
 
 def dpo_train(run: PreferenceRun) -> None:
@@ -47,16 +64,16 @@ def dpo_train(run: PreferenceRun) -> None:
 def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
     """Do one step on the next pairs; None: no pairs are left.
 
-    RunError: a log-probability or the gradient is not finite, or a process failed; no weights were changed by it.
+    RunError: an output or the gradient is not finite, or a process failed; no weights were changed by it.
     """
     timer = StepTimer()
-    if (checked_batch := take_batch(run, batches, timer)) is None:
+    if (step_rows := take_batch(run, batches, timer)) is None:
         return None
-    batch, check = checked_batch
+    rows, batch, check = step_rows
     with timer.phase("logprobs"):
-        for field in ("prev_logprobs", "reference_logprobs"):
+        for field in run.outputs:
             check.require_finite(field, run.policy.add_field(batch, field), batch)
-        result = compare_pairs(run, batch)
+        result = compare_pairs(run, rows, batch)
     batch.advantages = -result.gradient.flatten().float().numpy()
     with timer.phase("train"):
         learned = train_on_rows(run, batch, check)
@@ -65,18 +82,13 @@ def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
     return make_report(run, batch, learned, timer, result.metrics)
 
 
-def compare_pairs(run: PreferenceRun, batch: StepBatch) -> PreferenceLoss:
+def compare_pairs(run: PreferenceRun, rows: Sequence[DatumSpec], batch: StepBatch) -> PreferenceLoss:
     """Compute the loss of a batch of pairs, which are neighbours."""
-    sums = {
-        field: run.rollouts.compute(sum_logprobs, batch, ("sampled", field), field)
-        for field in ("prev_logprobs", "reference_logprobs")
-    }
-    policy, reference = (torch.from_numpy(values).view(-1, 2) for values in sums.values())
+    sums = [run.rollouts.compute(sum_over_sampled, batch, ("sampled", field), field) for field in run.outputs]
     weights = np.ones(len(batch)) if batch.loss_weights is None else batch.loss_weights
-    return compute_preference_loss(
-        policy,
-        reference,
+    return run.compute_loss(
+        [torch.from_numpy(values).view(-1, 2) for values in sums],
         torch.from_numpy(batch.response_tokens).view(-1, 2),
         torch.from_numpy(weights * batch.in_loss).view(-1, 2)[:, 0].double(),
-        run.config.dpo,
+        rows,
     )

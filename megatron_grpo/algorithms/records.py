@@ -20,8 +20,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError, Sampling
 from megatron_grpo.config.schema import Config, LoggerConfig
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.models.source import compute_vocabulary_digest
+from megatron_grpo.models.source import compute_vocabulary_digest, read_policy_shape
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import select_first_of_groups
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -106,7 +105,7 @@ def describe_run(config: Config, folder: Path) -> files.RunFacts:
         prompts_per_step=loop.num_prompts_per_step,
         samples_per_prompt=loop.num_generations_per_prompt,
         max_num_steps=loop.max_num_steps,
-        vocab=read_model_shape(folder).vocab,
+        vocab=read_policy_shape(config, folder).vocab,
         vocabulary=compute_vocabulary_digest(folder),
     )
 

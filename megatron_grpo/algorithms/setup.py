@@ -23,6 +23,7 @@ from megatron_grpo.algorithms.context import (
 from megatron_grpo.algorithms.dpo import PreferenceRun
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
+from megatron_grpo.algorithms.reward_training import RewardModelRun
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.algorithms.supervised import SupervisedRun
 from megatron_grpo.batch.generation_requests import make_sampling_settings
@@ -60,9 +61,9 @@ from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
-    Yields a GRPORun, for algorithm=ppo a PPORun, for sft a SupervisedRun, for dpo a PreferenceRun, for distillation a
-    DistillationRun. With debug.train=false it is a SamplingRun without models, whose engines have the weights of the
-    model folder. Without a `startup` from `open_run` Ray starts and ends here.
+    Yields a GRPORun, for algorithm=ppo a PPORun, for sft a SupervisedRun, for dpo a PreferenceRun, for reward_model a
+    RewardModelRun, for distillation a DistillationRun. With debug.train=false it is a SamplingRun without models,
+    whose engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
 
     Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
     RunError if a process did not start; the message says which.
@@ -91,7 +92,11 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
         with startup.part("prepare"):
             assert config.prepare.name is not None
             prepare(config.prepare.name, config.prepare.folder)
-    for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
+    paths = [("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)]
+    paths += [
+        (f"env.{name}.reward_funcs", path) for name, task in config.env.items() for path in task.reward_model_folders
+    ]
+    for key, path in paths:
         if path is not None:
             export_checkpoint_model(path, key)
     folder = fetch_model_folder(config.policy.model.path)
@@ -129,12 +134,12 @@ def _make_training_run(
 ) -> SamplingRun:
     """Make the run of the algorithm."""
     if config.training_loop.is_supervised:
-        is_of_pairs = config.algorithm == "dpo"
-        return (PreferenceRun if is_of_pairs else SupervisedRun)(
+        run_type = {"dpo": PreferenceRun, "reward_model": RewardModelRun}.get(config.algorithm, SupervisedRun)
+        return run_type(
             **vars(sampling),
             policy=models.policy,
             transport=transport,
-            loss_fn=SequenceGradientLossFn() if is_of_pairs else NLLLossFn(),
+            loss_fn=SequenceGradientLossFn() if config.learns_pairs else NLLLossFn(),
             val_rows=data.val_rows,
             published_step=sampling.state["total_steps"],
         )

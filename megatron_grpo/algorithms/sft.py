@@ -24,9 +24,9 @@ def sft_step(run: SupervisedRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
     RunError: the gradient is not finite, or a process failed; no weights were changed by it.
     """
     timer = StepTimer()
-    if (checked_batch := take_batch(run, batches, timer)) is None:
+    if (step_rows := take_batch(run, batches, timer)) is None:
         return None
-    batch, check = checked_batch
+    _, batch, check = step_rows
     with timer.phase("train"):
         learned = train_on_rows(run, batch, check)
     return make_report(run, batch, learned, timer, {})

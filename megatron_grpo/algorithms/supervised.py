@@ -14,7 +14,7 @@ from megatron_grpo.algorithms.placement import publish
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.stages import build_batch, train_in_minibatches
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics
-from megatron_grpo.algorithms.token_functions import sum_logprobs
+from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
 from megatron_grpo.config.errors import RunError, SamplingError
@@ -80,18 +80,22 @@ class SupervisedRun(SamplingRun):
         """Sum figures over the first `count` rows, and their divisor `units`."""
         batch, _ = make_batch(self, rows)
         self.policy.add_field(batch, "prev_logprobs")
-        sums = self.rollouts.compute(sum_logprobs, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
+        sums = self.rollouts.compute(sum_over_sampled, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
         return {HELD_OUT_LOSS: -float(sums[:count].sum()), "units": float(batch.response_tokens[:count].sum())}
 
 
-def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sample: int = 0) -> Trajectory:
+def make_trajectory(
+    messages: Sequence[Message], row: DatumSpec, group: int, sample: int = 0, *, is_scored: bool = False
+) -> Trajectory:
     """Make the sequence of a conversation, whose assistant messages are in the loss.
 
-    It has the form of a rollout, so that batches, packing and checks of steps are those of every algorithm.
+    It has the form of a rollout, so that batches, packing and checks of steps are those of every algorithm. Of a
+    conversation that `is_scored` only the last token is in the loss, whose output is the score.
     """
     ends = np.cumsum([len(message["token_ids"]) for message in messages]).tolist()
     learnt = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     spans = [Span(ends[number] - len(messages[number]["token_ids"]), ends[number], version=-1) for number in learnt]
+    spans = [Span(ends[-1] - 1, ends[-1], version=-1)] if is_scored else spans
     return Trajectory(
         prompt_idx=row["idx"],
         group=group,
@@ -108,13 +112,16 @@ def make_trajectory(messages: Sequence[Message], row: DatumSpec, group: int, sam
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
     """Put the sequences of rows or pairs into the object store."""
-    for row in rows if run.config.algorithm == "dpo" else ():
+    for row in rows if run.config.learns_pairs else ():
         if "rejected" not in row:
             raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")
     conversations = [[row["message_log"], *([row["rejected"]] if "rejected" in row else [])] for row in rows]
     groups = run.rollouts.put(
         [
-            [make_trajectory(messages, row, group, sample) for sample, messages in enumerate(of_row)]
+            [
+                make_trajectory(messages, row, group, sample, is_scored=run.config.trains_reward_model)
+                for sample, messages in enumerate(of_row)
+            ]
             for group, (row, of_row) in enumerate(zip(rows, conversations, strict=True))
         ]
     )
@@ -124,15 +131,15 @@ def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch
 
 def take_batch(
     run: SupervisedRun, batches: Iterator[list[DatumSpec]], timer: StepTimer
-) -> tuple[StepBatch, StepCheck] | None:
-    """Make a batch of the next rows; None: none are left."""
+) -> tuple[list[DatumSpec], StepBatch, StepCheck] | None:
+    """Take the next rows and make their batch; None: none are left."""
     rows = next(batches, None)
     if rows is None:
         return None
     run.placement.offload_engines(timer)  # a validation may have woken them on shared devices
     run.state["consumed_samples"] += len(rows)
     with timer.phase("batch"):
-        return make_batch(run, rows)
+        return rows, *make_batch(run, rows)
 
 
 def train_on_rows(run: SupervisedRun, batch: StepBatch, check: StepCheck) -> TrainResult | None:

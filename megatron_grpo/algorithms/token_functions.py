@@ -146,10 +146,10 @@ def measure_prob_error(
     return {}, (float(errors.double().mean()), float(errors.max()))
 
 
-def sum_logprobs(
+def sum_over_sampled(
     lengths: NDArray[np.int64], arrays: TokenArrays, field: str
 ) -> tuple[TokenArrays, NDArray[np.float64]]:
-    """Sum a field of log-probabilities over the sampled tokens of each sequence: [sequences], float64.
+    """Sum a field over the sampled tokens of each sequence: [sequences], float64.
 
     A `TokenFunction` over the fields sampled and `field`; it adds none.
     """

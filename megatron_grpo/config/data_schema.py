@@ -181,10 +181,11 @@ class DataConfig(PromptConfig):
     prompt. null: the prompt column has whole conversations, and all turns of the assistant are learnt."""
 
     chosen_key: str = "chosen"
-    """With algorithm=dpo, the column with the better response: a text, or messages, also with the prompt before it."""
+    """With algorithm=dpo or reward_model, the column with the better response: a text, or messages, also with the
+    prompt before it."""
 
     rejected_key: str = "rejected"
-    """With algorithm=dpo, the column with the worse response, in the form of chosen_key."""
+    """With algorithm=dpo or reward_model, the column with the worse response, in the form of chosen_key."""
 
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
@@ -265,6 +266,10 @@ class RewardModelConfig(Section):
 
     max_tokens: Positive | None = None
     """Most tokens of a conversation; a longer one loses its beginning. null: no limit."""
+
+    add_special_tokens: bool = False
+    """Score plain texts between the special tokens that rows without a chat template have in training (those that the
+    tokenizer puts before any text, and its eos_token behind). false: as TRL's GRPOTrainer, which gives them none."""
 
 
 class EnvironmentConfig(Section):
@@ -360,6 +365,8 @@ SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
 SUPERVISED = "supervised"
 # Kind of rows that have two responses, a better and a worse one.
 PREFERENCE = "preference"
+# Kind of the rows with pairs whose scores a reward model learns.
+SCORED = "scored"
 # The path of a set whose rows the library reasoning_gym makes.
 REASONING_GYM = "reasoning_gym"
 

@@ -78,11 +78,11 @@ class AsyncGRPOConfig(Section):
 class LoopConfig(Section):
     """The training loop of every algorithm.
 
-    `grpo.KEY`, `ppo.KEY`, `sft.KEY` and `dpo.KEY` are names of one setting, whichever of the algorithms runs.
+    `grpo.KEY`, `ppo.KEY`, `sft.KEY`, `dpo.KEY` and `reward_model.KEY` name one setting, whichever algorithm runs.
     """
 
     num_prompts_per_step: Positive = 32
-    """Prompts of one step; with algorithm=sft its rows, with dpo its pairs."""
+    """Prompts of one step; with algorithm=sft its rows, with dpo and reward_model its pairs."""
 
     num_generations_per_prompt: Positive = 16
     """Responses to each prompt; samples of a step = prompts * generations. PPO, with its value model, needs one."""
@@ -229,22 +229,26 @@ class MseValueLossConfig(Section):
 class RowsLoopConfig(LoopConfig):
     """The training loop of algorithms that learn from rows."""
 
-    val_rewards: bool = False
-    """Sample responses to the validation prompts and score them, as GRPO does; this starts engines. The held-out loss
-    (val_loss) needs none."""
-
     is_supervised: ClassVar[bool] = True
     passes_name: ClassVar[str] = "max_num_epochs"
 
 
-class SFTConfig(RowsLoopConfig):
+class SampledRowsLoopConfig(RowsLoopConfig):
+    """The training loop of policies that learn from rows."""
+
+    val_rewards: bool = False
+    """Sample responses to the validation prompts and score them, as GRPO does; this starts engines. The held-out loss
+    (val_loss) needs none."""
+
+
+class SFTConfig(SampledRowsLoopConfig):
     """Keys that only supervised fine-tuning has; for algorithm=sft."""
 
     num_generations_per_prompt: Positive = 1
     """A row is one sequence, so 1."""
 
 
-class DPOConfig(RowsLoopConfig):
+class DPOConfig(SampledRowsLoopConfig):
     """Keys that only preference training has; for algorithm=dpo."""
 
     num_generations_per_prompt: Positive = 2
@@ -272,8 +276,20 @@ class DPOConfig(RowsLoopConfig):
     """Divide the log-probability of a response by its tokens in that likelihood."""
 
 
+class RewardTrainingConfig(RowsLoopConfig):
+    """Keys that only the training of reward models has; for algorithm=reward_model."""
+
+    num_generations_per_prompt: Positive = 2
+    """A row is a pair of sequences, so 2."""
+
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores in the loss, which keeps scores near 0 (Eisenstein et al. 2023)."""
+
+    val_rewards: ClassVar[bool] = False
+
+
 # The loops of algorithms; each has a section of its name, and distillation that of GRPO.
-LOOPS = ("grpo", "ppo", "sft", "dpo")
+LOOPS = ("grpo", "ppo", "sft", "dpo", "reward_model")
 # Keys, and sections of keys, that all algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 # Keys of the same meaning with different names, defaults and limits.
@@ -282,8 +298,7 @@ COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.
 READERS = {
     "grpo": ("grpo", "distillation"),
     **dict.fromkeys(("ppo", "value", "value_loss_fn"), ("ppo",)),
-    "sft": ("sft",),
-    "dpo": ("dpo",),
+    **{loop: (loop,) for loop in ("sft", "dpo", "reward_model")},
 }
 # Shared keys, and sections of keys, about responses that a step samples to learn from.
 OF_SAMPLES = frozenset(

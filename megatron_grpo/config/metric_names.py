@@ -36,7 +36,7 @@ def list_possible_metrics(config: Config) -> dict[str, str]:
 def list_step_metrics(config: Config) -> set[str]:
     """List the metrics that steps of this run have."""
     if config.training_loop.is_supervised:
-        return {*_METRICS["supervised"].split(), *(_METRICS["pairs"].split() if config.algorithm == "dpo" else ())}
+        return {*_METRICS["supervised"].split(), *_METRICS.get(config.algorithm, "").split()}
     conditional = {name for is_present, names, _ in _list_conditions(config) if is_present for name in names.split()}
     return {*_METRICS["always"].split(), *conditional, *_list_own_metrics(config)}
 

@@ -11,7 +11,14 @@ from dataclasses import field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, EnvironmentConfig, SandboxConfig
+from megatron_grpo.config.data_schema import (
+    PREFERENCE,
+    SCORED,
+    SUPERVISED,
+    DataConfig,
+    EnvironmentConfig,
+    SandboxConfig,
+)
 from megatron_grpo.config.distillation_schema import DistillationConfig, TeacherConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
 from megatron_grpo.config.loop_schema import (
@@ -20,6 +27,7 @@ from megatron_grpo.config.loop_schema import (
     LoopConfig,
     MseValueLossConfig,
     PPOConfig,
+    RewardTrainingConfig,
     SFTConfig,
     find_loop,
 )
@@ -78,9 +86,10 @@ class GRPOConfig(LoopConfig):
 class Config(Section):
     """The configuration of one run."""
 
-    algorithm: Literal["grpo", "ppo", "sft", "dpo", "distillation"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward_model", "distillation"] = "grpo"
     """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
-    responses, distillation follows a teacher in grpo's loop; each has a section of its name."""
+    responses, reward_model scores of such pairs, distillation follows a teacher in grpo's loop; each has a section of
+    its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -102,6 +111,7 @@ class Config(Section):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    reward_model: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
@@ -223,7 +233,17 @@ class Config(Section):
     @property
     def row_kind(self) -> str:
         """Kind of the rows that the algorithm learns from, if it does."""
-        return PREFERENCE if self.algorithm == "dpo" else SUPERVISED
+        return {"dpo": PREFERENCE, "reward_model": SCORED}.get(self.algorithm, SUPERVISED)
+
+    @property
+    def learns_pairs(self) -> bool:
+        """True if the rows are pairs of a better and a worse response."""
+        return self.algorithm in ("dpo", "reward_model")
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """True if the model scores sequences, and predicts no tokens."""
+        return self.algorithm == "reward_model"
 
     @property
     def has_checkpoints(self) -> bool:

@@ -45,6 +45,8 @@ class DatumSpec(TypedDict):
     """The row's prompt as it is in the data, for logs and reward functions."""
     rejected: NotRequired[list[Message]]
     """The conversation with the worse response of a pair; message_log has the better one."""
+    margin: NotRequired[float]
+    """Difference that the scores of a pair should exceed; absent: 0."""
     dataset: NotRequired[str]
     """Name of the prompt's validation set; absent where sets have no names."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, PromptConfig, TaskConfig
+from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
@@ -17,6 +17,7 @@ from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data
 from megatron_grpo.data.supervised_rows import (
     preference_data_processor,
     recorded_data_processor,
+    score_data_processor,
     supervised_data_processor,
 )
 
@@ -111,6 +112,7 @@ ROW_FORMS: dict[str, RowForm] = {  # by their names in data.processor
 ROW_PROCESSORS: dict[str, DataProcessor] = {
     SUPERVISED: supervised_data_processor,
     PREFERENCE: preference_data_processor,
+    SCORED: score_data_processor,
 }
 
 

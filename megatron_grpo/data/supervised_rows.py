@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +69,35 @@ def preference_data_processor(
     Each is made as by `supervised_data_processor`. Without a prompt, the responses are conversations, whose common
     first messages are the prompt.
     """
+    return _make_pair(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+
+def score_data_processor(
+    datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
+    """Make a pair (`preference_data_processor`) for a reward model.
+
+    Its conversations are whole, with blanks that the template writes behind the last turn: a reward model scores the
+    last token. A column "margin" is the difference that the scores should exceed.
+    """
+    pair = _make_pair(datum_dict, task_data_spec, tokenizer, max_seq_length, idx, is_whole=True)
+    margin = datum_dict.get("margin")
+    if margin is None:
+        return pair
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(f"row {idx}: margin={margin!r} is no number")
+    return {**pair, "margin": float(margin)}
+
+
+def _make_pair(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int,
+    idx: int,
+    *,
+    is_whole: bool = False,
+) -> DatumSpec:
     spec, pair = task_data_spec, [datum_dict[task_data_spec.chosen_key], datum_dict[task_data_spec.rejected_key]]
     if spec.prompt_key in datum_dict:
         prompt = apply_prompt_file(datum_dict[spec.prompt_key], datum_dict, spec, idx)
@@ -77,7 +107,7 @@ def preference_data_processor(
         pair = [conversation[len(prompt) :] for conversation in pair]
     try:
         renderer = PromptRenderer(tokenizer, spec)
-        chosen, rejected = (encode_conversation(renderer, prompt, response) for response in pair)
+        chosen, rejected = (encode_conversation(renderer, prompt, answer, is_whole=is_whole) for answer in pair)
     except ValueError as error:
         raise ValueError(f"row {idx}: {error}") from error
     length = max(sum(len(message["token_ids"]) for message in messages) for messages in (chosen, rejected))
@@ -125,11 +155,16 @@ def recorded_data_processor(
 
 
 def encode_conversation(
-    renderer: PromptRenderer, prompt: str | Sequence[ChatMessage], response: str | Sequence[ChatMessage] | None
+    renderer: PromptRenderer,
+    prompt: str | Sequence[ChatMessage],
+    response: str | Sequence[ChatMessage] | None,
+    *,
+    is_whole: bool = False,
 ) -> list[Message]:
     """Encode a conversation; the role of its learnt parts is assistant.
 
-    `response` follows the prompt; None: the prompt is a conversation, whose assistant turns are learnt.
+    `response` follows the prompt; None: the prompt is a conversation, whose assistant turns are learnt. `is_whole`:
+    keep blanks behind the last turn.
 
     ValueError: the tokens of the learnt turns cannot be told exactly.
     """
@@ -143,7 +178,7 @@ def encode_conversation(
         later = [{"role": ASSISTANT, "content": response}] if isinstance(response, str) else list(response)
     first = 0 if response is None else len(earlier)
     try:
-        parts = list(split_rendering(renderer, [*earlier, *later], first))
+        parts = list(split_rendering(renderer, [*earlier, *later], first, is_whole=is_whole))
     except (TemplateError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
     return list(_encode_parts(renderer, parts))
@@ -164,11 +199,14 @@ def _encode_plain(renderer: PromptRenderer, prompt: str, response: str) -> list[
     ]
 
 
-def split_rendering(renderer: PromptRenderer, messages: Sequence[ChatMessage], first: int) -> Iterator[Part]:
+def split_rendering(
+    renderer: PromptRenderer, messages: Sequence[ChatMessage], first: int, *, is_whole: bool = False
+) -> Iterator[Part]:
     """Split the rendering of a whole conversation into learnt and other parts.
 
     Learnt are the turns of the assistant among messages[first:]. A turn begins where sampling would begin it, and ends
-    with the special token that ends it; a line break after that token is not learnt, because no response has it.
+    with the special token that ends it; a line break after that token is not learnt, because no response has it. Blanks
+    at the end of the text are left out unless the rendering `is_whole`.
 
     ValueError: the template does not show a turn in full, or renders its beginning otherwise when it is sampled.
     """
@@ -194,7 +232,7 @@ def split_rendering(renderer: PromptRenderer, messages: Sequence[ChatMessage], f
         yield Part(text[position : len(before)], is_learnt=False)
         yield Part(turn, is_learnt=True)
         position = end
-    if text[position:].strip():
+    if text[position:].strip() or (is_whole and text[position:]):
         yield Part(text[position:], is_learnt=False)
 
 

@@ -17,7 +17,10 @@ from megatron_grpo.config.data_schema import RewardModelConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.data.supervised_rows import encode_conversation
 from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder
 
 RESTARTS = 3  # times that Ray may restart a process of a reward model
@@ -26,6 +29,13 @@ RESTARTS = 3  # times that Ray may restart a process of a reward model
 def find_model_problem(path: str) -> str | None:
     """Say why a path is no reward model, or None."""
     folder = Path(path)
+    try:
+        checkpoint = None if is_hub_name(path) else find_checkpoint_model(path)
+    except ValueError as error:
+        return str(error)
+    if checkpoint is not None:
+        text = "is a checkpoint of a policy; give one of algorithm=reward_model, or its export"
+        return None if checkpoint.is_reward_model else text
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
         if reason is not None:
@@ -77,6 +87,11 @@ class RewardModel:
         """
         token_ids: list[list[int]] = []
         for prompt, completion in zip(prompts, completions, strict=True):
+            if isinstance(prompt, str) and self._config.add_special_tokens:
+                renderer = PromptRenderer(self._tokenizer, PromptFormat(apply_chat_template=False))
+                messages = encode_conversation(renderer, prompt, completion)
+                token_ids.append([token_id for message in messages for token_id in message["token_ids"]])
+                continue
             if isinstance(prompt, str):
                 text = f"{prompt}{completion}"
             elif self._tokenizer.chat_template is None:

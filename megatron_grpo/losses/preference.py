@@ -1,4 +1,4 @@
-"""The loss of preference pairs (DPO), and its gradient by sequence."""
+"""Losses of preference pairs (DPO, reward models), and their gradients by sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PreferenceLoss(NamedTuple):
 
     loss: float
     gradient: Tensor
-    """[pairs, 2], float64: derivative of the loss by the log-probability of each response (the sum over its tokens)."""
+    """[pairs, 2], float64: derivative of the loss by the response's log-probability (sum over its tokens) or score."""
     metrics: dict[str, float]
 
 
@@ -68,20 +68,53 @@ def compute_preference_loss(
     return PreferenceLoss(loss.item(), gradient, metrics)
 
 
+def compute_score_loss(scores: Tensor, margins: Tensor, weights: Tensor, center: float) -> PreferenceLoss:
+    """Loss of a reward model on pairs (Bradley and Terry 1952).
+
+    ::
+
+        loss = mean of -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2
+
+    (Ouyang et al. 2022, eq. 1).
+
+    Args:
+        scores: [pairs, 2], float64: of the chosen and the rejected response.
+        margins: [pairs]: differences that the scores should exceed (Touvron et al. 2023, eq. 2).
+        weights: [pairs]: of each pair in the mean.
+        center: weight of the term that keeps scores near 0 (Eisenstein et al. 2023, eq. 2).
+    """
+    scores = scores.detach().clone().requires_grad_()
+    margin, share = scores[:, 0] - scores[:, 1], weights / weights.sum()
+    loss = ((center * scores.sum(dim=1).square() - logsigmoid(margin - margins)) * share).sum()
+    (gradient,) = torch.autograd.grad(loss, scores)
+    means, in_mean = share @ scores.detach(), scores.detach()[weights > 0]
+    metrics = {
+        "accuracy": float((margin > 0).double() @ share),
+        "margin": float(margin.detach() @ share),
+        "mean_reward": means.mean().item(),
+        "min_reward": in_mean.min().item(),
+        "max_reward": in_mean.max().item(),
+        "rewards_chosen_mean": means[0].item(),
+        "rewards_rejected_mean": means[1].item(),
+    }
+    return PreferenceLoss(loss.item(), gradient, metrics)
+
+
 class SequenceGradientLossFn:
     """A loss with a known derivative by each sequence (a `losses.loss.LossFunction`).
 
-    loss = sum of derivative * log-probability over the sampled tokens. A loss of whole sequences, such as that of
-    pairs, has this gradient, and the sum over tokens can be split over any microbatches, replicas and context-parallel
-    ranks. The field advantages has the negative derivative of the token's sequence. The value means nothing.
+    loss = sum of derivative * output (a log-probability or score) over the sampled tokens. A loss of whole sequences,
+    such as that of pairs, has this gradient, and the sum over tokens can be split over any microbatches, replicas and
+    context-parallel ranks. The field advantages has the negative derivative of the token's sequence. The value means
+    nothing.
     """
 
     field_names = ("sampled",)
 
     def __call__(
-        self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
+        self, outputs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this microbatch's share of the gradient."""
         mask = require_field(tokens.loss_mask) > 0
-        loss = -(mask_values(curr_logprobs, mask) * mask_values(require_field(tokens.advantages), mask)).sum()
+        loss = -(mask_values(outputs, mask) * mask_values(require_field(tokens.advantages), mask)).sum()
         return loss, {"loss": loss}

@@ -22,6 +22,7 @@ class CheckpointModel:
     checkpoint: Path
     export: Path  # folder in Hugging Face format; a run that begins from the checkpoint makes it
     origin: str  # folder or hub name of the model that the checkpoint's run began with
+    is_reward_model: bool = False  # it scores conversations, and predicts no tokens
 
 
 def find_checkpoint_model(path: str) -> CheckpointModel | None:
@@ -36,10 +37,10 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
     run_dir = checkpoint.parent.parent
     try:
         values = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        origin = values["policy"]["model"]["path"]
+        origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
     except OSError as error:
         text = f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}"
         raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
     except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
         raise ValueError(f"is a checkpoint, and {run_dir / 'config.yaml'} is not the configuration of a run") from None
-    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / checkpoint.name, str(origin))
+    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / checkpoint.name, str(origin), is_reward_model)

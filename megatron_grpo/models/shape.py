@@ -227,6 +227,9 @@ class ModelShape:
     """Beginning of names in a model that also sees images, of which this is the text part; empty: it is the whole."""
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
+    is_reward_model: bool = False
+    """Whether the value head scores the tokens up to each one, itself included, and has no bias, as transformers'
+    sequence classifiers; a value model's number is that before the token."""
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -235,6 +238,10 @@ class ModelShape:
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)
+
+    @property
+    def is_value_model(self) -> bool:
+        return self.value_head is not None and not self.is_reward_model
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]

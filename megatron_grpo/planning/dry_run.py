@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
-from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.likelihood import NLLLossFn
+from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.preference import SequenceGradientLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
@@ -74,7 +76,7 @@ def list_phases(config: Config) -> frozenset[str]:
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
-        "logprobs": config.needs_prev_logprobs or config.logger.replay_every is not None,
+        "logprobs": config.needs_prev_logprobs or config.learns_pairs or config.logger.replay_every is not None,
         "reference": config.uses_reference,
         "offload": sleeps,
         "onload": sleeps,
@@ -190,10 +192,14 @@ def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: Dry
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
-    is_value = isinstance(rank, ValueRank)
-    loss_fn: Any = MseValueLossFn(config.value_loss_fn) if is_value else ClippedPGLossFn(config.loss_fn)
     with mode.phase("train"):
-        rank.train(batch, microbatches, loss_fn, counts)
+        rank.train(batch, microbatches, _choose_loss(config, rank), counts)
+
+
+def _choose_loss(config: Config, rank: PolicyRank | ValueRank) -> LossFunction:
+    if config.training_loop.is_supervised:
+        return SequenceGradientLossFn() if config.learns_pairs else NLLLossFn()
+    return MseValueLossFn(config.value_loss_fn) if isinstance(rank, ValueRank) else ClippedPGLossFn(config.loss_fn)
 
 
 def _run_moving_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:

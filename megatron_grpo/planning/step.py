@@ -277,7 +277,8 @@ def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     config, policy = model.config, model.config.policy
     batch = model.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
-    needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
+    outputs = "values" if config.trains_reward_model else "logprobs"
+    needed = {outputs: config.needs_prev_logprobs or config.learns_pairs, "reference": config.uses_reference}
     return {
         name: model.run(model.time_phases(name), batch, forward_only=True).seconds
         for name, is_needed in needed.items()

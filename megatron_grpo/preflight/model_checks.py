@@ -8,7 +8,7 @@ from typing import get_args
 from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.adapter_names import is_adapted
-from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families import FAMILIES, build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.node_checks import read_gpu_capability
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
@@ -155,12 +155,23 @@ def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator
     text = f"{', '.join(te_modules)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
     yield te_modules and config.cluster.gpus == 0, key, text
     yield from _check_muon(config, shape)
+    yield from _check_reward_model(config, shape)
     if shape is None:
         return
     expert_modules = [module for module in modules if module in _EXPERT_MODULES and shape.experts is None]
     yield expert_modules, key, f"the model has no experts; leave out {', '.join(expert_modules)}"
     text = "the model has no latent attention; leave out mla_up_proj"
     yield "mla_up_proj" in modules and shape.latent is None, key, text
+
+
+def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Check that an export of a reward model is one of transformers' models."""
+    if shape is None or not config.trains_reward_model:
+        return
+    text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be"
+    yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", f"{text}; give a model of another family"
+    text = "is a model that also sees images, of which no reward model is made; give a model of text alone"
+    yield bool(shape.text_prefix), "policy.model.path=", text
 
 
 def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:

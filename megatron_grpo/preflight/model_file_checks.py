@@ -12,8 +12,10 @@ from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
+from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import (
     FAMILIES,
+    as_reward_model,
     as_value_model,
     build_weight_map,
     is_carried,
@@ -83,7 +85,7 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
         return
     folder = source.find_local_folder(path)
     assert folder is not None, "other checks report a model that is not there"
-    shape = read_model_shape(folder)
+    shape = source.read_policy_shape(config, folder)
     carried = [name for name in list_stored_tensors(folder) if is_carried(name, shape)]
     if carried:
         text = f"holds {len(carried)} tensor(s) beside the language model, which are not trained, and which an export"
@@ -97,7 +99,7 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
     for key, path in paths.items():
         if path is None:
             continue
-        subject, is_value_model = f"{key}={path}", key.startswith("value.")
+        subject, has_score = f"{key}={path}", key.startswith("value.") or config.trains_reward_model
         if source.is_made_before_run(config, path):
             prepared_folders = source.list_prepared_folders(config)
             if Path(path) not in prepared_folders:
@@ -106,15 +108,16 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
                 )
                 yield Problem(subject, text)
             continue
-        unusable = list(explain_unusable_model(subject, path, is_value_model=is_value_model))
+        unusable = list(explain_unusable_model(subject, path, has_score=has_score))
         yield from unusable
         if unusable or source.is_hub_name(path):  # weights of a hub model are downloaded at the start
             continue
         folder = source.find_local_folder(path)
         assert folder is not None
-        shape = read_model_shape(folder, reward_models=is_value_model)
+        shape = read_model_shape(folder, reward_models=has_score)
         if any(folder.glob("*.safetensors")):
-            expected = as_value_model(shape) if is_value_model else shape
+            convert = as_reward_model if config.trains_reward_model else as_value_model
+            expected = convert(shape) if has_score else shape
             yield from (Problem(subject, text) for text in find_weight_problems(folder, expected))
         else:
             text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
@@ -159,7 +162,7 @@ def find_slot_problems(config: Config, folder: Path) -> Iterator[Problem]:
         yield Problem("refit.adapters=alone", text)
 
 
-def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = False) -> Iterator[Problem]:
+def explain_unusable_model(subject: str, path: str, *, has_score: bool = False) -> Iterator[Problem]:
     """Say why a folder or hub name has no trainable model."""
     if source.is_hub_name(path):
         reason = None if source.find_local_folder(path) else source.download_config(path)
@@ -177,7 +180,10 @@ def explain_unusable_model(subject: str, path: str, *, is_value_model: bool = Fa
             text = "is a checkpoint, and the model that its run began with is not there; it has settings and tokenizer"
             yield Problem(subject, text)
             return
-        read_model_shape(folder, reward_models=is_value_model)
+        read_model_shape(folder, reward_models=has_score)
+        checkpoint = None if source.is_hub_name(path) else find_checkpoint_model(path)
+        if checkpoint is not None and checkpoint.is_reward_model and not has_score:
+            yield Problem(subject, "is a checkpoint of a reward model, which predicts no tokens; give one of a policy")
     except ValueError as error:
         yield Problem(subject, str(error))
 

@@ -21,7 +21,7 @@ from megatron_grpo.models.adapter_names import make_policy_slot
 from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.models.source import fetch_model_folder, read_policy_shape
 from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.rollouts.endpoint import make_endpoint_settings
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
@@ -33,7 +33,7 @@ from megatron_grpo.trainer.messages import (
     TeacherOutput,
     make_training_filter,
 )
-from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronTeacher, MegatronValue, ModelRanks
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronReward, MegatronTeacher, MegatronValue, ModelRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         if config.needs_generation:
             generation = _start_generation(config, folder, cluster, stack, awaits_refit=True)
     settings, timeout_s = make_policy_settings(config, folder), config.cluster.startup_timeout_s
-    policy = MegatronPolicy(settings, cluster.build_policy_options, timeout_s)
+    policy_type = MegatronReward if config.trains_reward_model else MegatronPolicy
+    policy = policy_type(settings, cluster.build_policy_options, timeout_s)
     stack.callback(policy.shutdown)
     if colocated:
         cluster.share(policy.list_devices(), engines.ranks_per_engine)
@@ -122,7 +123,7 @@ def _start_generation(
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     """Make the settings of the policy's ranks; `folder` has the model."""
     is_sampled = not config.training_loop.is_supervised  # rows have no temperature and no filter
-    shape, distillation = read_model_shape(folder), None
+    shape, distillation = read_policy_shape(config, folder), None
     if config.named_teachers:
         heads = read_teacher_heads(config)
         distillation = PolicyDistillation(

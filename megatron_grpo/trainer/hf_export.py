@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import (
     INSIDE,
@@ -25,6 +26,7 @@ from megatron_grpo.models.families import (
     is_further_prediction,
     is_untied_by_weights,
     list_carried,
+    name_reward_model,
 )
 from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
@@ -72,6 +74,8 @@ def export_checkpoint(
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
             settings = find_changed_settings(source, shape)
+            if shape.is_reward_model:
+                settings |= build_classifier_settings(source, shape)
             tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization, shape)
@@ -135,6 +139,23 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     if find_model_type(raw) != raw.get("model_type"):
         settings["model_type"] = find_model_type(raw)
     return settings
+
+
+def build_classifier_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
+    """Build the entries of config.json that make a model a sequence classifier.
+
+    transformers scores the last token that is not padding, and finds padding by its id: so the id that ends
+    conversations is none.
+    """
+    tokenizer = load_tokenizer(str(source))
+    pad_id = tokenizer.pad_token_id
+    is_usable = pad_id is not None and pad_id != tokenizer.eos_token_id and pad_id < shape.vocab
+    return {
+        "architectures": [name_reward_model(shape)],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": pad_id if is_usable else None,
+    }
 
 
 @torch.no_grad()

@@ -313,6 +313,13 @@ class MegatronPolicy(ModelRanks):
         self._ask("sync_reference", lambda rank: rank.sync_reference(alpha), "moving the reference policy")
 
 
+class MegatronReward(MegatronPolicy):
+    """A reward model, in the place of a run's policy."""
+
+    label, output_field = "reward model", "values"
+    checks_prob_error = False
+
+
 class MegatronValue(ModelRanks):
     """The value model of PPO."""
 

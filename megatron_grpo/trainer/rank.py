@@ -85,7 +85,7 @@ class ModelRank(ABC):
         if shape.experts is not None:
             is_policy = shape.value_head is None
             form = RoutedForm.from_shape(shape) if is_policy and config.moe.replay_routing else None
-            self.routing = StepRouting(self.chunks, config.moe, "moe" if is_policy else "value_moe", form)
+            self.routing = StepRouting(self.chunks, config.moe, "value_moe" if shape.is_value_model else "moe", form)
         self.optimizer = self._build_optimizer()
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
@@ -366,10 +366,10 @@ class PolicyRank(ModelRank):
 
 
 class ValueRank(ModelRank):
-    """A rank's shard of the value model and of its optimizer."""
+    """A rank's shard of a value or reward model and of its optimizer."""
 
     def compute_values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Compute the value before every token under the current weights."""
+        """Compute the value before every token, or a reward model's score up to it."""
         return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
     outputs: ClassVar = {"values": compute_values}

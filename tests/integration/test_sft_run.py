@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.batch.rollout_files import read_rollouts
+from megatron_grpo.export import main as export
+from megatron_grpo.models.source import EOS, VOCABULARY
 from tests.integration.runs import TrainingRun, without_timing
 from tests.support.documented import undocumented
 
@@ -98,34 +100,73 @@ def test_its_checkpoint_is_a_model_and_recorded_rollouts_are_rows(straight: Trai
     assert f"has {len(right)} row" in too_many.log()
 
 
-def test_pairs_are_learnt_and_resumed(tmp_path: Path) -> None:
+def pair_run(folder: Path, algorithm: str, name: str) -> TrainingRun:
+    """Right sums as chosen responses, and others as rejected ones."""
     sums = [(a, b) for a in range(20, 40) for b in range(30, 40)]
-    rows = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b:03}", "rejected": f"{a + b + 1:03}"} for a, b in sums]
-    data = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b:03}", "rejected": f"{a + b + 900}"} for a, b in sums]
+    data = folder / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = (
-        "algorithm=dpo",
+        f"algorithm={algorithm}",
         f"data.train_path={data}",
         f"data.val_path={data}",
         "data.answer_key=null",
-        "dpo.num_generations_per_prompt=2",
-        "dpo.val_batch_size=64",
+        f"{algorithm}.num_generations_per_prompt=2",
+        f"{algorithm}.val_batch_size=64",
         "policy.optimizer.lr=3e-4",
         "loss_fn.reference_policy_kl_penalty=0.01",
     )
-    straight = TrainingRun(tmp_path / "straight", *SHORT, *options)
+    return TrainingRun(folder / name, *SHORT, *options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "accuracy"), [("dpo", "val_preference_accuracy"), ("reward_model", "val_accuracy")]
+)
+def test_pairs_are_learnt_and_resumed(algorithm: str, accuracy: str, tmp_path: Path) -> None:
+    straight = pair_run(tmp_path, algorithm, "straight")
     assert straight.finish() == 0, straight.log()
     losses = [row["loss"] for row in straight.metrics()]
-    assert losses[0] == pytest.approx(0.6931, abs=1e-3), "log 2: the policy is still the reference"
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3), "log 2: the policy is still the reference, or scores are 0"
     assert losses[-1] < losses[0]
     found = validations(straight)
     assert found[-1]["val_loss"] < found[0]["val_loss"]
-    assert found[-1]["val_preference_accuracy"] > 0.8
+    assert found[-1][accuracy] > 0.8
     assert undocumented(straight.metrics()[-1].keys() - {"step", "timing", "throughput"}) == set()
-    first = TrainingRun(tmp_path / "run", *SHORT, *options)
+    first = pair_run(tmp_path, algorithm, "run")
     first.start()
     first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
     first.kill()
-    second = TrainingRun(tmp_path / "run", *SHORT, *options)
+    second = pair_run(tmp_path, algorithm, "run")
     assert second.finish() == 0, second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
+    if algorithm == "reward_model":
+        expect_served_scores(straight, tmp_path)
+
+
+def expect_served_scores(trained: TrainingRun, folder: Path) -> None:
+    """A run of GRPO gets the scores that transformers computes, from the checkpoint and from its export."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    checkpoint, output = trained.run_dir / "checkpoints" / "step_6", folder / "reward_model"
+    assert export([f"checkpoint={checkpoint}", f"output={output}"]) == 0
+    options = ("grpo.max_num_steps=1", "grpo.num_prompts_per_step=8", "logger.rollouts=all", "data.val_path=null")
+    scoring = (
+        "env.addition.type=reward_functions",
+        f"env.addition.reward_funcs=[{checkpoint},{output}]",
+        "env.addition.reward_weights=[1.0,10.0]",
+        "env.addition.reward_model.add_special_tokens=true",
+        "checkpointing.metric_name=reward",
+    )
+    run = TrainingRun(folder / "grpo", *options, *scoring)
+    assert run.finish() == 0, run.log()
+    model = AutoModelForSequenceClassification.from_pretrained(output).eval()
+    scored = [row for row in read_rollouts(run.run_dir, 1) if row["response"].isdigit()]
+    assert len(scored) > 16
+    for row in scored:
+        ids = row["token_ids"].tolist()
+        ids += [] if ids[-1] == VOCABULARY[EOS] else [VOCABULARY[EOS]]
+        with torch.no_grad():
+            score = model(torch.tensor([ids])).logits.item()
+        assert row["reward"] == pytest.approx(11 * score, abs=1e-4)
+    assert len({row["reward"] for row in scored}) > 4, "scores differ"

@@ -38,6 +38,7 @@ NOUNS = frozenset(
         "ppo_train",
         "preference_data_processor",
         "recorded_data_processor",
+        "reward_model_train",
         "sft_step",
         "sft_train",
         "supervised_data_processor",

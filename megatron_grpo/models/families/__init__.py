@@ -57,6 +57,16 @@ def as_value_model(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
+def as_reward_model(shape: ModelShape) -> ModelShape:
+    """Convert a shape to that of a reward model in training."""
+    return replace(as_value_model(shape), is_reward_model=True)
+
+
+def name_reward_model(shape: ModelShape) -> str:
+    """Name transformers' class of a family's reward models."""
+    return f"{FAMILIES[shape.family].reward_name}ForSequenceClassification"
+
+
 _ALL = (
     *llama.FAMILIES,
     gemma3.FAMILY,
@@ -86,7 +96,8 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Build the weight map of a model, in the order of export."""
     if shape.value_head is not None:
         is_new = shape.value_head == "fresh"
-        outputs = [_map_outer("output_layer.weight", "score.weight", "score", "hidden", zero_if_absent=is_new), _BIAS]
+        outputs = [_map_outer("output_layer.weight", "score.weight", "score", "hidden", zero_if_absent=is_new)]
+        outputs += [] if shape.is_reward_model else [_BIAS]
     else:
         # A tied head has weights of its own only on a last stage that is not the first.
         tensor = EMBEDDING if shape.tied_embeddings else HEAD

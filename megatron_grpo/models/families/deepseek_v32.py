@@ -119,6 +119,7 @@ FAMILIES = (
     Family(
         name="deepseek_v32",
         architecture="DeepseekV32ForCausalLM",
+        has_reward_models=False,
         read=_read_deepseek,
         tables=_TABLES,
         has_further_predictions=True,
@@ -127,6 +128,7 @@ FAMILIES = (
     Family(
         name="glm_moe_dsa",
         architecture="GlmMoeDsaForCausalLM",
+        has_reward_models=False,
         read=_read_glm,
         tables=_TABLES,
         has_further_predictions=True,

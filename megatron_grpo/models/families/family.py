@@ -59,6 +59,8 @@ class Family:
     """Models that have this one as their text part; None: there are none."""
     reward_prefix: str | None = None
     """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""
+    has_reward_models: bool = True
+    """Whether transformers has a class for the family's reward models (ForSequenceClassification)."""
 
     def rename(self, name: str) -> str:
         """Replace the parts of a tensor's name that the family has otherwise."""
@@ -70,5 +72,9 @@ class Family:
         """Whether the name of a class in config.json is the family's."""
         if not is_reward_model:
             return architecture == self.architecture
-        prefix = self.reward_prefix or self.architecture.removesuffix("ForCausalLM")
-        return architecture.split("For")[0] == prefix
+        return architecture.split("For")[0] == self.reward_name
+
+    @property
+    def reward_name(self) -> str:
+        """Beginning of the class names of reward models."""
+        return self.reward_prefix or self.architecture.removesuffix("ForCausalLM")

@@ -108,6 +108,7 @@ FAMILIES = (
     Family(
         name="minimax_m2",
         architecture="MiniMaxM2ForCausalLM",
+        has_reward_models=False,
         read=_read_minimax_m2,
         tables=(INPUT_NORM, ATTENTION, _QK_NORM, MLP_NORM, EXPERTS, EXPERT_BIAS),
         renamed={"mlp.gate.e_score": "block_sparse_moe.e_score", **MIXTRAL_NAMES},

@@ -192,6 +192,7 @@ def _read_experts(raw: Mapping[str, Any], shape: ModelShape) -> ExpertShape | No
 FAMILY = Family(
     name="gemma4",
     architecture="Gemma4ForCausalLM",
+    has_reward_models=False,
     read=_read,
     tables=(
         INPUT_NORM,

@@ -90,6 +90,7 @@ FAMILIES = (
     Family(
         name="glm4_moe",
         architecture="Glm4MoeForCausalLM",
+        has_reward_models=False,
         read=_read_mixture,
         tables=(INPUT_NORM, ATTENTION, QKV_BIAS, QK_NORM, MLP_NORM, MLP, EXPERTS, EXPERT_BIAS, SHARED_EXPERTS),
         has_further_predictions=True,

@@ -107,6 +107,7 @@ def _read_list(raw: Mapping[str, Any], key: str, allowed: Sequence[Any], layers:
 FAMILY = Family(
     name="llama4",
     architecture="Llama4ForCausalLM",
+    has_reward_models=False,
     read=_read,
     tables=(INPUT_NORM, ATTENTION, MLP_NORM, MLP, EXPERTS),
     renamed={"mlp.": "feed_forward."},

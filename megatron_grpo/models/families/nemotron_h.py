@@ -155,6 +155,7 @@ def _read_experts(raw: Mapping[str, Any], kinds: Sequence[str]) -> ExpertShape:
 FAMILY = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
+    has_reward_models=False,
     read=_read,
     tables=(_NORMS, _MAMBA, ATTENTION, _MLP, _EXPERTS),
     renamed={

@@ -175,6 +175,7 @@ FAMILIES = (
     Family(
         name="qwen3_5_moe",
         architecture="Qwen3_5MoeForCausalLM",
+        has_reward_models=False,
         read=_read_qwen3_5_moe,
         tables=(*_MIXER, EXPERTS),
         model_type="qwen3_5_moe_text",

@@ -65,17 +65,18 @@ class DecoderModel(GPTModel):
 class ValueHead(torch.nn.Module):
     """Linear head of a value model; every tensor-parallel rank computes all of it."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, *, has_bias: bool = True) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": config.params_dtype, "device": config.platform.device}
         weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **options))
         weight.is_embedding_or_output_parameter = True  # Muon leaves such parameters to AdamW
         self.weight = weight
-        self.bias = torch.nn.Parameter(torch.zeros(1, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options)) if has_bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute values in float32: [rows, hidden] to [rows]."""
-        return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
 
 def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | None = None) -> list[DecoderModel]:
@@ -191,7 +192,7 @@ def _build_chunk(
     if config.fp8.is_simulated:
         keep_outer_layers(model, shape.layers, config.fp8)
     if shape.value_head is not None and model.post_process:
-        model.output_layer = ValueHead(settings)
+        model.output_layer = ValueHead(settings, has_bias=not shape.is_reward_model)
     elsewhere = [
         name for name, weight in model.named_parameters() if weight.device.type != settings.platform.device.type
     ]

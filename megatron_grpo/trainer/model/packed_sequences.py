@@ -169,8 +169,10 @@ class PackedLayout:
         """Tokens of each context-parallel rank, padding included."""
         return len(self.source)
 
-    def find_predicting(self, is_predicted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    def find_predicting(self, is_predicted: NDArray[np.bool_], distance: int = 1) -> tuple[Ints, Ints]:
         """Find this rank's hidden states that predict the chosen tokens.
+
+        `distance`: tokens from a state to the token that it belongs to; 0: the state of the token itself.
 
         `is_predicted`, [tokens of the flat sequences], has the chosen tokens. Returns indices into this rank's tokens,
         and the flat indices of the tokens that these predict, both [predicted tokens of this rank], in the order of the
@@ -180,10 +182,11 @@ class PackedLayout:
         # than the token itself; the rank that holds the hidden state computes the token's loss.
         starts, columns = np.cumsum(self.lengths) - self.lengths, np.cumsum(self.widths) - self.widths
         chosen = is_predicted.copy()
-        chosen[starts[self.lengths > 0]] = False
+        if distance:
+            chosen[starts[self.lengths > 0]] = False
         tokens = np.flatnonzero(chosen)
         sequence = np.searchsorted(np.cumsum(self.lengths), tokens, side="right")
-        before = self.gathered_index[columns[sequence] + tokens - starts[sequence] - 1]
+        before = self.gathered_index[columns[sequence] + tokens - starts[sequence] - distance]
         is_local = before // self.local_tokens == self.rank
         return before[is_local] - self.rank * self.local_tokens, tokens[is_local]
 

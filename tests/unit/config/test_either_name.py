@@ -42,7 +42,9 @@ def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
 
 
 def test_ppos_own_default_is_documented() -> None:
-    assert read_keys()["grpo.num_generations_per_prompt"].default_text == ("16, with ppo 1, with sft 1, with dpo 2")
+    assert read_keys()["grpo.num_generations_per_prompt"].default_text == (
+        "16, with ppo 1, with sft 1, with dpo 2, with reward_model 2"
+    )
     assert read_keys()["grpo.num_prompts_per_step"].default_text == "32"
 
 

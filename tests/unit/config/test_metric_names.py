@@ -15,7 +15,7 @@ from tests.support.documented import PAGE, undocumented
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 
 
-OF_ROWS = list_step_metrics(Config(algorithm="dpo"))
+OF_ROWS = list_step_metrics(Config(algorithm="dpo")) | list_step_metrics(Config(algorithm="reward_model"))
 ALL_STEP_METRICS = {*list_possible_metrics(Config()), *OF_ROWS}
 
 

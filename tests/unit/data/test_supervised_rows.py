@@ -9,10 +9,16 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.config.data_schema import PREFERENCE, SUPERVISED, DataConfig, DatasetConfig
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.rows import RowCheck
-from megatron_grpo.data.supervised_rows import encode_conversation, preference_data_processor, supervised_data_processor
+from megatron_grpo.data.supervised_rows import (
+    encode_conversation,
+    preference_data_processor,
+    score_data_processor,
+    supervised_data_processor,
+)
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
 from tests.support.released.layout import Layout
@@ -191,3 +197,18 @@ def test_rows_that_are_no_pairs_are_named(row: dict[str, Any], problem: str) -> 
     found = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(), {"math": PREFERENCE}).convert(row)
     assert isinstance(found, str)
     assert re.search(problem, found), found
+
+
+def test_pairs_to_score_are_the_texts_that_reward_models_get() -> None:
+    """The whole rendering, with the line break behind the last turn, and the margin."""
+    tokenizer, spec = BY_NAME["qwen2_5"].oracle, TaskDataSpec(task_name="math", answer_key=None)
+    worse = {"role": "assistant", "content": "There are 11."}
+    row = {"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": [worse], "margin": 2}
+    datum = score_data_processor(row, spec, tokenizer, 1000, 0)
+    for log, answer in zip(pair_of(datum), (ANSWER, worse), strict=True):
+        text = render_chat(tokenizer, [SYSTEM, USER, answer])
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert [token_id for part in log for token_id in part["token_ids"]] == expected
+    assert datum["margin"] == 2.0
+    with pytest.raises(ValueError, match="row 7: margin='much' is no number"):
+        score_data_processor({**row, "margin": "much"}, spec, tokenizer, 1000, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,3 +174,13 @@ def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.
     client, _ = reward_model.start_reward_model("org/there", RewardModelConfig(num_workers=2))
     assert [arguments[0] for arguments in made] == [str(folder)] * 2
     assert client.path == "org/there"
+
+
+def test_only_checkpoints_of_reward_models_are_reward_models(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_3"
+    (checkpoint / "megatron").mkdir(parents=True)
+    for algorithm, problem in (("reward_model", None), ("grpo", "is a checkpoint of a policy; give one of algorithm=")):
+        config = {"algorithm": algorithm, "policy": {"model": {"path": "org/model"}}}
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        reason = find_model_problem(str(checkpoint))
+        assert reason is problem or (reason is not None and reason.startswith(str(problem)))

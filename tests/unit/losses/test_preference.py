@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import DPOConfig
 from megatron_grpo.losses.loss import GlobalCounts
-from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_preference_loss
+from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_preference_loss, compute_score_loss
 
 CASES = {
     "sigmoid": DPOConfig(reference_policy_kl_penalty=0.2),
@@ -64,3 +64,32 @@ def test_the_gradient_by_sequence_is_that_of_the_loss(config: DPOConfig) -> None
     loss, _ = SequenceGradientLossFn()(logprobs, fields, GlobalCounts(tokens=1, sequences=1, all_sequences=1))
     (actual,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(actual, gradient)
+
+
+def test_scores_have_the_loss_of_bradley_and_terry() -> None:
+    """Against the probability that the chosen response wins, and finite differences."""
+    scores = torch.tensor([[0.3, -0.2], [1.0, 1.5], [-0.4, -0.5]], dtype=torch.float64)
+    margins, weights = torch.tensor([0.0, 0.25, 1.0]).double(), torch.tensor([1.0, 0.5, 0.0]).double()
+
+    def define(values: Tensor) -> float:
+        strength = values.exp()
+        chosen = strength[:, 0] / (strength[:, 0] + strength[:, 1] * margins.exp())
+        return float(((-chosen.log() + 0.1 * values.sum(1) ** 2) * weights).sum() / weights.sum())
+
+    result = compute_score_loss(scores, margins, weights, 0.1)
+    assert result.loss == pytest.approx(define(scores), rel=1e-12)
+    for index in range(scores.numel()):
+        step = torch.zeros(scores.numel(), dtype=torch.float64).index_fill_(0, torch.tensor(index), 1e-6).view(-1, 2)
+        slope = (define(scores + step) - define(scores - step)) / 2e-6
+        assert result.gradient.flatten()[index].item() == pytest.approx(slope, abs=1e-8)
+    assert result.metrics == pytest.approx(
+        {
+            "accuracy": 2 / 3,
+            "margin": (0.5 + 0.5 * -0.5) / 1.5,
+            "mean_reward": (0.1 + 0.5 * 2.5) / 3,
+            "min_reward": -0.2,
+            "max_reward": 1.5,
+            "rewards_chosen_mean": (0.3 + 0.5 * 1.0) / 1.5,
+            "rewards_rejected_mean": (-0.2 + 0.5 * 1.5) / 1.5,
+        }
+    )

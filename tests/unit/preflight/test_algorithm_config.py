@@ -294,3 +294,11 @@ def test_gdpo_needs_one_weight_for_a_function() -> None:
 def test_a_task_has_an_answer_and_a_chat_of_its_own() -> None:
     own = ["data.tasks.addition.answer_key=answer", "data.tasks.addition.apply_chat_template=true"]
     assert compose_config(["+exp=quickstart", "data.answer_key=null", "data.system_prompt=Add.", *own])
+
+
+def test_reward_models_are_trained_whole_and_on_pairs() -> None:
+    options = ("algorithm=reward_model", "grpo.num_generations_per_prompt=2", "data.answer_key=null")
+    (problem,) = problems_of(*options, "policy.lora.rank=4")
+    assert (problem.subject, "whose head is trained too" in problem.text) == ("policy.lora.rank=4", True)
+    (problem,) = problems_of(*options[:1], *options[2:], "grpo.num_generations_per_prompt=1")
+    assert "a row is a pair; use 2" in problem.text
