@@ -58,7 +58,7 @@ class Classic:
         # A call that the endpoint gives up fails the rollout, which is attempted again as a whole.
         client = ClientConfig(api_base_url=url, api_key_var=TOKEN, max_retries=0)
         output = await self._environment.run_rollout(row, client, model, {})
-        error = output.get("error") and output["error"]["error_chain_str"]
+        error = output.get("error") and output["error"]["error_chain_repr"]
         return {"reward": output["reward"], "metrics": output["metrics"], "error": error}
 
 

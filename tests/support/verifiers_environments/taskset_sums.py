@@ -16,11 +16,11 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData]):
     @vf.reward(weight=2.0)
     async def exact(self, trace: vf.Trace) -> float:
-        return float(trace.root_reply == str(self.data.total))
+        return float(trace.last_reply == str(self.data.total))
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
-        return float(len(trace.root_reply or ""))
+        return float(len(trace.last_reply))
 
 
 class SumConfig(vf.TasksetConfig):
