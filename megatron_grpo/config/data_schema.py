@@ -272,8 +272,8 @@ class EnvironmentConfig(Section):
 
     type: str = "math"
     """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv, reasoning_gym or
-    verifiers (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in reward_funcs;
-    package.module:Class: your own."""
+    verifiers (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in
+    reward_funcs; package.module:Class: your own."""
 
     options: EnvironmentOptions = field(default_factory=dict)
     """Keyword arguments of the environment's class."""

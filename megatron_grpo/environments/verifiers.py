@@ -1,6 +1,6 @@
 """Environments of the library verifiers, in an interpreter of their own; its command writes their rows.
 
-python -m megatron_grpo.environments.verifiers PYTHON ENVIRONMENT ROWS.jsonl [--arguments JSON] [--split test]
+python -m megatron_grpo.environments.verifiers PYTHON ENVIRONMENT ROWS [--arguments JSON] [--split test]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,14 +148,14 @@ def write_rows(process: VerifiersProcess, split: str, file: Path) -> int:
     return count
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("python", help="interpreter that has verifiers and the environment")
-    parser.add_argument("environment")
-    parser.add_argument("rows", type=Path, help="file that gets the rows")
+    parser.add_argument("python", metavar="PYTHON", help="interpreter that has verifiers and the environment")
+    parser.add_argument("environment", metavar="ENVIRONMENT", help="its name, or that of a taskset")
+    parser.add_argument("rows", metavar="ROWS", type=Path, help="file that gets the rows, as JSON lines")
     parser.add_argument("--arguments", type=json.loads, default={}, help="as env.NAME.options.arguments, in JSON")
     parser.add_argument("--split", choices=["train", "test"], default="train")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         process = VerifiersProcess(options.python, options.environment, options.arguments, list_import_folders())
         count = write_rows(process, options.split, options.rows)

@@ -90,8 +90,7 @@ class Tasksets:
         if not self._environment.taskset.bounded:
             raise ValueError("the taskset is infinite")
         for task in self._environment.taskset:
-            row = task.data.model_dump(mode="json", exclude_defaults=True)
-            yield {"prompt": task.data.prompt_text, "answer": "", "row": row}
+            yield {"prompt": task.data.prompt_text, "answer": "", "row": task.data.model_dump(mode="json")}
 
     async def run(self, row: Row, url: str, model: str) -> dict[str, Any]:
         import verifiers.v1 as vf
@@ -111,7 +110,9 @@ class Tasksets:
             return {"reward": None, "metrics": {}, "error": text}
         return {
             "reward": sum(trace.reward for trace in episode.traces),
-            "metrics": {key: value for trace in episode.traces for key, value in trace.metrics.items() if value is not None},
+            "metrics": {
+                key: value for trace in episode.traces for key, value in trace.metrics.items() if value is not None
+            },
             "error": None,
         }
 

@@ -1,6 +1,7 @@
 """Environments of the real library verifiers through a real endpoint: rows, turns, tools, scores, failures.
 
-VERIFIERS_PYTHON names an interpreter with verifiers from 0.4 on and uv, VERIFIERS_CLASSIC_PYTHON one with 0.3.1.
+VERIFIERS_PYTHON names an interpreter with verifiers from 0.4 on and uv, VERIFIERS_CLASSIC_PYTHON one with 0.3.1,
+NEMO_GYM_PYTHON one with nemo-gym.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +37,8 @@ from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 
 FOLDER = Path(__file__).parents[1] / "support" / "verifiers_environments"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
-CLASSIC, TASKSETS = (os.environ.get(name, "") for name in ("VERIFIERS_CLASSIC_PYTHON", "VERIFIERS_PYTHON"))
+VARIABLES = ("VERIFIERS_CLASSIC_PYTHON", "VERIFIERS_PYTHON", "NEMO_GYM_PYTHON")
+CLASSIC, TASKSETS, NEMO_GYM = (os.environ.get(name, "") for name in VARIABLES)
 needs_classic = pytest.mark.skipif(not CLASSIC, reason="VERIFIERS_CLASSIC_PYTHON names no interpreter with 0.3.1")
 needs_tasksets = pytest.mark.skipif(not TASKSETS, reason="VERIFIERS_PYTHON names no interpreter with verifiers 0.4")
 
@@ -83,7 +87,9 @@ def open_environment(python: str, name: str, **options: Any) -> Any:
     return create_environment(EnvironmentConfig(type="verifiers", options=values), settings)
 
 
-def play(environment: Any, row: dict[str, Any], texts: list[str], tokenizer: Any) -> tuple[EnvironmentReturn, list[str]]:
+def play(
+    environment: Any, row: dict[str, Any], texts: list[str], tokenizer: Any
+) -> tuple[EnvironmentReturn, list[str]]:
     """Play a rollout; returns its score and the prompts that the engine got."""
     engine = Engine(texts)
 
@@ -162,13 +168,41 @@ def test_failures_are_those_of_the_rollout(tokenizer: Any) -> None:
 def test_a_taskset_is_scored_by_its_tasks(tokenizer: Any) -> None:
     environment = open_environment(TASKSETS, "taskset_sums", arguments={"taskset": {"rows": 4}})
     rows = list_rows(environment)
-    assert [row[ROW] for row in rows] == [{"idx": n, "prompt": f"{n}+{n}=", "total": 2 * n} for n in range(4)]
+    assert [(row["prompt"], row[ROW]["idx"], row[ROW]["total"]) for row in rows] == [
+        (f"{n}+{n}=", n, 2 * n) for n in range(4)
+    ]
     score, prompts = play(environment, rows[3], ["6"], tokenizer)
     assert prompts == ["user: 3+3=\n"]
     assert (score.reward, score.metrics["length"]) == (2.0, 1.0)
     assert play(environment, rows[3], ["seven"], tokenizer)[0].reward == 0.0
     with pytest.raises(RunError, match="has no splits"):
         list_rows(environment, "test")
+
+
+@pytest.mark.skipif(not (TASKSETS and NEMO_GYM), reason="NEMO_GYM_PYTHON names no interpreter with nemo-gym")
+def test_a_resources_server_of_nemo_gym_verifies_responses(tokenizer: Any, tmp_path: Path) -> None:
+    question = {"input": [{"role": "user", "content": "Which is even?\nA: 1\nB: 2"}]}
+    options: list[dict[str, str]] = [{"A": "1"}, {"B": "2"}]
+    row = {"responses_create_params": question, "options": options, "expected_answer": "B", "uuid": "0"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "grading_mode": "strict_single_letter_boxed"}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    server = subprocess.Popen([NEMO_GYM, str(FOLDER.parent / "nemo_gym_server.py"), str(port)])
+    try:
+        deadline = time.monotonic() + 120
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.2)
+        taskset = {"dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": f"http://127.0.0.1:{port}"}}
+        environment = open_environment(TASKSETS, "nemo_gym", arguments={"taskset": taskset})
+        (gym_row,) = list_rows(environment)
+        for text, reward in (("\\boxed{B}", 1.0), ("\\boxed{A}", 0.0)):
+            score, prompts = play(environment, gym_row, [text], tokenizer)
+            assert prompts == ["user: Which is even?\nA: 1\nB: 2\n"]
+            assert score.reward == reward
+    finally:
+        server.kill()
+        server.wait()
 
 
 @needs_tasksets
