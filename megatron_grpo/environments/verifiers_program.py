@@ -63,7 +63,10 @@ class Classic:
 
 
 class Tasksets:
-    """Tasksets of `verifiers.v1`, played by the harness `null` on this machine unless the arguments differ."""
+    """Tasksets of `verifiers.v1`.
+
+    Unless the arguments differ, the harness `null` plays them on this machine.
+    """
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         import verifiers.v1 as vf
