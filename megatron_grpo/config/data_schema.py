@@ -276,9 +276,9 @@ class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
     type: str = "math"
-    """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv or reasoning_gym
-    (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in reward_funcs;
-    package.module:Class: your own."""
+    """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv, reasoning_gym or
+    verifiers (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in
+    reward_funcs; package.module:Class: your own."""
 
     options: EnvironmentOptions = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
@@ -345,6 +345,7 @@ BUILT_IN = {
     "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
     "openenv": "megatron_grpo.environments.openenv:OpenEnvEnvironment",
     "reasoning_gym": "megatron_grpo.environments.reasoning_gym:ReasoningGymEnvironment",
+    "verifiers": "megatron_grpo.environments.verifiers:VerifiersEnvironment",
 }
 
 # The environment type that gives no rewards, for distillation alone.
