@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _explain_bad_name(name: str) -> str | None:
-    """Explain why a folder, a module and a recipe cannot have this name; None: they can."""
+    """Explain why this name cannot be taken; None: it can."""
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         return "is a folder, a Python module and a recipe, so it has small letters, digits and _, such as my_task"
     if os.path.lexists(name):

@@ -68,7 +68,7 @@ def test_commands_are_found() -> None:
     quick: Sequence[str] = [drop_lines(block, RUNS) for block in BLOCKS]
     assert sum(bool(block) for block in quick) >= 4
     assert "megatron_grpo.new" in "".join(quick)
-    assert "three_digits" in "".join(quick)
+    assert "last_digit" in "".join(quick)
 
 
 def test_quick_commands_run(tmp_path: Path) -> None:
