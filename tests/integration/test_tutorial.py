@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
 RUNS = re.compile(
-    r"make|megatron_grpo\.(?:train(?!.*--check)|evaluate|report|export|verify|plan|refit_plan)|read_rollouts|^ls outputs"
+    r"make|megatron_grpo\.(?:train(?!.*--check)|evaluate|report|export|verify|plan|refit_plan)|read_rollouts|^ls out"
 )
 """Commands that take long, or that need the result of such a command."""
 
