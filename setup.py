@@ -10,7 +10,7 @@ setup(
     package_data={
         "megatron_grpo.observability.page": ["assets/*"],
         "megatron_grpo.platform": ["*.yaml"],
-        "megatron_grpo.prepare": ["recipes.yaml"],
+        "megatron_grpo.prepare": ["recipes.yaml", "starter/**/*.template"],
         "megatron_grpo.models": ["prepared_models.yaml"],
         "megatron_grpo.verification": ["*.yaml", "doctor/*.yaml"],
         "megatron_grpo.conf": ["**/*.yaml"],

@@ -16,6 +16,7 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
+from megatron_grpo.run.checkpoints import CHECKPOINTS_FOLDER, resolve_checkpoint
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.replay.compare import Comparison
@@ -30,7 +31,7 @@ in which keys are changed. Says in which layer, tensor and token they first diff
 differ; 2: a mistake.
 
   RUN_DIR        folder of the run; logger.replay_every=N of the run keeps what a replay needs (docs/replay.md)
-  step           number of the step
+  step           number of the step; best or newest: the step that ended with that checkpoint
   section.key    a change, of policy, reference or loss_fn: policy.parallel.tensor=2, policy.precision=float32
   baseline       run: replay the step unchanged too, and compare the changed replay with it; an unchanged step of which
                  the run recorded no figures is replayed twice; record: compare with the record alone, where the run's
@@ -192,6 +193,7 @@ def read_request(arguments: Sequence[str]) -> ReplayRequest:
     """
     kinds = get_type_hints(ReplayRequest, include_extras=True)
     options = {name: kind for name, kind in kinds.items() if name not in ("run_dir", "overrides", "json")}
+    options["step"] |= Literal["best", "newest", "latest"]
     parsed = parse_arguments(arguments, {**options, "--json": bool}, most_words=1, is_override=lambda name: "." in name)
     for override in parsed.overrides:
         if not override.startswith(_SECTIONS):
@@ -199,8 +201,10 @@ def read_request(arguments: Sequence[str]) -> ReplayRequest:
             raise ConfigError([Problem(override, f"{text}; change keys of policy, reference or loss_fn")])
     if not parsed.words:
         raise ValueError("RUN_DIR is missing; --help shows the arguments")
-    parsed.require("step", "N")
-    run_dir = Path(os.path.expanduser(parsed.words[0]))
+    step, run_dir = parsed.require("step", "N"), Path(os.path.expanduser(parsed.words[0]))
+    if isinstance(step, str):
+        checkpoint = resolve_checkpoint(run_dir / CHECKPOINTS_FOLDER / step, "step")
+        parsed.options["step"] = int(checkpoint.name.removeprefix("step_"))
     return ReplayRequest(run_dir=run_dir, overrides=parsed.overrides, **parsed.options)
 
 

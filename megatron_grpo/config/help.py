@@ -11,6 +11,7 @@ from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, list_config_gro
 # The commands and what each does.
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
+    "new": "write a folder to start from, with a recipe, rewards, an environment, a test and rows: NAME",
     "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
     "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",
     "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",

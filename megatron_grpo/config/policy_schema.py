@@ -166,7 +166,8 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: PathText = MISSING
-    """Model that the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
+    """Model that the policy starts from: a folder in Hugging Face format, a hub name such as Qwen/Qwen3-8B, or a
+    checkpoint RUN_DIR/checkpoints/step_N (or best, latest)."""
 
 
 class MoeConfig(Section):

@@ -61,7 +61,8 @@ class CheckpointingConfig(Section):
 
     resume: PathText = "auto"
     """auto: start from the newest intact checkpoint of run_dir, if any; none: from step 1, in a run_dir without
-    checkpoints; a path: from there while run_dir has none. A job that may be queued again needs auto or a path."""
+    checkpoints; a path: from there while run_dir has none (RUN_DIR/checkpoints/best or latest: the one ranked first, or
+    the last). A job that may be queued again needs auto or a path."""
 
 
 class WandbConfig(Section):

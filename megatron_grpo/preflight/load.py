@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.cluster.machines import fill_in_address, fill_in_gpus
 from megatron_grpo.config.compose import ComposedConfig, compose_typed
-from megatron_grpo.config.errors import Problem, format_count
+from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.source import find_model_shape
@@ -20,6 +21,7 @@ from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.preflight.refit_memory import find_refit_remarks
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.preflight.routed_memory import find_routed_remarks
+from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
 
 # Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has.
 _UNCOUNTED_STEPS = 2**31 - 1
@@ -133,6 +135,29 @@ def compose_checked(overrides: Sequence[str]) -> ComposedConfig:
 def _find_model_and_config_problems(config: Config) -> list[Problem]:
     fill_in_address(config.cluster)
     fill_in_gpus(config.cluster)
+    unresolved = list(_resolve_checkpoints(config))
     if config.training_loop.max_num_steps == -1:
         config.training_loop.max_num_steps = _UNCOUNTED_STEPS
-    return find_problems(config, find_model_shape(config))
+    return unresolved or find_problems(config, find_model_shape(config))
+
+
+def _resolve_checkpoints(config: Config) -> Iterator[Problem]:
+    """Replace names such as RUN_DIR/checkpoints/best by the checkpoints that they stand for."""
+    models: dict[str, Any] = {"policy": config.policy.model, "value": config.value.model}
+    models |= {section: teacher.model for section, teacher in config.named_teachers.items()}
+    settings = [(f"{section}.model.path", model, "path") for section, model in models.items()]
+    for key, owner, name in [*settings, ("checkpointing.resume", config.checkpointing, "resume")]:
+        path = getattr(owner, name)
+        try:
+            if path is not None and (resolved := resolve_checkpoint(Path(path), key)) != Path(path):
+                setattr(owner, name, str(resolved))
+        except ValueError as error:
+            # A run that has checkpoints goes on from its own, also when the one that it began with is gone.
+            if name != "resume" or not Checkpointer(Path(config.run_dir), config.checkpointing).list_steps():
+                yield from _list_problems(error, f"{key}={path}")
+
+
+def _list_problems(error: ValueError, subject: str) -> list[Problem]:
+    if isinstance(error, ConfigError):
+        return list(error.problems)
+    return [Problem(subject, str(error).removeprefix(f"{subject}: "))]

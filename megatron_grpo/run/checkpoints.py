@@ -27,6 +27,7 @@ from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, re
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model_ranks import ModelRanks
 
+CHECKPOINTS_FOLDER = "checkpoints"  # of all checkpoints, in a run's folder
 _DAMAGED = "damaged_step_"
 _LEAST_FREE = 2**20  # free bytes of a disk below which a failed write is explained by the disk being full
 
@@ -52,7 +53,7 @@ class Checkpointer:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
-        self.config, self._look_only, self.folder = config, look_only, run_dir / "checkpoints"
+        self.config, self._look_only, self.folder = config, look_only, run_dir / CHECKPOINTS_FOLDER
         self.keep_forever: Callable[[int], bool] = lambda step: False
         """keep_forever(step): True for checkpoints that pruning must not delete; `open_run` sets it."""
         self.on_complete: Callable[[int, Path], None] = lambda step, folder: None
@@ -328,28 +329,29 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
 BEST, NEWEST = "best", ("newest", "latest")
 
 
-def resolve_checkpoint(path: Path) -> Path:
+def resolve_checkpoint(path: Path, key: str = "checkpoint") -> Path:
     """Find the checkpoint of a path, perhaps checkpoints/best or latest.
 
-    Raises ValueError if the run of such a path has no checkpoint, or its configuration cannot be read.
+    `key`: name of the setting, for messages. Raises ValueError if the run of such a path has no checkpoint, or its
+    configuration cannot be read.
     """
-    if path.name not in (BEST, *NEWEST) or path.exists():
+    if path.name not in (BEST, *NEWEST) or path.parent.resolve().name != CHECKPOINTS_FOLDER or path.exists():
         return path
     run_dir = path.parent.parent
     try:
         values = read_config_file(run_dir / CONFIG_FILE)
     except FileNotFoundError:
-        raise ValueError(f"checkpoint={path}: {run_dir} is not the folder of a run: it has no {CONFIG_FILE}") from None
+        raise ValueError(f"{key}={path}: {run_dir} is not the folder of a run: it has no {CONFIG_FILE}") from None
     config, problems = convert_values(values, str(values.get("algorithm", "grpo")))
     if config is None:
         raise ConfigError(problems)
     checkpointer = Checkpointer(run_dir, config.ranked_checkpointing, look_only=True)
     steps = checkpointer.list_steps()
     if not steps:
-        raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
+        raise ValueError(f"{key}={path}: {path.parent} has no checkpoint")
     if path.name in NEWEST:
         return checkpointer.locate(steps[-1])
     ranked = checkpointer.rank(steps)
     if not ranked:
-        raise ValueError(f"checkpoint={path}: no checkpoint of {path.parent} has a state that can be read; name one")
+        raise ValueError(f"{key}={path}: no checkpoint of {path.parent} has a state that can be read; name one")
     return checkpointer.locate(ranked[0])
