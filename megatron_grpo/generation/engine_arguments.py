@@ -118,8 +118,8 @@ def _set_batch_limits(arguments: dict[str, Any], settings: VllmSettings) -> None
         if (value := getattr(settings.config.engine, name)) is not None:
             arguments[name] = value
     if "max_num_batched_tokens" in arguments:
-        most = settings.config.sequences_per_engine * settings.max_total_sequence_length
-        arguments["max_num_batched_tokens"] = min(arguments["max_num_batched_tokens"], most)
+        capacity = settings.config.sequences_per_engine * settings.max_total_sequence_length
+        arguments["max_num_batched_tokens"] = min(arguments["max_num_batched_tokens"], capacity)
 
 
 def make_adapter_arguments(adapter: AdapterSlot) -> dict[str, Any]:

@@ -99,9 +99,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def count_again(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that were discounted."""
-        for storage in {tensor.untyped_storage() for tensor in tensors}:
-            self._discounted.discard(storage._cdata)
-            self._resize(storage._cdata, storage.nbytes())
+        for key, size in {(storage := tensor.untyped_storage())._cdata: storage.nbytes() for tensor in tensors}.items():
+            self._discounted.discard(key)
+            self._resize(key, size)
 
     def forget_peaks(self) -> None:
         """Restart the peaks at the bytes that are alive now."""
@@ -134,7 +134,8 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = reference, kind, size
         self.live[kind] += size - before
         self._total += size - before
-        self._note_peak(kind)
+        if size > before:  # the moments on the way down depend on the order in which storages are discounted
+            self._note_peak(kind)
 
     def _forget(self, key: int, _reference: Any) -> None:
         _, kind, size = self._storages.pop(key)

@@ -11,7 +11,7 @@ import torch
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import as_value_model, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.dry.tracker import GRANULE
+from megatron_grpo.planning.dry.tracker import GRANULE, MemoryTracker
 from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked
 from tests.support.config_problems import SMALL
 
@@ -222,3 +222,19 @@ def test_a_value_model_runs_dry_without_a_reference() -> None:
     assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
     policy = run_dry(config, DENSE, 0, moves=False)
     assert found.end_bytes["train"] < policy.end_bytes["train"]
+
+
+def test_the_way_to_the_host_has_no_moments() -> None:
+    """They would depend on which storage goes first, and so would what is extrapolated from two runs."""
+    with MemoryTracker() as tracker:
+        with tracker.phase("build"):
+            tensors = [torch.empty(size) for size in (1000, 50_000, 2000)]
+            tracker.discount(tensors)
+        with tracker.phase("reference"):
+            tracker.count_again(tensors)
+            result = torch.zeros(7000)
+            tracker.discount(tensors)
+    total, made = (sum(-(-tensor.nbytes // GRANULE) * GRANULE for tensor in part) for part in (tensors, [result]))
+    moments = {key: sum(moment.values()) for key, moment in tracker.moments.items() if key[0] == "reference"}
+    assert set(moments.values()) == {0, total, total + made}
+    assert tracker.end_bytes["reference"] == made
