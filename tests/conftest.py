@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from tests.support.nothing_shown import pytest_sessionfinish
 from tests.support.tiny_models import BUILDERS, TinyModel, make_tiny_model
 
 __all__ = ["pytest_sessionfinish"]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what imports have made: a tenth of the time that a configuration takes."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -133,6 +133,7 @@ def test_lengths_may_be_an_array(dtype: type[np.integer]) -> None:
         plan_microbatches(np.array([], dtype), data_parallel=1, microbatch_tokens=500)
 
 
+@pytest.mark.slow
 def test_planning_scales() -> None:
     """`plainly_planned` would take many minutes."""
     lengths = DISTRIBUTIONS["long log-normal"](random.Random(0), 2**17)

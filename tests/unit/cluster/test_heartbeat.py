@@ -150,6 +150,7 @@ def test_file_names(name: str, stem: str) -> None:
     assert build_file_stem(name) == stem
 
 
+@pytest.mark.slow
 def test_a_beat_costs_little_more_than_its_write(tmp_path: Path) -> None:
     """Compared with a thread that only writes as often, since what waking up costs depends on the machine."""
     code = """

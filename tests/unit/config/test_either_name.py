@@ -48,6 +48,7 @@ def test_ppos_own_default_is_documented() -> None:
     assert read_keys()["grpo.num_prompts_per_step"].default_text == "32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "loop"), [(GRPO, "grpo"), (PPO, "ppo")])
 def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None:
     for name in LOOPS:

@@ -96,6 +96,7 @@ def test_what_is_like_a_name_in_a_run_of_grpo(name: str, suggested: list[str]) -
     assert find_similar_keys(name, "grpo") == suggested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_nothing_is_suggested_that_would_be_refused(algorithm: str) -> None:
     for name in read_keys():

@@ -101,6 +101,7 @@ def test_a_file_of_somebody_else() -> None:
         assert texts == ["cannot be read: Permission denied"]
 
 
+@pytest.mark.slow
 def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path) -> None:
     """Four times the rows take about four times as long."""
     seconds = []

@@ -32,6 +32,7 @@ print(tokenizer.encode(sys.argv[2], add_special_tokens=False))
 """
 
 
+@pytest.mark.slow
 def test_processes_of_engines_and_servers_load_the_tokenizer_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

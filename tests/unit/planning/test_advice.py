@@ -190,6 +190,7 @@ def test_of_single_keys_that_fit_the_one_that_frees_most_is_advised() -> None:
     assert found.overrides[0].startswith(min(freed, key=freed.__getitem__))
 
 
+@pytest.mark.slow
 def test_a_model_that_no_layout_holds_is_called_that_and_the_nodes_are_named(planner: dict[str, Hardware]) -> None:
     config, gpu = run(), replace(H100, memory_gib=9.0)
     config.generation.engine.gpu_memory_utilization = 0.6  # a refit takes 2.9 GB beside it

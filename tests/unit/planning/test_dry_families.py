@@ -35,6 +35,7 @@ def make_problem(family: str) -> tuple[Config, ModelShape]:
     return config, shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
 )
@@ -46,6 +47,7 @@ def test_fake_tensors_take_as_much_as_real_ones(family: str) -> None:
     assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_delta_nets_run_dry_where_their_kernels_are_not_installed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_net, "find_spec", lambda name: None)

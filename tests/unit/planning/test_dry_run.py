@@ -154,6 +154,7 @@ def test_fake_tensors_take_as_much_as_real_ones(
     assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [recompute, recompute_experts])
 def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], None]) -> None:
     config = small_run()
@@ -162,6 +163,7 @@ def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], 
     assert report.end_bytes["train"] <= report.end_bytes["logprobs"] + 8 * GRANULE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True, "data": 2}], ids=["one rank", "tensor"])
 def test_a_filter_of_sampling_takes_the_memory_of_the_chunked_kernel(parallel: dict[str, int | bool]) -> None:
     config, chunked = small_run(**parallel), small_run(**parallel)
@@ -170,6 +172,7 @@ def test_a_filter_of_sampling_takes_the_memory_of_the_chunked_kernel(parallel: d
     assert run_dry(config, DENSE, 0).phases == run_dry(chunked, DENSE, 0).phases
 
 
+@pytest.mark.slow
 def test_routers_choose_where_a_run_replays_the_engines_choice() -> None:
     config = small_run(expert=2, data=2)
     own_choice = run_dry(config, EXPERTS, 0)

@@ -55,6 +55,7 @@ def test_operations_of_a_dense_model() -> None:
     assert flops(report, "train", kind="attention", is_backward=True) == 2.5 * DENSE.layers * attention_flops()
 
 
+@pytest.mark.slow
 def test_a_recomputed_layer_runs_forward_twice() -> None:
     config = small_run()
     plain = run_dry(config, DENSE, 0)
@@ -97,6 +98,7 @@ def test_experts_get_the_tokens_of_all_ranks() -> None:
     assert rows == TOKENS * experts.top_k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_chunk_has_its_own_passes(rank: int) -> None:
     report = run_dry(small_run(pipeline=2, virtual_pipeline=2), DENSE, rank)

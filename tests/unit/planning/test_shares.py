@@ -96,6 +96,7 @@ def test_a_placement_that_no_layout_helps_is_the_reason() -> None:
         compose_for_search(["+exp=qwen3_8b_8gpu_colocated", *given])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batches",
     [

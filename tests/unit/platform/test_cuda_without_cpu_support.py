@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 # In a process of its own, whose platform is said to be CUDA before anything else is imported.
 IMPORT_EVERYTHING = """
 import importlib, json, sys
@@ -49,6 +51,7 @@ print(json.dumps([arguments, found, len(names), needs]))
 """
 
 
+@pytest.mark.slow
 def test_no_module_imports_cpu_support() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_EVERYTHING], capture_output=True, text=True, timeout=300

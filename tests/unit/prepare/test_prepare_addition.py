@@ -85,6 +85,7 @@ def test_a_second_call_changes_nothing_and_another_recipe_makes_it_anew(
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no temporary folder stays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["addition", *OTHERS])
 def test_the_same_recipe_gives_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES[name], "warmup_steps_max", 5)

@@ -85,6 +85,7 @@ def test_a_start_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert {entry.name for entry in folder.iterdir()} == {".lock", "config.yaml"}
 
 
+@pytest.mark.slow
 def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path) -> None:
     file, other = tmp_path / "own.jinja", tmp_path / "other.jinja"
     file.write_text("{{ messages[0].content }} \u00e9\n", encoding="utf-8")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import os
 from megatron_grpo.trainer.actor import RankActor
@@ -17,6 +19,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_the_imports_of_a_rank_make_no_folder_of_wandb(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", CODE], check=True, env=environment, capture_output=True)

@@ -90,6 +90,7 @@ def test_a_stale_tensor_is_named(dense: RecordedRun, tmp_path: Path, name: str) 
     assert f"kept {name} of version 1" in found.findings[0].text
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     dense.write(3, sampled(dense.versions[1], dense.prompts(), version=2))
     found = examined(dense, tmp_path / "scratch")
@@ -197,6 +198,7 @@ def _rounded(gate: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     return forward
 
 
+@pytest.mark.slow
 def test_a_router_in_bfloat16_is_named(experts: RecordedRun, tmp_path: Path) -> None:
     experts.write(1, sampled(experts.versions[0], experts.prompts(), prepare=_round_routers))
     found = examined(experts, tmp_path / "scratch", step=1)
@@ -274,6 +276,7 @@ def top_4(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits < logits.topk(4).values[-1], -torch.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "computed again"])
 def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp_path: Path, recorded: bool) -> None:
     """Nor are tokens that it removes in training."""

@@ -142,6 +142,7 @@ def test_a_canary_that_no_engine_computed_is_no_difference(caplog: pytest.LogCap
     assert "generation engine 0: vLLM did not compute the canary" in caplog.text
 
 
+@pytest.mark.slow
 def test_engines_are_compared_until_adapters_have_moved() -> None:
     """Before, the base model is right."""
     for lora, compared in ((0, [0, 1, 6]), (4, [0, 1, 2, 6])):

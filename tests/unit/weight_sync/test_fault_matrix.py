@@ -81,8 +81,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         actor.process.kill()
 
 
-QUICK = {("nccl", fault, MIDDLE) for fault in (KILL_WORKER, STALL_WORKER, FLIP, FAIL, KILL_RANK)}
-QUICK |= {("nccl", KILL_WORKER, GREETING)}
+QUICK = {("nccl", fault, MIDDLE) for fault in (KILL_WORKER, FLIP, KILL_RANK)}
 """Of the matrix, what `make test` runs; the rest is slow."""
 
 

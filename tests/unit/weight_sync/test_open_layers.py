@@ -84,6 +84,7 @@ def replay(config: Config, shape: ModelShape, engine: list[list[Box]], pieces: P
     return most, max(of_layers.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -146,6 +146,7 @@ def test_a_tower_that_engines_do_not_build_is_not_read(
     build_model(tmp_path, awaits_refit=True)
 
 
+@pytest.mark.slow
 def test_a_folder_with_more_than_a_refit_sends_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,6 +164,7 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
         )
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(deadline=None, max_examples=25)
 def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
@@ -245,6 +246,7 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "qwen3_235b"])
 def test_large_layouts_by_arithmetic(name: str) -> None:
     """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""

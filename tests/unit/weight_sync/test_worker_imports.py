@@ -30,6 +30,7 @@ print("\\n".join(sorted(names)))
 SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("broadcast", "files")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reshard", *SLOW])
 def test_a_worker_loads_few_modules(mode: str) -> None:
     command = [sys.executable, "-c", LOAD, mode]
