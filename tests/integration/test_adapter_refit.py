@@ -87,7 +87,11 @@ def connect(pair: tuple[MegatronPolicy, VllmGeneration], folder: Path, **changes
     return transport
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if name == "pp2_to_tp2" else pytest.param(case, marks=pytest.mark.slow) for name, case in CASES.items()],
+    ids=CASES,
+)
 def test_engines_compute_what_the_policy_does_after_adapters_alone(case: Case, tmp_path: Path) -> None:
     with start_pair(case, tmp_path) as pair:
         shape = pair[0].settings.shape

@@ -14,6 +14,7 @@ from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
 from tests.parity.test_training import load_on_rank, save_on_rank
 from tests.parity.training import merged
 from tests.support.loss_oracle import CONFIGS
+from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
 
 LAYOUTS = [
@@ -41,7 +42,7 @@ def test_gradients_equal_transformers(layout: Layout, packing: bool, tiny_models
     expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, models, packing), models, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("layout", [Layout(context=2), Layout(pipeline=2, context=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(context=2), *rare([Layout(pipeline=2, context=2)])], ids=str)
 def test_every_loss_is_that_of_whole_sequences(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     """Also those that speak of a response, whose tokens lie on several ranks."""
     cuts = dict.fromkeys(CONFIGS, (AS_IT_COMES[0], 40))

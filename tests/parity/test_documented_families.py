@@ -14,6 +14,7 @@ from megatron_grpo import verify
 from megatron_grpo.models.families import FAMILIES
 from megatron_grpo.verification import ranks
 from tests.support.documented_families import LIMITS, add_documented_families, measure_documented, read_family_files
+from tests.support.rare import rare
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -57,7 +58,7 @@ def make_model(config: PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [pytest.param("glm", marks=pytest.mark.slow), "dots1"])
+@pytest.mark.parametrize("name", rare(["glm", "dots1"]))
 def test_a_documented_family_computes_what_transformers_computes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

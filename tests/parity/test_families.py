@@ -74,9 +74,8 @@ def test_families_compute_what_transformers_computes(
             expect_equal(family, row)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(tensor=2, sequence=True), pytest.param(Layout(pipeline=2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tensor=2, sequence=True), Layout(pipeline=2)], ids=str)
 def test_text_parts_of_vision_models_compute_what_transformers_computes(layout: Layout, tmp_path: Path) -> None:
     truths = {}
     for name in CONTAINERS:

@@ -29,6 +29,7 @@ from tests.parity.lora import (
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, parameters_of, rank_share, whole_tensors
+from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_model
 
 LAYOUTS = [
@@ -77,7 +78,7 @@ def expect_gradients_of_peft(layout: Layout, models: list[TinyModel], **settings
         assert [found[index][2] for found in by_rank] == pytest.approx([norm] * layout.ranks, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], *rare(LAYOUTS[2:3]), *LAYOUTS[3:]], ids=str)
 def test_gradients_of_adapters_equal_peft(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     expect_gradients_of_peft(layout, [tiny_models["qwen3_tied"], tiny_models["qwen2_tied"]])
 

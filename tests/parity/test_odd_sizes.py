@@ -122,11 +122,11 @@ WHOLE_EXPERTS = ("gpt_oss",)
 """Mixtures whose experts have biases, and are not split."""
 LAYOUTS = [
     Layout(tensor=2, sequence=True),
-    Layout(pipeline=2, virtual_pipeline=2),
     *(
         pytest.param(layout, marks=pytest.mark.slow)
         for layout in (
             Layout(),
+            Layout(pipeline=2, virtual_pipeline=2),
             Layout(context=2),
             Layout(pipeline=4),
             Layout(tensor=2, data=2, sequence=True),

@@ -52,7 +52,7 @@ def same(one: Any, other: Any) -> bool:
     [
         (Layout(data=2), "qwen3_tied"),
         pytest.param(Layout(data=2, pipeline=2), "qwen3_tied", marks=pytest.mark.slow),
-        (Layout(data=2, tensor=2, sequence=True), "llama_untied"),
+        pytest.param(Layout(data=2, tensor=2, sequence=True), "llama_untied", marks=pytest.mark.slow),
         (Layout(context=2), "qwen3_tied"),
         (Layout(data=2, pipeline=2, virtual_pipeline=2, count_loss=True), "qwen3_deep"),
     ],
