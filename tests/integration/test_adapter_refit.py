@@ -27,6 +27,7 @@ from megatron_grpo.weight_sync.refit_checks import Canary, draw_canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, gpus, make_model
+from tests.support.rare import rare
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
@@ -87,11 +88,7 @@ def connect(pair: tuple[MegatronPolicy, VllmGeneration], folder: Path, **changes
     return transport
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if name == "pp2_to_tp2" else pytest.param(case, marks=pytest.mark.slow) for name, case in CASES.items()],
-    ids=CASES,
-)
+@pytest.mark.parametrize("case", [CASES["pp2_to_tp2"], *rare(list(CASES.values())[1:])], ids=CASES)
 def test_engines_compute_what_the_policy_does_after_adapters_alone(case: Case, tmp_path: Path) -> None:
     with start_pair(case, tmp_path) as pair:
         shape = pair[0].settings.shape
