@@ -85,7 +85,7 @@ def _format_plan(plan: Plan) -> Iterator[str]:
     )
     yield from (f"  {problem}" for problem in plan.problems)
     yield ""
-    ranks = [*plan.ranks, *plan.value_ranks]
+    ranks = plan.all_ranks
     names = list(dict.fromkeys(name for rank in ranks for name in rank.phases))
     yield "tensors in GiB  layers  experts  " + "".join(f"{name:>12}" for name in names) + "     reserve        peak"
     for rank in ranks:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
+from megatron_grpo.losses.distillation_loss import DistillationLossFn
 from megatron_grpo.losses.likelihood import NLLLossFn
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
@@ -26,6 +27,7 @@ from megatron_grpo.losses.preference import SequenceGradientLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import find_teacher_shape
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.planning.dry.kernels import ShapedLogprobs, replaced_names
 from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedModules
@@ -36,12 +38,12 @@ from megatron_grpo.platform.device import Platform
 from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.refit_memory import needs_conversion
 from megatron_grpo.trainer.checkpoint import build_sharded_state
-from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.messages import PolicyDistillation, RankSettings, TeacherHead, TeacherOutput
 from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import iter_gradients, iter_optimizer_state, iter_weights
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
-from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
+from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, TeacherRank, ValueRank
 from megatron_grpo.weight_sync.links import BUFFERS
 from megatron_grpo.weight_sync.pieces import align, lay_out_pieces, split_messages
 from megatron_grpo.weight_sync.shard_sender import ShardSender
@@ -91,6 +93,7 @@ def run_dry(
     shape: ModelShape,
     rank: int,
     *,
+    is_teacher: bool = False,
     expert_skew: float = 1.0,
     moves: bool = True,
     phases: Container[str] | None = None,
@@ -103,12 +106,14 @@ def run_dry(
         config: the run's configuration, which has passed the run's checks.
         shape: sizes of the model.
         rank: number of the rank in the layout of `config.policy.parallel`.
+        is_teacher: whether `config.policy` and `shape` are those of a teacher, which only computes its outputs.
         expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
         moves: whether to run offload, onload, refit and checkpoint too, which take half of the time.
         phases: names of the phases to run, as `list_phases` gives them; None: all.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    return run_tracked(config, shape, rank, fake, expert_skew=expert_skew, moves=moves, phases=phases)
+    options: dict[str, Any] = {"expert_skew": expert_skew, "moves": moves and not is_teacher, "phases": phases}
+    return run_tracked(config, shape, rank, fake, is_teacher=is_teacher, **options)
 
 
 def run_tracked(
@@ -117,6 +122,7 @@ def run_tracked(
     rank: int,
     fake: FakeTensorMode | None,
     *,
+    is_teacher: bool = False,
     expert_skew: float = 1.0,
     moves: bool = True,
     phases: Container[str] | None = None,
@@ -137,7 +143,7 @@ def run_tracked(
     try:
         with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
             with mode.phase("build"):
-                policy = _build_rank(config, shape, platform)
+                policy = _build_rank(config, shape, platform, is_teacher=is_teacher)
                 if config.reference.offload:
                     mode.discount(list_reference_weights(policy))
             mode.name_kind(iter_gradients(policy), "gradients")
@@ -153,6 +159,9 @@ def run_tracked(
     return DryReport(mode.peak, mode.peaks, mode.end_bytes, mode.holders, mode.moments, log.counts, log.passes)
 
 
+_Rank = PolicyRank | ValueRank | TeacherRank
+
+
 def _adapt_policy(config: Config) -> PolicyConfig:
     # FP8 is off in Megatron-Core; the shape-only layers imitate it. The optimizer is on the device, and the share that
     # belongs on the host is subtracted later. Log-probabilities with a filter hold a chunk's logits, as the chunked
@@ -164,9 +173,14 @@ def _adapt_policy(config: Config) -> PolicyConfig:
     return replace(policy, fp8=fp8, moe=moe, logprob_kernel=kernel, optimizer=optimizer)
 
 
-def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+def _run_learning_phases(rank: _Rank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """Run the phases of a step between the engines' turns."""
     policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
+    most_tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
+    if isinstance(rank, TeacherRank):
+        with mode.phase("teacher"):
+            rank.compute_outputs(*make_full_microbatches(rank, most_tokens, reference=False))
+        return
     # The optimizer makes its moments in the first step, which needs no gradients for that; the next one shows the peak.
     with mode.phase("first step"):
         rank.optimizer.step(rank.optimizer.compute_grad_norm())
@@ -175,7 +189,7 @@ def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: Dry
     if policy.optimizer.cpu_offload:
         mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
         mode.forget_peaks()
-    work = make_full_microbatches(rank, policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
+    work = make_full_microbatches(rank, most_tokens, reference=False)
     if isinstance(rank, ValueRank):
         with mode.phase("values"):
             rank.compute_values(*work)
@@ -188,7 +202,11 @@ def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: Dry
             rank.compute_reference_logprobs(*work)
             if config.reference.offload:
                 mode.discount(list_reference_weights(rank))
-    batch, microbatches = make_full_microbatches(rank, policy.microbatch_tokens, reference=reference)
+    heads = () if rank.settings.distillation is None else rank.settings.distillation.heads
+    width = max((head.shape.hidden for head in heads), default=2 * (config.distillation.topk_logits_k or 0) + 1)
+    batch, microbatches = make_full_microbatches(
+        rank, policy.microbatch_tokens, reference=reference, teacher_width=width if config.named_teachers else 0
+    )
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
@@ -196,13 +214,15 @@ def _run_learning_phases(rank: PolicyRank | ValueRank, config: Config, mode: Dry
         rank.train(batch, microbatches, _choose_loss(config, rank), counts)
 
 
-def _choose_loss(config: Config, rank: PolicyRank | ValueRank) -> LossFunction:
+def _choose_loss(config: Config, rank: _Rank) -> LossFunction:
+    if config.named_teachers:
+        return DistillationLossFn(config.loss_fn)
     if config.training_loop.is_supervised:
         return SequenceGradientLossFn() if config.learns_pairs else NLLLossFn()
     return MseValueLossFn(config.value_loss_fn) if isinstance(rank, ValueRank) else ClippedPGLossFn(config.loss_fn)
 
 
-def _run_moving_phases(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+def _run_moving_phases(rank: _Rank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """Run the phases around the engines' turns, a refit and a checkpoint."""
     if "offload" in phases:
         with mode.phase("offload"):
@@ -269,9 +289,9 @@ class _DryMaker(MicrobatchMaker):
             return super().make(batch, indices, mask_field)
 
 
-def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> PolicyRank | ValueRank:
-    """Build a rank of the policy or the value model without numbers."""
-    has_reference = config.uses_reference and shape.value_head is None
+def _build_rank(config: Config, shape: ModelShape, platform: Platform, *, is_teacher: bool) -> _Rank:
+    """Build a rank of the policy, the value model or a teacher without numbers."""
+    has_reference = config.uses_reference and shape.value_head is None and not is_teacher
     settings = RankSettings(
         config=_adapt_policy(config),
         shape=shape,
@@ -279,10 +299,14 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
         reference=replace(config.reference, offload=False) if has_reference else None,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
+        teacher=TeacherOutput(vocab=shape.vocab, top_k=config.distillation.topk_logits_k) if is_teacher else None,
+        distillation=_describe_distillation(config, shape) if config.named_teachers and not is_teacher else None,
     )
     maker = _DryMaker(settings.config, shape, platform)
-    rank: PolicyRank | ValueRank
-    if shape.value_head is not None:
+    rank: _Rank
+    if is_teacher:
+        rank = TeacherRank(settings, platform, maker)
+    elif shape.value_head is not None:
         rank = ValueRank(settings, platform, maker)
     else:
         rank = PolicyRank(settings, platform, maker)
@@ -294,11 +318,24 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform) -> Policy
     return rank
 
 
-def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
+def _describe_distillation(config: Config, shape: ModelShape) -> PolicyDistillation:
+    shapes = [find_teacher_shape(config, teacher.model.path) for teacher in config.teacher_models.values()]
+    heads = [TeacherHead("", teacher) for teacher in shapes if teacher is not None]
+    return PolicyDistillation(
+        vocab=min([shape.vocab, *(head.shape.vocab for head in heads)]),
+        kl_type=config.loss_fn.kl_type,
+        mixed_kl_weight=config.loss_fn.mixed_kl_weight,
+        heads=tuple(heads) if config.distillation.topk_logits_k is None else (),
+    )
+
+
+def make_full_microbatches(
+    rank: ModelRank, most_tokens: int, *, reference: bool, teacher_width: int = 0
+) -> tuple[TokenBatch, Microbatches]:
     """Make as many full microbatches as the pipeline holds at once.
 
     Each has `most_tokens` tokens in sequences of the longest length. `reference`: add log-probabilities of the
-    reference policy.
+    reference policy. `teacher_width`: numbers of a teacher's output for a token; 0: there is no teacher.
     """
     config, parallel, is_value = rank.config, rank.config.parallel, rank.shape.value_head is not None
     longest = min(config.max_total_sequence_length, most_tokens)
@@ -316,6 +353,8 @@ def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool
             advantages=zeros,
             values=zeros if is_value else None,
             returns=zeros if is_value else None,
+            teacher=zeros if teacher_width else None,
+            teacher_outputs=zeros[:, None].repeat(1, teacher_width) if teacher_width else None,
         )
     sequences = iter(range(len(lengths) * number))
     return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]

@@ -42,7 +42,7 @@ def _render_body(plan: Plan) -> Iterator[str]:
     yield "<h2>Memory by phase</h2>"
     legend = _render_legend({name: _COLOURS[name] for name in KINDS})
     yield f'<p class="note">{legend}; the line is the GPU\'s memory.</p>'
-    for rank in (*plan.ranks, *plan.value_ranks):
+    for rank in plan.all_ranks:
         skew = f", experts at {rank.expert_skew:g} times the mean" if rank.expert_skew > 1 else ""
         of = "" if rank.model == "policy" else f" of the {rank.model}"
         yield f"<h3>Stage {rank.stage}{of}, {rank.layers} layers{skew}</h3>"

@@ -16,7 +16,8 @@ from megatron_grpo.models.adapter_names import measure_adapters
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import assume_boxes
-from megatron_grpo.preflight.refit_memory import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
+from megatron_grpo.platform.hardware import Hardware
+from megatron_grpo.preflight.refit_memory import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes, needs_conversion
 from megatron_grpo.weight_sync.adapter_plan import plan_adapters
 from megatron_grpo.weight_sync.boxes import Box
 from megatron_grpo.weight_sync.pieces import NO_RELAY, Pieces
@@ -179,3 +180,29 @@ def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> Ran
     moved = np.bincount(scheduled[side], weights=scheduled["bytes"], minlength=ranks)
     sizes = {"smallest": int(moved.min()), "largest": int(moved.max())}
     return RankLoad(ranks, sizes, int(np.bincount(of_links).max()))
+
+
+def time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
+    """Compute the seconds and bytes of a refit from its transfer plan."""
+    policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
+    bucket = int(config.refit.bucket_mib * 2**20)
+    summary = summarize_refit(
+        shape,
+        policy.parallel,
+        generation.parallel,
+        policy.precision,
+        bucket,
+        config.refit.fp8_blocks,
+        by_layer=needs_conversion(config, shape, hardware),
+        devices_per_node=(config.cluster.gpus or policy.parallel.world_size) if generation.is_colocated else None,
+        adapters=find_lone_adapters(config, shape),
+    )
+    engines = generation.parallel.data * generation.parallel.ranks_per_engine
+    together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
+    speed = (
+        hardware.local_bytes_per_s * efficiency.nvlink
+        if together
+        else hardware.network_bytes_per_s * efficiency.network
+    )
+    over_nodes = summary.relayed_bytes / (hardware.network_bytes_per_s * efficiency.network)
+    return summary.compute_seconds(speed) + over_nodes, summary.bytes

@@ -22,10 +22,9 @@ from megatron_grpo.planning.generation_cost import (
     size_engine,
 )
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
-from megatron_grpo.planning.refit_summary import find_lone_adapters, summarize_refit
+from megatron_grpo.planning.refit_summary import time_refit
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.layout_checks import count_gpus
-from megatron_grpo.preflight.refit_memory import needs_conversion
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.trace import RankTrace
@@ -126,6 +125,12 @@ class _Model:
         context = float((totals**2).sum() / totals.sum()) / longest
         return _Batch(number, tokens / dry_tokens, context, 1.0 if alike else self.hardware.efficiency.unequal)
 
+    def time_forward(self, name: str, totals: NDArray[np.float64]) -> float:
+        """Compute the seconds of a phase of forward passes over samples of these lengths."""
+        policy = self.config.policy
+        batch = self.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
+        return self.run(self.time_phases(name), batch, forward_only=True).seconds
+
     def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Timeline:
         """Replay the pipeline's schedule over the microbatches."""
         parallel = self.config.policy.parallel
@@ -176,6 +181,7 @@ def build_step_times(
     workload: Literal["rl", "pretrain"] = "rl",
     overlap: Overlap | None = None,
     value_ranks: Sequence[RankTrace] = (),
+    teachers: Sequence[tuple[Config, Sequence[RankTrace]]] = (),
 ) -> StepTimes:
     """Compute the seconds of a step by phase.
 
@@ -188,6 +194,7 @@ def build_step_times(
         workload: rl: a step of the algorithm; pretrain: one optimizer step on the given sequences.
         overlap: messages that something hides; None: those that the configuration overlaps.
         value_ranks: the dry run of a rank of each distinct pipeline stage of the value model; empty: there is none.
+        teachers: for each teacher the configuration, with the teacher as the policy, and ranks as above.
 
     Raises:
         ValueError: an engine does not fit its GPUs.
@@ -198,15 +205,21 @@ def build_step_times(
         gpus, tokens = config.policy.parallel.world_size, float(lengths.totals.sum())
         step_s = sum(phase_s.values())
         return StepTimes(phase_s, step_s, None, tokens, gpus, 0.0, 0, model.assumptions, train, model.limits)
-    return _time_rl_step(model, shape, lengths, value_ranks)
+    return _time_rl_step(model, shape, lengths, value_ranks, teachers)
 
 
-def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_ranks: Sequence[RankTrace]) -> StepTimes:
+def _time_rl_step(
+    model: _Model,
+    shape: ModelShape,
+    lengths: Lengths,
+    value_ranks: Sequence[RankTrace],
+    teachers: Sequence[tuple[Config, Sequence[RankTrace]]],
+) -> StepTimes:
     config, hardware, totals = model.config, model.hardware, lengths.totals
     steps = config.optimizer_steps_per_step
     train, learning_s = _time_learning(model, _take_share(totals, steps // config.passes_per_step), steps)
     has_engines = config.needs_generation and not config.generation.server.urls
-    refit_s, refit_bytes = _time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
+    refit_s, refit_bytes = time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
     if config.needs_generation and not has_engines:
         model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
     sampling = _time_generation(config, shape, hardware, lengths, model) if has_engines else _Sampling()
@@ -214,6 +227,7 @@ def _time_rl_step(model: _Model, shape: ModelShape, lengths: Lengths, value_rank
         **({"generation": sampling.alone_s} if has_engines else {}),
         **_time_logprobs(model, totals),
         **_time_value_model(config, value_ranks, hardware, totals),
+        **_time_teachers(teachers, hardware, totals),
         **learning_s,
         **(_time_moves(config, shape, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
@@ -275,15 +289,10 @@ def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]
 
 
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
-    config, policy = model.config, model.config.policy
-    batch = model.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
+    config = model.config
     outputs = "values" if config.trains_reward_model else "logprobs"
     needed = {outputs: config.needs_prev_logprobs or config.learns_pairs, "reference": config.uses_reference}
-    return {
-        name: model.run(model.time_phases(name), batch, forward_only=True).seconds
-        for name, is_needed in needed.items()
-        if is_needed
-    }
+    return {name: model.time_forward(name, totals) for name, is_needed in needed.items() if is_needed}
 
 
 def _time_value_model(
@@ -293,10 +302,18 @@ def _time_value_model(
         return {}
     value = replace(config, policy=config.value_model)
     model, steps = _Model(value, ranks, hardware, find_overlap(value)), config.value_optimizer_steps_per_step
-    batch = model.form_batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
-    values_s = model.run(model.time_phases("values"), batch, forward_only=True).seconds
+    values_s = model.time_forward("values", totals)
     learning_s = _time_learning(model, _take_share(totals, steps // config.passes_per_step), steps)[1]
     return {"values": values_s, "train_value": sum(learning_s.values())}
+
+
+def _time_teachers(
+    teachers: Sequence[tuple[Config, Sequence[RankTrace]]], hardware: Hardware, totals: NDArray[np.float64]
+) -> dict[str, float]:
+    # One after the other, each for the samples of its tasks, which are taken to be equally many.
+    models = [_Model(config, ranks, hardware, find_overlap(config)) for config, ranks in teachers]
+    share = _take_share(totals, len(models))
+    return {"teachers": sum(model.time_forward("teacher", share) for model in models)} if models else {}
 
 
 def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
@@ -316,32 +333,6 @@ def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> f
             exposed_of_rank += max(message - hiding_s, message * (1 - hidden)) if overlaps else message
         exposed = max(exposed, exposed_of_rank)
     return exposed
-
-
-def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
-    """Seconds and bytes of a refit, from its transfer plan."""
-    policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
-    bucket = int(config.refit.bucket_mib * 2**20)
-    summary = summarize_refit(
-        shape,
-        policy.parallel,
-        generation.parallel,
-        policy.precision,
-        bucket,
-        config.refit.fp8_blocks,
-        by_layer=needs_conversion(config, shape, hardware),
-        devices_per_node=(config.cluster.gpus or policy.parallel.world_size) if generation.is_colocated else None,
-        adapters=find_lone_adapters(config, shape),
-    )
-    engines = generation.parallel.data * generation.parallel.ranks_per_engine
-    together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
-    speed = (
-        hardware.local_bytes_per_s * efficiency.nvlink
-        if together
-        else hardware.network_bytes_per_s * efficiency.network
-    )
-    over_nodes = summary.relayed_bytes / (hardware.network_bytes_per_s * efficiency.network)
-    return summary.compute_seconds(speed) + over_nodes, summary.bytes
 
 
 @dataclass(frozen=True, slots=True)

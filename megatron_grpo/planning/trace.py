@@ -210,14 +210,16 @@ def _quiet_process() -> None:
     warnings.filterwarnings("ignore")
 
 
-def _run_dry(config: Config, shape: ModelShape, rank: int, expert_skew: float, moves: bool) -> DryReport:
+def _run_dry(
+    config: Config, shape: ModelShape, rank: int, is_teacher: bool, expert_skew: float, moves: bool
+) -> DryReport:
     import torch  # only in the processes of `start_trace_pool`
 
     from megatron_grpo.planning.dry_run import list_phases, run_dry
 
     torch.set_num_threads(1)
     phases = list_phases(config) - ({"refit"} if shape.value_head is not None else set())
-    return run_dry(config, shape, rank, expert_skew=expert_skew, moves=moves, phases=phases)
+    return run_dry(config, shape, rank, is_teacher=is_teacher, expert_skew=expert_skew, moves=moves, phases=phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,20 +262,21 @@ def submit_traces(
     config: Config,
     shape: ModelShape,
     *,
+    is_teacher: bool = False,
     expert_skew: float = 1.0,
     moves: bool = True,
     few: bool = False,
 ) -> list[PendingTrace]:
     """Start the dry runs of a rank of each distinct stage.
 
-    `moves` is that of `run_dry`, and `few` that of `find_distinct_stages`.
+    `is_teacher` and `moves` are those of `run_dry`, and `few` that of `find_distinct_stages`.
     """
     ranks_per_stage = config.policy.parallel.world_size // config.policy.parallel.pipeline
     pending = []
     for stage, layers in find_distinct_stages(config, shape, few=few).items():
         depths = _list_depths(config, shape, layers)
         runs = [
-            pool.submit(_run_dry, depth.config, depth.shape, stage * ranks_per_stage, expert_skew, moves)
+            pool.submit(_run_dry, depth.config, depth.shape, stage * ranks_per_stage, is_teacher, expert_skew, moves)
             for depth in depths
         ]
         numbers = [depth.layers for depth in depths]

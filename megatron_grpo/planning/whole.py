@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import as_value_model
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import find_value_shape
+from megatron_grpo.models.source import find_teacher_shape, find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
 from megatron_grpo.planning.engine_layouts import find_room_problems
 from megatron_grpo.planning.estimates import count_host_bytes, count_replayed_bytes
@@ -71,6 +71,10 @@ class Plan:
     """Distinct ranks of the value model."""
     value_traces: list[RankTrace] = field(default_factory=list)
     """The dry runs of the value model's ranks."""
+    teacher_ranks: list[RankMemory] = field(default_factory=list)
+    """Distinct ranks of the teachers."""
+    teacher_traces: list[tuple[Config, list[RankTrace]]] = field(default_factory=list)
+    """For each teacher the configuration, with the teacher as the policy, and the dry runs of its ranks."""
     advice: Advice | None = None
     """Advice for a run that does not fit; None: it fits, or there was no search."""
 
@@ -83,12 +87,20 @@ class Plan:
         balanced = [trace for trace in self.traces if trace.expert_skew == 1.0]
         lengths, workload = find_lengths(self.config), self.config.plan.workload
         value = [trace for trace in self.value_traces if trace.expert_skew == 1.0]
-        return build_step_times(self.config, self.shape, balanced, gpu, lengths, workload=workload, value_ranks=value)
+        teachers = self.teacher_traces
+        return build_step_times(
+            self.config, self.shape, balanced, gpu, lengths, workload=workload, value_ranks=value, teachers=teachers
+        )
+
+    @property
+    def all_ranks(self) -> list[RankMemory]:
+        """Distinct ranks of all models."""
+        return [*self.ranks, *self.value_ranks, *self.teacher_ranks]
 
     @property
     def fullest(self) -> RankMemory:
         """The rank with the highest peak."""
-        return max((*self.ranks, *self.value_ranks), key=lambda rank: rank.peak)
+        return max(self.all_ranks, key=lambda rank: rank.peak)
 
     @property
     def gpus(self) -> int:
@@ -173,7 +185,7 @@ class Plan:
             "routed_bytes_per_token": count_token_bytes(self.config, self.shape),
             "routed_gib": round(count_replayed_bytes(self.config, self.shape) / GIB, 3),
             "peak_gib": round(self.fullest.peak / GIB, 3),
-            "ranks": [rank.as_dict() for rank in (*self.ranks, *self.value_ranks)],
+            "ranks": [rank.as_dict() for rank in self.all_ranks],
             "step_s": None if times is None else round(times.step_s, 3),
             "phase_s": None if times is None else {name: round(seconds, 3) for name, seconds in times.phase_s.items()},
             "tokens_per_s_per_gpu": None if times is None else round(times.tokens_per_s_per_gpu, 1),
@@ -201,9 +213,9 @@ class Plan:
             assumptions.append(
                 f"experts of the fullest rank get {self.config.plan.expert_skew:g} x the mean of the tokens"
             )
-        if self.config.named_teachers:
-            text = "GPUs of teachers are counted; left out are their time, their memory, and on the policy's GPUs what"
-            assumptions.append(f"{text} the comparison with them takes (docs/distillation.md)")
+        servers = [name for name, teacher in self.config.named_teachers.items() if teacher.server_url is not None]
+        if servers:
+            assumptions.append(f"servers of {', '.join(servers)} are left out: their GPUs are not known")
         if not self.hardware.nvlink_bytes_per_s:
             speed = self.hardware.local_bytes_per_s / 1e9
             assumptions.append(
@@ -294,6 +306,7 @@ class PendingPlan:
     hardware: Hardware
     traces: list[PendingTrace]
     value_traces: list[PendingTrace]
+    teacher_traces: list[tuple[Config, list[PendingTrace]]]
     began: float
 
     def wait(self, deadline: float) -> Plan:
@@ -307,6 +320,7 @@ class PendingPlan:
         config, shape, gpu = self.config, self.shape, self.hardware
         traces = [pending.wait(deadline) for pending in self.traces]
         value_traces = [pending.wait(deadline) for pending in self.value_traces]
+        teachers = [(teacher, [pending.wait(deadline) for pending in ranks]) for teacher, ranks in self.teacher_traces]
         has_engines = has_own_engines(config)
         engine = size_engine(config, shape, gpu) if has_engines else None
         beside = 0 if engine is None else engine.weight_bytes + estimate_open_bytes(config, shape, gpu)
@@ -316,7 +330,10 @@ class PendingPlan:
             max((trace.report.end_bytes["train"] for trace in traced_ranks), default=0) if together else 0
             for traced_ranks in (traces, value_traces)
         )
-        ranks = [build_rank_memory(config, trace, gpu, beside, beside=of_value) for trace in traces]
+        of_teachers = sum(
+            max(trace.report.end_bytes["teacher"] for trace in ranks) if together else 0 for _, ranks in teachers
+        )
+        ranks = [build_rank_memory(config, trace, gpu, beside, beside=of_value + of_teachers) for trace in traces]
         value = config if config.value_model is None else replace(config, policy=config.value_model)
         values = [build_rank_memory(value, trace, gpu, model="value model", beside=of_policy) for trace in value_traces]
         plan = Plan(
@@ -330,6 +347,12 @@ class PendingPlan:
             planned_s=time.monotonic() - self.began,
             value_ranks=values,
             value_traces=value_traces,
+            teacher_ranks=[
+                build_rank_memory(teacher, trace, gpu, model="teacher", beside=of_policy)
+                for teacher, traced_ranks in teachers
+                for trace in traced_ranks
+            ],
+            teacher_traces=teachers,
         )
         has_room = engine is None or engine.count_sequences(float(find_lengths(config).totals.mean()))
         return replace(plan, times=plan.time_on(gpu) if has_room else None)
@@ -366,4 +389,19 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         if size.experts is not None and config.plan.expert_skew > 1 and not brief:
             of_model += submit_traces(pool, model_config, size, expert_skew=config.plan.expert_skew, moves=False)
         traces.append(of_model)
-    return PendingPlan(config, shape, gpu, traces[0], traces[1] if len(traces) > 1 else [], began)
+    value_traces = traces[1] if len(traces) > 1 else []
+    teachers = [
+        (teacher, submit_traces(pool, teacher, size, is_teacher=True, few=brief))
+        for teacher, size in _list_teachers(config)
+    ]
+    return PendingPlan(config, shape, gpu, traces[0], value_traces, teachers, began)
+
+
+def _list_teachers(config: Config) -> Iterator[tuple[Config, ModelShape]]:
+    """Iterate over configurations with a teacher as the policy, and its sizes."""
+    for section, teacher in config.teacher_models.items():
+        shape = find_teacher_shape(config, teacher.model.path)
+        if shape is None:
+            text = "is not on this machine; give a folder with its config.json"
+            raise ConfigError([Problem(f"{section}.model.path={teacher.model.path}", text)])
+        yield replace(config, policy=teacher), shape

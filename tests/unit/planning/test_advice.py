@@ -43,6 +43,15 @@ def planned(config: Config, shape: ModelShape, gpu: Hardware = H100) -> Plan:
     return Plan(config, shape, gpu, [rank], size_engine(config, shape, gpu), None, [], 0.0)
 
 
+def test_a_teacher_that_does_not_fit_is_split_and_nothing_is_searched() -> None:
+    plan = planned(Config(), DENSE)
+    large = RankMemory(0, 0, 1, 1.0, {"teacher": 90 * GIB}, {}, 3 * GIB, [], 0, model="teacher")
+    (problem,) = with_advice(replace(plan, teacher_ranks=[large], ranks=[]), None).problems  # type: ignore[arg-type]
+    assert problem.startswith(
+        "rank 0 of the teacher (pipeline stage 0) takes 93.0 of 79.1 GiB in teacher; split it over"
+    )
+
+
 @dataclass
 class Pending:
     plan: Plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import as_value_model, parse_model_shape
+from megatron_grpo.models.families import as_value_model, measure_tensors, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE, MemoryTracker
 from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked
@@ -100,6 +100,17 @@ def unfused_permutation(config: Config) -> None:
     config.policy.megatron = {"moe_permute_fusion": False}
 
 
+def teacher(config: Config) -> None:
+    """A teacher of 0.6 billion parameters, of which ranks hold the first rows of the head."""
+    config.algorithm = "distillation"
+    config.teacher.model.path = "tests/data/hf_configs/qwen3_0_6b"
+
+
+def likeliest_tokens(config: Config) -> None:
+    teacher(config)
+    config.distillation.topk_logits_k = 16
+
+
 def muon(config: Config) -> None:
     unfused_permutation(config)
     config.policy.optimizer.name = "muon"
@@ -112,6 +123,8 @@ def muon(config: Config) -> None:
         pytest.param(DENSE, {}, 0, lora, id="lora"),
         pytest.param(DENSE, {"data": 2}, 1, reference, id="reference"),
         pytest.param(DENSE, {}, 0, recompute, id="recompute"),
+        pytest.param(DENSE, {"tensor": 2}, 1, teacher, id="teacher"),
+        pytest.param(DENSE, {}, 0, likeliest_tokens, id="likeliest_tokens"),
         pytest.param(DENSE, {}, 0, recompute_mlp, id="recompute_mlp"),
         pytest.param(DENSE, {}, 0, padded, id="padded"),
         pytest.param(DENSE, {"tensor": 2, "sequence": True, "data": 2}, 3, plain, id="tensor"),
@@ -152,6 +165,20 @@ def test_fake_tensors_take_as_much_as_real_ones(
     assert real.peak_bytes == max(real.phases.values())
     assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
     assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
+
+
+@pytest.mark.parametrize("change", [teacher, likeliest_tokens])
+def test_a_teacher_takes_its_weights_and_what_a_pass_takes(change: Callable[[Config], None]) -> None:
+    config = small_run(tensor=2)
+    change(config)
+    fake, real = (run_dry(config, DENSE, 0, is_teacher=True), run_tracked(config, DENSE, 0, None, is_teacher=True))
+    assert fake.phases == pytest.approx(real.phases, abs=8 * GRANULE)
+    assert fake.phases.keys() == {"build", "teacher"}
+    # In bfloat16, half of each matrix; norms are whole, and each tensor fills granules.
+    halves = sum(torch.Size(sizes).numel() for sizes in measure_tensors(DENSE).values())
+    assert halves < fake.end_bytes["teacher"] < 1.2 * halves
+    states = 128 * (DENSE.hidden * 2 if change is teacher else 33 * 4)
+    assert fake.phases["teacher"] > fake.end_bytes["build"] + states
 
 
 @pytest.mark.slow

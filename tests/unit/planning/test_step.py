@@ -26,15 +26,16 @@ SECOND = int(3.35e12)
 
 
 def rank(stage: int, forward: float, backward: float, *, update: float = 0.0, gradients: int = 0) -> RankTrace:
-    """A stage whose passes of two microbatches each take this many seconds, in training and log-probabilities."""
+    """A stage whose passes of two microbatches each take this many seconds, in training and other forward passes."""
     found: Counter[Any] = Counter()
-    for phase in ("train", "logprobs", "reference"):
+    phases = ("train", "logprobs", "reference", "teacher")
+    for phase in phases:
         found[work(phase=phase, nbytes=int(forward * SECOND))] += 2
     found[work(is_backward=True, nbytes=int(backward * SECOND))] += 2
     found[work(chunk=None, nbytes=int(update * SECOND))] += 1
     ring = {"kind": "collective", "name": "reduce_scatter_tensor_coalesced_", "ranks": (0, 1)}
     found[work(chunk=None, nbytes=gradients, **ring)] += 1
-    passes = Counter({(phase, 0): 2 for phase in ("train", "logprobs", "reference")})
+    passes = Counter({(phase, 0): 2 for phase in phases})
     report: Any = SimpleNamespace(work=found, passes=passes, end_bytes={"train": 300 * 10**9, "offload": 50 * 10**9})
     return RankTrace(stage, stage, 1, 1.0, report, {})
 
@@ -87,6 +88,13 @@ def test_samples_of_different_lengths_are_slower() -> None:
         alike = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], gpu, full(8), workload="pretrain")
         assert alike.phase_s["train"] == pytest.approx(8 * 3.0)
     assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
+def test_teachers_compute_one_after_the_other_what_their_tasks_have_sampled() -> None:
+    teachers = [(run_config(), [rank(0, 1.0, 0.0)]), (run_config(data=2), [rank(0, 3.0, 0.0)])]
+    for chosen, seconds in ((teachers[:1], 16 * 1.0), (teachers, 8 * 1.0 + 4 * 3.0), ([], None)):
+        times = build_step_times(run_config(), SHAPE, [rank(0, 1.0, 2.0)], H100, full(16), teachers=chosen)
+        assert times.phase_s.get("teachers") == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_a_pipeline_waits_for_its_slowest_stage() -> None:
