@@ -127,6 +127,11 @@ def load_library(name: str, arguments: dict[str, Any]) -> Library:
     return (Classic if hasattr(verifiers, "load_environment") else Tasksets)(name, arguments)
 
 
+def log(text: str) -> None:
+    """Write a line to the environment's log."""
+    print(f"verifiers process {os.getpid()} {text}", file=sys.stderr, flush=True)
+
+
 def answer_requests(library: Library, answers: TextIO) -> None:
     """Answer the requests of standard input, one after the other."""
     loop = asyncio.new_event_loop()
@@ -156,13 +161,17 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints of an environment go to the log
+    name = settings["environment"]
+    log(f"loads {name}")
     sys.path += settings["folders"]
     try:
-        library = load_library(settings["environment"], settings["arguments"])
+        library = load_library(name, settings["arguments"])
     except Exception as error:  # noqa: BLE001 - of the library or the environment; the start reports it
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         return
+    log(f"plays {name}")
     answer_requests(library, answers)
+    log("ends: no more requests")
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 def _set_batch_limits(arguments: dict[str, Any], settings: VllmSettings) -> None:
     """Put the run's limits of a batch in place of the platform's.
 
-    None of both leaves the choice to vLLM. Its warm-up makes a batch of the most tokens. If sequences had to be longer
-    there than they may become, their block tables would be too short, and kernels would read past the end.
+    A key that is null changes nothing. vLLM warms up with a batch of the most tokens: if these were more than its
+    sequences may have, block tables would be too short for them, and kernels would read past the end.
     """
     for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
         if (value := getattr(settings.config.engine, name)) is not None:

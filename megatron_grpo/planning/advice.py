@@ -53,7 +53,9 @@ def with_advice(plan: Plan, pool: ProcessPoolExecutor, *, brief: bool = False) -
     if not plan.shortages:
         return plan
     if plan.fullest.model == "teacher":  # no key of the policy makes it smaller
-        return replace(plan, advice=Advice("split it over more ranks: teacher.parallel.tensor, expert or pipeline"))
+        return replace(
+            plan, advice=Advice("split it over more ranks (tensor, expert or pipeline in its section's parallel)")
+        )
     trials = _Trials(plan, pool, time.monotonic() + plan.config.plan.search_s, brief)
     return replace(plan, advice=_advise_on(trials))
 

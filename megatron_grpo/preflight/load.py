@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_grpo.cluster.machines import fill_in_address, fill_in_gpus
 from megatron_grpo.config.compose import ComposedConfig, compose_typed
+from megatron_grpo.config.data_schema import is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
@@ -145,12 +146,18 @@ def _resolve_checkpoints(config: Config) -> Iterator[Problem]:
     """Replace names such as RUN_DIR/checkpoints/best by the checkpoints that they stand for."""
     models: dict[str, Any] = {"policy": config.policy.model, "value": config.value.model}
     models |= {section: teacher.model for section, teacher in config.named_teachers.items()}
-    settings = [(f"{section}.model.path", model, "path") for section, model in models.items()]
-    for key, owner, name in [*settings, ("checkpointing.resume", config.checkpointing, "resume")]:
-        path = getattr(owner, name)
+    settings: list[tuple[str, Any, Any]] = [
+        (f"{name}.model.path", vars(model), "path") for name, model in models.items()
+    ]
+    settings.append(("checkpointing.resume", vars(config.checkpointing), "resume"))
+    for task, environment in config.env.items():
+        paths = environment.reward_funcs
+        settings += [(f"env.{task}.reward_funcs", paths, n) for n, path in enumerate(paths) if is_model_folder(path)]
+    for key, values, name in settings:
+        path = values[name]
         try:
             if path is not None and (resolved := resolve_checkpoint(Path(path), key)) != Path(path):
-                setattr(owner, name, str(resolved))
+                values[name] = str(resolved)
         except ValueError as error:
             # A run that has checkpoints goes on from its own, also when the one that it began with is gone.
             if name != "resume" or not Checkpointer(Path(config.run_dir), config.checkpointing).list_steps():

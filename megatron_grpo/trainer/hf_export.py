@@ -144,8 +144,8 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
 def build_classifier_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     """Build the entries of config.json that make a model a sequence classifier.
 
-    transformers scores the last token that is not padding, and finds padding by its id: so the id that ends
-    conversations is none.
+    transformers scores the last token that is not `pad_token_id`. So this entry is null where the tokenizer pads with
+    the token that ends conversations.
     """
     tokenizer = load_tokenizer(str(source))
     pad_id = tokenizer.pad_token_id

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_grpo import new
 from tests.integration.runs import read_jsonl
 
@@ -14,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.max_val_samples=32", "logger.progress=false")
 
 
-def train(place: Path, *arguments: str, modules: Path = ROOT) -> None:
+def train(folder: Path, *arguments: str, modules: Path = ROOT) -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{modules}"}
     command = [sys.executable, "-m", "megatron_grpo.train", *arguments, *SHORT]
-    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_rewards_and_turns_train_from_any_folder(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_rewards_and_turns_train_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()
     elsewhere.mkdir()

@@ -130,9 +130,9 @@ def compare_on_rank(
     `compute_loss` takes the outputs by pair, each [pairs, 2], and the tokens of each response.
     """
     plan = SequencePadder(40, 2).assign_microbatches(batch.lengths, layout.data)
-    mine = plan[parallel_state.get_data_parallel_rank()]
-    order = [index for microbatch in mine for index in microbatch]
-    share, microbatches = batch.select(order), [[order.index(index) for index in part] for part in mine]
+    planned = plan[parallel_state.get_data_parallel_rank()]
+    order = [index for microbatch in planned for index in microbatch]
+    share, microbatches = batch.select(order), [[order.index(index) for index in part] for part in planned]
     sums = torch.zeros(len(outputs), len(batch), dtype=torch.float64)
     for row, field in enumerate(outputs):
         values = rank.outputs[field](rank, share, microbatches)
@@ -141,7 +141,7 @@ def compare_on_rank(
             sums[row, order] = torch.stack([piece.sum() for piece in masked])
     dist.all_reduce(sums)
     tokens = torch.stack([mask.sum() for mask in batch.fields.loss_mask.split(batch.lengths)]).long().view(-1, 2)
-    result = compute_loss(*(one.view(-1, 2) for one in sums), tokens)
+    result = compute_loss(*(column.view(-1, 2) for column in sums), tokens)
     gradient = result.gradient.flatten().float().repeat_interleave(torch.tensor(batch.lengths))
     batch.fields.advantages = -gradient * batch.fields.loss_mask
     return result, batch.select(order), microbatches

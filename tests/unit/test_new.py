@@ -46,8 +46,8 @@ def test_the_folder_is_clean_whatever_the_line_length(folder: Path) -> None:
 
 
 def test_its_own_tests_pass_from_another_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    place = tmp_path_factory.mktemp("elsewhere")
-    assert "3 passed" in run_tool(place, "pytest", "-q", "-p", "no:cacheprovider", str(folder))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    assert "3 passed" in run_tool(elsewhere, "pytest", "-q", "-p", "no:cacheprovider", str(folder))
 
 
 def test_its_recipes_compose(folder: Path) -> None:

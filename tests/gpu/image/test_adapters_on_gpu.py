@@ -1,4 +1,7 @@
-"""Adapters alone through the memory of one GPU, also those of experts, which vLLM's CPU build has no slots for."""
+"""Refits that send adapters alone through the memory of one GPU.
+
+vLLM's CPU build has no slots for adapters of experts, so these are tested here only.
+"""
 
 from __future__ import annotations
 

@@ -43,5 +43,5 @@ def test_values_and_gradients_are_those_of_the_definition(
     drawn = [(0.3 * torch.randn(*size, generator=generator)).to(dtype) for size in sizes]
     actual = compute(name, top, [tensor.to(device) for tensor in drawn], compare=False)
     expected = compute(name, top, [tensor.double() for tensor in drawn], compare=True)
-    for value, wanted in zip(actual, expected, strict=True):
-        assert (value.cpu().double() - wanted).norm() < TOLERANCES[dtype] * wanted.norm()
+    for value, definition in zip(actual, expected, strict=True):
+        assert (value.cpu().double() - definition).norm() < TOLERANCES[dtype] * definition.norm()

@@ -264,7 +264,7 @@ def test_the_way_to_the_host_has_no_moments() -> None:
             tracker.count_again(tensors)
             result = torch.zeros(7000)
             tracker.discount(tensors)
-    total, made = (sum(-(-tensor.nbytes // GRANULE) * GRANULE for tensor in part) for part in (tensors, [result]))
+    total, size = (sum(-(-tensor.nbytes // GRANULE) * GRANULE for tensor in part) for part in (tensors, [result]))
     moments = {key: sum(moment.values()) for key, moment in tracker.moments.items() if key[0] == "reference"}
-    assert set(moments.values()) == {0, total, total + made}
-    assert tracker.end_bytes["reference"] == made
+    assert set(moments.values()) == {0, total, total + size}
+    assert tracker.end_bytes["reference"] == size

@@ -37,6 +37,13 @@ def test_every_setting_resolves_it(run_dir: Path, tmp_path: Path, name: str, ste
     assert replay.read_request([str(run_dir), f"step={name.removeprefix('step_')}"]).step == step
 
 
+def test_a_reward_model_is_resolved_among_functions(run_dir: Path, tmp_path: Path) -> None:
+    functions = f"env.addition.reward_funcs=[my.rewards.length,{run_dir}/checkpoints/best]"
+    others = ("env.addition.type=reward_functions", "checkpointing.metric_name=val_reward")
+    config = compose_config(["+exp=quickstart", f"run_dir={tmp_path}/new", functions, *others])
+    assert config.env["addition"].reward_funcs == ["my.rewards.length", f"{run_dir}/checkpoints/step_2"]
+
+
 def test_other_paths_stay_as_they_are(tmp_path: Path) -> None:
     (model := tmp_path / "checkpoints" / "best").mkdir(parents=True)
     for path in (str(model), "./models/best", "ORGANISATION/latest"):
@@ -47,10 +54,12 @@ def test_other_paths_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_run_without_checkpoints_is_told_with_the_key(tmp_path: Path, key: str) -> None:
     record_start(tmp_path, Config(data=DataConfig(val_path="rows.jsonl")))
     folder = tmp_path / "checkpoints"
-    told = problems_of(["+exp=quickstart_ppo", f"run_dir={tmp_path}/new", f"{key}={folder}/best"])
-    assert told == {f"{key}={folder}/best": f"{folder} has no checkpoint"}
-    told = problems_of(["+exp=quickstart_ppo", f"run_dir={tmp_path}/new", f"{key}={tmp_path}/no/checkpoints/latest"])
-    assert told == {
+    problems = problems_of(["+exp=quickstart_ppo", f"run_dir={tmp_path}/new", f"{key}={folder}/best"])
+    assert problems == {f"{key}={folder}/best": f"{folder} has no checkpoint"}
+    problems = problems_of(
+        ["+exp=quickstart_ppo", f"run_dir={tmp_path}/new", f"{key}={tmp_path}/no/checkpoints/latest"]
+    )
+    assert problems == {
         f"{key}={tmp_path}/no/checkpoints/latest": f"{tmp_path}/no is not the folder of a run: it has no config.yaml"
     }
 
