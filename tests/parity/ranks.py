@@ -205,5 +205,10 @@ def _serve(number: int, connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(answer))
 
 
+def end_ranks() -> None:
+    """End the processes of ranks; the next call starts others."""
+    _POOL.close()
+
+
 _POOL = _Pool()
 atexit.register(_POOL.close)
