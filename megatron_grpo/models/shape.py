@@ -36,6 +36,11 @@ LayerKind = Literal[
 ]
 """Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
+gpt-oss, gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped; relu2: the square of ReLU, in a feed-forward
+without gate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
@@ -192,10 +197,7 @@ class ModelShape:
     pre_norms: bool = True  # the inputs of attention and feed-forward are normalised
     post_norms: bool = False
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
-    """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
-    gpt-oss, gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped; relu2: the square of ReLU, in a
-    feed-forward without gate."""
+    activation: Activation = "silu"
     softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
     embedding_scale: float | None = None
     """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""

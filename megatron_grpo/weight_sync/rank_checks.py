@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
 from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.models.shape import Activation
 from megatron_grpo.weight_sync.boxes import Box, to_slices, unpack_boxes
 from megatron_grpo.weight_sync.fingerprints import (
     PROBES,
@@ -66,21 +67,28 @@ def check_rank_adapters(rank: PolicyRank) -> AdapterCheck:
     return check_adapters(rank.gather_chunks(), rank.shape)
 
 
-def _multiply_gate(projected: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def apply_activation(activation: Activation, projected: Tensor) -> Tensor:
+    """Compute what lies between an expert's matrices.
+
+    `projected`: [tokens, rows], with rows in the order of vLLM's parameter.
+    """
+    match activation:
+        case "silu":
+            return _multiply_gate(projected, functional.silu)
+        case "gelu_tanh":
+            return _multiply_gate(projected, partial(functional.gelu, approximate="tanh"))
+        case "relu2":
+            return functional.relu(projected).square()
+        case "clamped_swiglu":  # vLLM keeps rows of gate and up by turns
+            gate, up = projected[:, ::2].clamp(max=7.0), projected[:, 1::2].clamp(-7.0, 7.0)
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+        case _:  # every activation of a family has a case, which mypy checks
+            assert_never(activation)
+
+
+def _multiply_gate(projected: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = projected.chunk(2, dim=-1)
-    return activation(gate) * up
-
-
-def _square_positive(projected: Tensor) -> Tensor:
-    return functional.relu(projected).square()
-
-
-# What lies between an expert's matrices, by `ModelShape.activation`, on rows in the order of vLLM's parameter.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": partial(_multiply_gate, activation=functional.silu),
-    "gelu_tanh": partial(_multiply_gate, activation=partial(functional.gelu, approximate="tanh")),
-    "relu2": _square_positive,
-}
+    return function(gate) * up
 
 
 @torch.no_grad()
@@ -103,7 +111,7 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[str], of_base: bool = 
                     by_tensor[box.tensor].append((engine_rank, box_name, box))
                     if is_expert(box):
                         hidden = rank.shape.sizes["expert_hidden"]
-                        new = _ExpertOutput(hidden, _ACTIVATIONS[rank.shape.activation])
+                        new = _ExpertOutput(hidden, rank.shape.activation)
                         experts.setdefault((engine_rank, box_name), new).expect(box)
         by_cut: dict[object, Fingerprint] = {}
         for engine_rank, box_name, box in by_tensor[name]:
@@ -126,7 +134,7 @@ class _ExpertOutput:
     Its tensors come one at a time, the second matrix behind the first.
     """
 
-    def __init__(self, hidden: int, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, hidden: int, activation: Activation) -> None:
         self._hidden, self._activation = hidden, activation
         self._boxes = self._rows = 0  # that are still to come; of the first matrix
         self._projected: Tensor | None = None  # [PROBES, rows], float32, by the first matrix
@@ -150,7 +158,7 @@ class _ExpertOutput:
             assert self._projected is not None, "the first matrix of an expert comes before the second"
             if self._output is None:
                 self._output = part.new_zeros(PROBES, self._hidden)
-                self._projected = self._activation(self._projected)
+                self._projected = apply_activation(self._activation, self._projected)
             columns = None if is_bias else slice(*box.cut.parameter[2])
             self._output[:, rows] += part if columns is None else self._projected[:, columns] @ part.T
         self._boxes -= 1

@@ -20,7 +20,7 @@ from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
 from megatron_grpo.models.megatron_names import count_megatron_layers, list_by_megatron_layer
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import Activation, ModelShape
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import find_rope_factor
 from megatron_grpo.trainer.model.layer_spec import needs_scaled_queries, uses_transformer_engine
@@ -85,7 +85,7 @@ def _compute_quick_gelu(gate: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate)
 
 
-_ACTIVATIONS: dict[str, dict[str, Any]] = {
+_ACTIVATIONS: dict[Activation, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
     "relu2": {"activation_func": square_positive},
