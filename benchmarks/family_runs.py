@@ -5,8 +5,8 @@
 Runs are `megatron_grpo.train` with the checks of refits as they are by default, one after the other, each in processes
 of its own. Names are those of `tests/support/engine_configs.py`; without any, all models of text, and results of others
 stay as they are in the file. By run: `verdict` is passed, refused (before a process of the run started) or failed, with
-the `reason`; `steps`; `comparisons` of all weights and `canaries`, which an engine passed; the largest `canary` and
-`token_mult_prob_error`; `minutes`.
+the `reason`; `steps`; `comparisons` of all weights after steps and `canaries`, which engines passed; the largest
+`canary` and `token_mult_prob_error`; `minutes`. The weights before the first step are checked, too, or no step begins.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ SHORT = (
     "grpo.val_at_start=false",
     "grpo.val_at_end=false",
     "policy.parallel.pipeline=1",
+    "policy.optimizer.warmup_steps=0",
     "generation.parallel.pipeline=1",
     "checkpointing.enabled=false",
     "logger.tensorboard=false",
@@ -107,14 +108,17 @@ def judge(code: int, output: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     if code == 2 and not rows:
         lines = [line.strip() for line in output.splitlines() if line.startswith("  policy.model.path")]
         return {"verdict": "refused", "reason": " ".join(" ".join(lines).split()) or output[-500:]}
+    checks = [row["throughput"] for row in rows]
+    errors = [check["canary_logprob_error"] for check in checks if "canary_logprob_error" in check]
     figures = {
         "steps": len(rows),
-        "comparisons": sum("weight_check_s" in row for row in rows),
-        "canaries": sum("canary_logprob_error" in row for row in rows),
-        "canary": max((row.get("canary_logprob_error", 0.0) for row in rows), default=0.0),
+        "comparisons": sum("weight_check_s" in check for check in checks),
+        "canaries": len(errors),
+        "canary": max(errors, default=0.0),
         "token_mult_prob_error": max((row["token_mult_prob_error"] for row in rows), default=0.0),
     }
-    if code or len(rows) < STEPS or not figures["comparisons"] or not figures["canaries"]:
+    has_learned = all(row["grad_norm"] > 0 for row in rows)
+    if code or len(rows) < STEPS or not has_learned or not figures["comparisons"] or not figures["canaries"]:
         return {"verdict": "failed", "reason": output[-1500:], **figures}
     return {"verdict": "passed", **figures}
 
