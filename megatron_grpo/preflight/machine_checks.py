@@ -23,7 +23,7 @@ from megatron_grpo.cluster.machines import (
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.passthrough import select_passed_fields
 from megatron_grpo.config.paths import check_readable, check_writable
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, PPOConfig
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
@@ -213,7 +213,9 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     cannot_compile = uses_triton and not has_gpus and os.environ.get("TRITON_INTERPRET") != "1"
     yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+    loop = config.training_loop
+    is_on_gpu = isinstance(loop, PPOConfig) and loop.calculate_advantages_on_gpu
+    yield is_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
