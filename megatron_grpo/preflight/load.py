@@ -89,7 +89,7 @@ def find_recorded_run(overrides: Sequence[str]) -> Path | None:
     folders = [
         Path(os.path.expanduser(override.partition("=")[2])) for override in overrides if override.startswith(RUN_DIR)
     ]
-    return folders[-1] if folders and (folders[-1] / CONFIG_FILE).is_file() else None
+    return folders[-1] if folders and os.path.isfile(folders[-1] / CONFIG_FILE) else None
 
 
 def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:

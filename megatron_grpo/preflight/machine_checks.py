@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import netrc
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
     ADDRESS_VARIABLE,
@@ -126,6 +128,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems = [
         *find_cluster_problems(config),
         *find_package_problems(config),
+        *find_login_problems(config),
         *find_fp8_machine_problems(config),
         *(find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
@@ -216,6 +219,24 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     loop = config.training_loop
     is_on_gpu = isinstance(loop, PPOConfig) and loop.calculate_advantages_on_gpu
     yield is_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+
+
+@evaluate_rules
+def find_login_problems(config: Config) -> Iterator[Rule]:
+    """Check that W&B has a login, which it otherwise asks for after the start."""
+    wandb = config.logger.wandb
+    is_online = wandb.mode == "online" and os.environ.get("WANDB_MODE", "online") in ("online", "shared")
+    has_key = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    # Without the package that problem is enough.
+    if not (wandb.enabled and is_online and _is_installed("wandb")) or has_key:
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        login = netrc.netrc(os.environ.get("NETRC") or os.path.expanduser("~/.netrc")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        login = None
+    text = f"needs a login of {host}, and there is none: run `wandb login`, set WANDB_API_KEY, or give"
+    yield login is None, "logger.wandb.enabled=", f"{text} logger.wandb.mode=offline"
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
