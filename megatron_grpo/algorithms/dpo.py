@@ -19,7 +19,7 @@ from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, take_batch, train_on_rows
 from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.config.loop_schema import HELD_OUT_LOSS
+from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, DPOConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.preference import PreferenceLoss, compute_preference_loss
 from megatron_grpo.observability.timing import StepTimer
@@ -53,7 +53,9 @@ class PreferenceRun(SupervisedRun):
         their number. `weights`: [pairs].
         """
         policy, reference = outputs
-        return compute_preference_loss(policy, reference, tokens, weights, self.config.dpo)
+        loop = self.config.training_loop
+        assert isinstance(loop, DPOConfig)
+        return compute_preference_loss(policy, reference, tokens, weights, loop)
 
 
 def dpo_train(run: PreferenceRun) -> None:

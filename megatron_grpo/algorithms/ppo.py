@@ -42,7 +42,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     # In the first steps only the value model is trained. The policy's unchanged weights are still published, so that
     # the weight version stays the number of steps. Later the policy learns first: a refused step changes nothing.
     learned = None
-    if check.step > config.ppo.policy_training_start_step:
+    if check.step > config.steps_without_policy:
         with timer.phase("train"):
             learned = stages.train_policy(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):

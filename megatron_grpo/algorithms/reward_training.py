@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithms.dpo import PreferenceRun, dpo_step
 from megatron_grpo.algorithms.loop import train_steps
+from megatron_grpo.config.loop_schema import RewardTrainingConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.preference import PreferenceLoss, compute_score_loss
 
@@ -27,7 +28,9 @@ class RewardModelRun(PreferenceRun):
     ) -> PreferenceLoss:
         """Compute the loss of pairs of scores."""
         margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float64)
-        return compute_score_loss(outputs[0], margins, weights, self.config.reward_model.center_rewards_coefficient)
+        loop = self.config.training_loop
+        assert isinstance(loop, RewardTrainingConfig)
+        return compute_score_loss(outputs[0], margins, weights, loop.center_rewards_coefficient)
 
 
 def reward_model_train(run: RewardModelRun) -> None:

@@ -20,7 +20,7 @@ from megatron_grpo.algorithms.token_functions import (
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -80,17 +80,17 @@ class Scores:
 
 def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
     """Scale and shape rewards of groups, and find learning signals."""
-    samples = config.training_loop.num_generations_per_prompt
+    loop, samples = config.training_loop, config.training_loop.num_generations_per_prompt
     rewards = torch.tensor([_find_reward(config, outcome) for outcome in outcomes], dtype=torch.float32)
-    scaled = formulas.scale_rewards(rewards.view(-1, samples), config.training_loop.reward_scaling)
+    scaled = formulas.scale_rewards(rewards.view(-1, samples), loop.reward_scaling)
     shaped = formulas.shape_rewards(
         scaled,
         torch.tensor([outcome.response_tokens for outcome in outcomes]).view(-1, samples),
         torch.tensor([outcome.truncated for outcome in outcomes]).view(-1, samples),
-        config.training_loop.reward_shaping,
+        loop.reward_shaping,
         config.generation.max_new_tokens,
     )
-    if config.grpo.adv_estimator.name == "gdpo":
+    if isinstance(loop, GRPOConfig) and loop.adv_estimator.name == "gdpo":
         factors = {name: weight for section in config.env.values() for name, weight in section.function_weights.items()}
         rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in factors]
         reward_parts = torch.tensor(rows, dtype=torch.float32).view(len(factors), -1, samples)
@@ -98,10 +98,10 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         # The weighted sums of the normalised rewards count, even if the sums of the rewards do not differ.
         differs = formulas.has_signal(formulas.gdpo_scores(reward_parts, weights))
         return Scores(shaped, reward_parts, weights, differs, differs)
-    if config.algorithm == "grpo" and config.grpo.turn_credit == "turn":
-        turns = _lay_out_turns(config, outcomes, shaped - scaled)
+    if isinstance(loop, GRPOConfig) and loop.turn_credit == "turn":
+        turns = _lay_out_turns(outcomes, shaped - scaled, loop.turn_discount)
         differs = torch.stack([formulas.has_signal(turn) for turn in turns.returns]).any(dim=0)
-        unshaped = _lay_out_turns(config, outcomes, torch.zeros_like(scaled)).returns
+        unshaped = _lay_out_turns(outcomes, torch.zeros_like(scaled), loop.turn_discount).returns
         signal = torch.stack([formulas.has_signal(turn) for turn in unshaped]).any(dim=0)
         return Scores(shaped, None, None, differs, signal & differs, turns)
     # Rewards must differ before shaping, too. Length penalties alone are no signal: responses that are all right or all
@@ -113,13 +113,14 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 def _find_reward(config: Config, outcome: Outcome) -> float:
     if outcome.reward is None:
         return math.nan
-    discount = config.grpo.turn_discount if config.algorithm == "grpo" else 1.0
+    loop = config.training_loop
+    discount = loop.turn_discount if isinstance(loop, GRPOConfig) else 1.0
     if discount == 1.0 or not outcome.turn_rewards:
         return outcome.reward
     return math.fsum(reward * discount**turn for turn, reward in enumerate(outcome.turn_rewards))
 
 
-def _lay_out_turns(config: Config, outcomes: Sequence[Outcome], penalties: Tensor) -> Turns:
+def _lay_out_turns(outcomes: Sequence[Outcome], penalties: Tensor, discount: float) -> Turns:
     """Lay out the turns of groups as tensors.
 
     `penalties`, [groups, samples], are added to the last turns. A response without rewards by turn is one turn.
@@ -136,7 +137,7 @@ def _lay_out_turns(config: Config, outcomes: Sequence[Outcome], penalties: Tenso
             laid_rewards[row, :count] = torch.tensor(rewards[row])
             laid_rewards[row, count - 1] += penalty
     shape = (turn_count, *penalties.shape)
-    returns = formulas.compute_turn_returns(laid_rewards.T.reshape(shape), config.grpo.turn_discount)
+    returns = formulas.compute_turn_returns(laid_rewards.T.reshape(shape), discount)
     return Turns(returns, laid_tokens.T.reshape(shape))
 
 
@@ -151,25 +152,28 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     in_penalty = (choose_policy_logprobs(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
     fields = ("sampled", *in_penalty)
     is_finite: NDArray[np.bool_]
-    if config.value_model is not None:
+    loop = config.training_loop
+    if isinstance(loop, PPOConfig):
         in_loss = np.repeat(batch.in_loss, batch.response_tokens)
         arguments, fields = (*arguments, in_loss), (*fields, "values")
-        if config.ppo.calculate_advantages_on_gpu:  # the driver's GPU, so the tokens have to come to the driver
+        if loop.calculate_advantages_on_gpu:  # the driver's GPU, so the tokens have to come to the driver
             new_fields, is_finite = compute_over_tokens(compute_ppo_token_advantages, batch, fields, arguments)
             batch.fields |= new_fields
         else:
             is_finite = rollouts.compute(compute_ppo_token_advantages, batch, fields, *arguments)
-    elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
+        return is_finite
+    assert isinstance(loop, GRPOConfig)
+    if loop.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
         is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments)
     elif scores.turns is not None:
-        advantages = formulas.compute_turn_advantages(config.grpo, scores.turns.returns)
+        advantages = formulas.compute_turn_advantages(loop, scores.turns.returns)
         is_finite = rollouts.compute(repeat_turn_advantages, batch, fields, config, advantages, scores.turns.tokens)
     else:
         if scores.reward_parts is not None and scores.function_weights is not None:
             advantages = formulas.gdpo_advantages(scores.reward_parts, scores.function_weights)
         else:
-            advantages = formulas.compute_group_advantages(config.grpo, scores.rewards)
-        by_rollout = formulas.clip_advantages(advantages.flatten(), config.training_loop).float().numpy()
+            advantages = formulas.compute_group_advantages(loop, scores.rewards)
+        by_rollout = formulas.clip_advantages(advantages.flatten(), loop).float().numpy()
         batch.advantages = batch.repeat_by_sequence(by_rollout)
         is_finite = np.isfinite(batch.advantages)
     return is_finite

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.step_batch import TokenArrays
 from megatron_grpo.batch.token_batch import scatter_sampled
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
 from megatron_grpo.losses.loss import bounded_exp
@@ -32,19 +32,20 @@ def compute_token_advantages(
 
     Returns advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
-    estimator, response_lengths = config.grpo.adv_estimator, response_tokens.tolist()
+    loop, response_lengths = config.training_loop, response_tokens.tolist()
+    assert isinstance(loop, GRPOConfig)
     penalty = compute_kl_penalty(config, arrays)
-    if estimator.name == "reinforce_plus_plus":
+    if loop.adv_estimator.name == "reinforce_plus_plus":
         advantages = formulas.reinforce_plus_plus_advantages(
-            rewards, response_lengths, token_penalty=penalty, minus_baseline=estimator.minus_baseline
+            rewards, response_lengths, token_penalty=penalty, minus_baseline=loop.adv_estimator.minus_baseline
         )
     else:
         assert penalty is not None
         # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).
         sums = torch.stack([response.sum() for response in penalty.split(response_lengths)]).view_as(rewards)
-        by_response = formulas.compute_group_advantages(config.grpo, rewards - sums).flatten()
+        by_response = formulas.compute_group_advantages(loop, rewards - sums).flatten()
         advantages = by_response.repeat_interleave(torch.tensor(response_lengths))
-    field = scatter_sampled(formulas.clip_advantages(advantages, config.training_loop), arrays["sampled"])
+    field = scatter_sampled(formulas.clip_advantages(advantages, loop), arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)
 
 
@@ -75,7 +76,8 @@ def compute_ppo_token_advantages(
     Arguments and results are those of `compute_token_advantages`, with values in `arrays` and returns beside the
     advantages, which are normalised over the sampled tokens `in_loss`: [sampled tokens], bool.
     """
-    ppo = config.ppo
+    ppo = config.training_loop
+    assert isinstance(ppo, PPOConfig)
     device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")
     sampled, response_lengths = arrays["sampled"], response_tokens.tolist()
     scores = rewards.flatten().double().nan_to_num(nan=0.0)  # a response without a reward is not in the loss

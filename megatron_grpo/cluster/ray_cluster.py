@@ -22,6 +22,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ClusterConfig, ParallelConfig
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+RAY_WAITS_S = 25.0  # a try that fails later than this ran into one of Ray's own deadlines
 JOIN_S = 1.0  # seconds between two checks for machines that have not joined yet
 # Environment variable of processes that use GPUs of policy ranks: Ray's ids of these GPUs, separated by commas.
 SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
@@ -67,15 +68,32 @@ class RayCluster:
         self._temporary = tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True)
         if remove_if_killed is not None:
             remove_if_killed(self._temporary.name)
-        folder = os.path.join(self._temporary.name, "r")
         memory = None if self.config.gpus else OBJECT_STORE_BYTES
-        try:
-            # Without an address Ray would join one in the environment, which takes no such arguments.
-            ray.init(
-                address=machines.LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **_QUIET
-            )
-        except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
-            raise RunError(f"Ray does not start on this machine: {error}") from error
+        began, tries = time.monotonic(), 0
+        while True:
+            tries, start = tries + 1, time.monotonic()
+            # Each try has a session of its own: processes of the last one may still end.
+            folder = os.path.join(self._temporary.name, f"r{tries}")
+            try:
+                # Without an address Ray would join one in the environment, which takes no such arguments.
+                ray.init(
+                    address=machines.LOCAL,
+                    include_dashboard=False,
+                    object_store_memory=memory,
+                    _temp_dir=folder,
+                    **_QUIET,
+                )
+                return
+            except Exception as error:  # Ray's own class, if one of its processes does not answer within 30 to 60 s
+                ray.shutdown()
+                now = time.monotonic()
+                # A busy machine may need longer than Ray waits; an error at once is hardly another at the third try.
+                is_busy = now - start >= RAY_WAITS_S and now - began < self.config.startup_timeout_s
+                if tries > 1 and not is_busy:
+                    text = f"Ray does not start on this machine: {tries} tries in {now - began:.0f} s, of at most"
+                    limit = f"cluster.startup_timeout_s={self.config.startup_timeout_s:g}"
+                    raise RunError(f"{text} {limit}; the last: {error}") from error
+                logger.warning("Ray did not start within %.0f s (%s); trying again", now - start, error)
 
     def _await_machines(self) -> None:
         # Machines of one job join minutes apart, because each first imports a container image. So a lack of GPUs is an

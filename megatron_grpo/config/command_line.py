@@ -55,7 +55,7 @@ def parse_arguments(
 
     `options` has the type of each option by its name as it is written: step=N for "step", --json for "--json" of type
     bool, and --html FILE or --html=FILE for "--html" of another type. `is_override(name)` is true for the name of an
-    argument that belongs to the configuration.
+    argument that belongs to the configuration. At most `most_words` arguments are paths.
 
     ValueError: an argument is unknown, or its value is of another type.
     """
@@ -74,14 +74,23 @@ def parse_arguments(
             parsed.options[option] = convert_argument(name, text, kind)
         elif kind is not None and equals and not has_dashes:
             parsed.options[option] = convert_argument(name, text, kind)
+        elif len(parsed.words) < most_words and _is_path(argument):
+            parsed.words.append(argument)
         elif is_override(name):
             parsed.overrides.append(f"{name}={next(remaining, '')}" if argument == OPTION else argument)
-        elif equals or name.startswith("-") or len(parsed.words) == most_words:
+        else:
             forms = [option if option.startswith("--") else f"{option}=" for option in options]
             raise ValueError(f"{argument} is not an argument{suggest_name(f'{name}=', forms)}")
-        else:
-            parsed.words.append(argument)
     return parsed
+
+
+def _is_path(argument: str) -> bool:
+    """True for a path: outputs/lr=0.1, step_1.5, or a folder here called lr=0.1."""
+    name, equals, _ = argument.partition("=")
+    if name.startswith(("-", "+")):
+        return False
+    # Names of keys have no slash, and ~ before the name of a key removes it.
+    return "/" in name or os.path.exists(argument) or not (equals or name.startswith("~"))
 
 
 def as_command(name: str, usage: str, failures: tuple[type[Exception], ...] = ()) -> Callable[[Command], Command]:

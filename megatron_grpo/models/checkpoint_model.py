@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from xxhash import xxh3_64
 
 POLICY_FOLDER = "megatron"  # of the policy, in a checkpoint
 EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder
@@ -16,11 +17,15 @@ EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder
 class CheckpointModel:
     """A checkpoint that is given as a model.
 
-    Example: CheckpointModel(Path("run/checkpoints/step_50"), Path("run/exports/step_50"), "Qwen/Qwen3-8B")
+    Example: CheckpointModel(
+        Path("run/checkpoints/step_50"), Path("run/exports/step_50-3f0c5d2e9b1a7764"), "Qwen/Qwen3-8B"
+    )
     """
 
     checkpoint: Path
-    export: Path  # folder in Hugging Face format; a run that begins from the checkpoint makes it
+    export: Path
+    """Folder in Hugging Face format; a run that begins from the checkpoint makes it. Its name tells the content: a
+    checkpoint that was trained again has another export."""
     origin: str  # folder or hub name of the model that the checkpoint's run began with
     is_reward_model: bool = False  # it scores conversations, and predicts no tokens
 
@@ -43,4 +48,23 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
         raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
     except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
         raise ValueError(f"is a checkpoint, and {run_dir / 'config.yaml'} is not the configuration of a run") from None
-    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / checkpoint.name, str(origin), is_reward_model)
+    name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin))}"
+    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), is_reward_model)
+
+
+def _compute_content_digest(checkpoint: Path, origin: str) -> str:
+    """Digest a checkpoint's weights, and the model below its adapters."""
+    digest = xxh3_64(origin.encode())
+    manifest, base = checkpoint / "manifest.json", Path(origin)
+    # The manifest has the digests of all files; without it, and for the base, sizes and times have to do.
+    files = [] if manifest.is_file() else sorted((checkpoint / POLICY_FOLDER).rglob("*"))
+    digest.update(manifest.read_bytes() if manifest.is_file() else b"")
+    if os.path.isdir(base / POLICY_FOLDER):
+        model = find_checkpoint_model(origin)
+        digest.update(model.export.name.encode() if model is not None else b"")
+    elif base.is_dir():
+        files += sorted([*base.glob("*.safetensors"), *base.glob("*.json")])
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} ".encode())
+    return digest.hexdigest()

@@ -23,7 +23,9 @@ from megatron_grpo.preflight.refit_memory import find_refit_remarks
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.preflight.routed_memory import find_routed_remarks
 from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
+from megatron_grpo.run.directory import CONFIG_FILE, is_composition, load_run_config
 
+RUN_DIR = "run_dir="
 # Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has.
 _UNCOUNTED_STEPS = 2**31 - 1
 
@@ -70,11 +72,39 @@ def check_overrides(overrides: Sequence[str]) -> ComposedConfig:
 
     `overrides`: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
     """
+    if (run_dir := find_recorded_run(overrides)) is not None:
+        return _check_resume(run_dir, overrides)
     composed = compose_checked(overrides)
     if not composed.problems:
         problems, remarks = _check_machine(composed.require())
         composed.problems, composed.remarks = composed.rename_problems(problems), composed.rename_problems(remarks)
     return composed
+
+
+def find_recorded_run(overrides: Sequence[str]) -> Path | None:
+    """Find the folder of the run that a command line without a recipe resumes."""
+    names = [override.partition("=")[0] for override in overrides]
+    if any(is_composition(name) or name.startswith(("~", "job")) for name in names):
+        return None
+    folders = [
+        Path(os.path.expanduser(override.partition("=")[2])) for override in overrides if override.startswith(RUN_DIR)
+    ]
+    return folders[-1] if folders and os.path.isfile(folders[-1] / CONFIG_FILE) else None
+
+
+def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
+    """Check the configuration of a run's last start, with changes."""
+    changes = [override for override in overrides if not override.startswith(RUN_DIR)]
+    try:
+        config = load_run_config(run_dir, changes)
+    except ValueError as error:
+        return ComposedConfig(Job(), problems=_list_problems(error, f"{RUN_DIR}{run_dir}"))
+    config.run_dir = str(run_dir)
+    checked = check_config(config)
+    text = f"resumes with the configuration of its last start, {run_dir / CONFIG_FILE}"
+    changed = f", and {' '.join(changes)}" if changes else ", unchanged"
+    checked.remarks.insert(0, Problem(f"{RUN_DIR}{run_dir}", text + changed))
+    return checked
 
 
 def check_config(config: Config) -> ComposedConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import netrc
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
     ADDRESS_VARIABLE,
@@ -23,7 +25,7 @@ from megatron_grpo.cluster.machines import (
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.passthrough import select_passed_fields
 from megatron_grpo.config.paths import check_readable, check_writable
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, PPOConfig
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
@@ -126,6 +128,7 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems = [
         *find_cluster_problems(config),
         *find_package_problems(config),
+        *find_login_problems(config),
         *find_fp8_machine_problems(config),
         *(find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
@@ -213,7 +216,27 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     cannot_compile = uses_triton and not has_gpus and os.environ.get("TRITON_INTERPRET") != "1"
     yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+    loop = config.training_loop
+    is_on_gpu = isinstance(loop, PPOConfig) and loop.calculate_advantages_on_gpu
+    yield is_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+
+
+@evaluate_rules
+def find_login_problems(config: Config) -> Iterator[Rule]:
+    """Check that W&B has a login, which it otherwise asks for after the start."""
+    wandb = config.logger.wandb
+    is_online = wandb.mode == "online" and os.environ.get("WANDB_MODE", "online") in ("online", "shared")
+    has_key = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    # Without the package that problem is enough.
+    if not (wandb.enabled and is_online and _is_installed("wandb")) or has_key:
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        login = netrc.netrc(os.environ.get("NETRC") or os.path.expanduser("~/.netrc")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        login = None
+    text = f"needs a login of {host}, and there is none: run `wandb login`, set WANDB_API_KEY, or give"
+    yield login is None, "logger.wandb.enabled=", f"{text} logger.wandb.mode=offline"
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:

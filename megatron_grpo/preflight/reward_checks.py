@@ -17,7 +17,7 @@ from megatron_grpo.config.data_schema import (
     parse_reward_name,
 )
 from megatron_grpo.config.paths import SCRIPT_STREAM, is_hub_name
-from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.config.schema import MISSING, Config, GRPOConfig
 from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 # Keys that environments of every type have; the others are for type reward_functions.
@@ -71,7 +71,8 @@ def check_environments(config: Config) -> Iterator[Rule]:
 
 def _check_estimator(config: Config) -> Iterator[Rule]:
     yield from list_conflicts(config, "grpo")
-    if config.grpo.adv_estimator.name != "gdpo":
+    loop = config.training_loop
+    if not isinstance(loop, GRPOConfig) or loop.adv_estimator.name != "gdpo":
         return
     yield from list_conflicts(config, "gdpo")
     # Each reward is normalised by itself before it is weighted, so a function needs one weight in all tasks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -171,3 +172,16 @@ def test_a_pronoun_is_noticed(source: str, problem: str) -> None:
 def test_a_function_without_a_verb_is_noticed() -> None:
     source = "def joined(): pass\ndef join(): pass\n@property\ndef parts(self): pass\ndef as_text(): pass\n"
     assert list(nameless_functions(ast.parse(source))) == ["joined"]
+
+
+def test_code_outside_the_configuration_reads_the_loop_that_runs() -> None:
+    """`config.grpo` holds defaults in a PPO run: the shared keys are in the section of the algorithm that runs."""
+    pattern = re.compile(r"\bconfig\.(?:grpo|ppo|sft|dpo)\b")
+    places = [
+        f"{file.relative_to(PACKAGE)}:{number}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file.relative_to(PACKAGE).parts[0] != "config"
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert not places, f"use config.training_loop: {places}"

@@ -23,9 +23,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_its_export_stands_for_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    export = tmp_path / "run" / "exports" / "step_5"
+    export = fetch_model_folder(str(checkpoint))
+    assert export.parent == tmp_path / "run" / "exports"
+    assert export.name.startswith("step_5-")
     assert find_local_folder(str(checkpoint)) == tmp_path / "origin", "whose sizes and tokenizer it has"
-    assert fetch_model_folder(str(checkpoint)) == export
     export.mkdir(parents=True)
     assert find_local_folder(str(checkpoint)) == export
 

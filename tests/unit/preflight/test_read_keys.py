@@ -1,0 +1,179 @@
+"""Every key of the loss and the loop is read, refused or remarked on, for every algorithm."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+import megatron_grpo
+from megatron_grpo.batch.token_batch import TokenFields
+from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.schema import Config, LossConfig
+from megatron_grpo.losses.distillation_loss import DistillationLossFn
+from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.preflight.config_checks import find_problems
+from megatron_grpo.preflight.remarks import find_remarks
+
+PACKAGE = Path(megatron_grpo.__file__).parent
+ADVANTAGES = {"losses/advantages.py", "algorithms/step_advantages.py", "algorithms/token_functions.py"}
+"""Files that only algorithms with rewards go through."""
+PAIRS = ["data.response_key=null"]
+RUNS = {
+    "grpo": ["+exp=quickstart"],
+    "async": ["+exp=quickstart_async"],
+    "ppo": ["+exp=quickstart_ppo"],
+    "sft": ["+exp=quickstart_sft"],
+    "dpo": ["+exp=quickstart_sft", "algorithm=dpo", *PAIRS],
+    "reward_model": ["+exp=quickstart_sft", "algorithm=reward_model", *PAIRS],
+    "distillation": ["+exp=quickstart_distillation"],
+    "distillation and rewards": [
+        "+exp=quickstart_distillation",
+        "loss_fn.policy_loss_weight=1",
+        "grpo.num_generations_per_prompt=4",
+    ],
+}
+
+
+def list_values(hint: Any, value: Any) -> list[Any]:
+    """Other values that a type may have, the likeliest first."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return list_values(arguments[0], value)
+    if origin is Literal:
+        return [choice for choice in arguments if choice != value]
+    if origin in (types.UnionType, typing.Union):
+        return [other for argument in arguments for other in list_values(argument, value)]
+    if hint is bool:
+        return [not value]
+    number = 0 if value is None or isinstance(value, str) else value
+    numbers = [number + 1, 2, 3] if hint is int else [number + 0.25, number / 2, 0.5, 1.5, -0.5]
+    texts = ["val_reward"] if hint is str else []
+    return [other for other in (numbers if hint in (int, float) else texts) if other != value]
+
+
+def list_leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    hints = get_type_hints(type(section), include_extras=True)
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from list_leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name], value
+
+
+def change_keys(config: Config) -> Iterator[tuple[str, Config]]:
+    """Every key of the loss and the loop with another valid value, one at a time."""
+    for section in ("loss_fn", config.loop_name):
+        for key, hint, value in list_leaves(getattr(config, section), f"{section}."):
+            for other in list_values(hint, value):
+                try:
+                    TypeAdapter(hint).validate_python(other)
+                except ValidationError:
+                    continue
+                changed: Any = copy.deepcopy(config)
+                *sections, name = key.split(".")
+                setattr(functools.reduce(getattr, sections, changed), name, other)
+                yield key, changed
+                break
+            else:
+                pytest.fail(f"{key} has no other value")
+
+
+def find_messages(config: Config) -> set[tuple[str, str]]:
+    return {(message.subject, message.text) for message in (*find_problems(config, None), *find_remarks(config))}
+
+
+@functools.cache
+def list_attributes(*, with_advantages: bool) -> frozenset[str]:
+    """Attributes that the package reads where a run goes through, the properties of its configuration included."""
+    names: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE).as_posix()
+        is_check = (
+            path.startswith(("preflight/", "planning/", "verification/", "config/")) and path != "config/schema.py"
+        )
+        if not is_check and (with_advantages or path not in ADVANTAGES):
+            tree = ast.parse(file.read_text())
+            names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            of_getattr = [call.args[1] for call in calls if ast.unparse(call.func) == "getattr"]
+            names |= {name.value for name in of_getattr if isinstance(name, ast.Constant)}
+    return frozenset(names)
+
+
+def learn(config: Config) -> list[torch.Tensor]:
+    """Loss and gradient of the run's loss class on fixed tokens."""
+    numbers = torch.Generator().manual_seed(3)
+
+    def draw() -> torch.Tensor:
+        return -2.5 * torch.rand(4, 6, generator=numbers) - 0.2
+
+    loss: LossConfig = config.loss_fn
+    curr = draw().requires_grad_()
+    mask = (torch.arange(6) < torch.tensor([6, 5, 3, 2])[:, None]).float()
+    fields: dict[str, Any] = {
+        "loss_mask": mask,
+        "generation_logprobs": draw(),
+        "advantages": (draw() + 0.7) * 4,
+        "prev_logprobs": draw() if config.needs_prev_logprobs else None,
+        "reference_logprobs": draw() if config.uses_reference else None,
+        "entropy": -curr * curr.exp(),
+        "positive": mask * torch.tensor([[1.0], [0.0], [1.0], [0.0]]),
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    counts = GlobalCounts(
+        tokens=float(mask.sum()), sequences=4.0, all_sequences=4.0, positive_tokens=float(fields["positive"].sum())
+    )
+    is_distilled = config.algorithm == "distillation"
+    if is_distilled:
+        fields["divergence"] = curr.square()
+    total, _ = (DistillationLossFn if is_distilled else ClippedPGLossFn)(loss)(curr, TokenFields(**fields), counts)
+    return [total.detach(), torch.autograd.grad(total, curr)[0]]
+
+
+def is_read(key: str, config: Config, changed: Config) -> bool:
+    section, _, name = key.partition(".")
+    samples = not config.training_loop.is_supervised
+    if section == "loss_fn":
+        # The divergence is computed by the ranks, from these two; test_distillation_loss.py has their values.
+        if key in ("loss_fn.kl_type", "loss_fn.mixed_kl_weight"):
+            return config.algorithm == "distillation"
+        return samples and any(
+            not torch.equal(before, after) for before, after in zip(learn(config), learn(changed), strict=True)
+        )
+    if samples and name == config.training_loop.passes_name:  # read under this name, which the section has
+        return changed.passes_per_step != config.passes_per_step
+    return name.rpartition(".")[2] in list_attributes(with_advantages=samples and config.uses_rewards)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_key_is_read_refused_or_remarked_on(run: str) -> None:
+    config = compose_typed(RUNS[run]).config
+    assert config is not None
+    config.cluster.gpus_per_node = 0
+    before = find_messages(config)
+    silent = [
+        key
+        for key, changed in change_keys(config)
+        if not find_messages(changed) - before and not is_read(key, config, changed)
+    ]
+    assert not silent
+
+
+@pytest.mark.parametrize("run", ["quickstart", "quickstart_async", "quickstart_ppo", "quickstart_distillation"])
+def test_nothing_is_remarked_on_that_the_recipe_has(run: str) -> None:
+    config = compose_typed([f"+exp={run}"]).require()
+    config.cluster.gpus_per_node = 0
+    assert list(find_remarks(config)) == []
