@@ -127,7 +127,9 @@ def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("scale"):
+            if name.endswith("dt_bias"):  # time steps of 1e-4 to 1, some of them below transformers' bound
+                parameter.uniform_(-9.0, 1.0)
+            elif "norm" in name or name.endswith("scale"):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(0.0, 0.1)
