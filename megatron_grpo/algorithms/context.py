@@ -57,6 +57,13 @@ class ProbErrorState(TypedDict):
     episodes: int  # episodes of the run so far
 
 
+class IdleTensorState(TypedDict):
+    """Tensors whose gradient is exactly zero (idle_tensors.py)."""
+
+    since: dict[str, int]  # by name, the first of the latest steps without gradient
+    reported: list[str]
+
+
 class GRPOSaveState(TypedDict):
     """Progress of a GRPO run."""
 
@@ -68,6 +75,7 @@ class GRPOSaveState(TypedDict):
     total_valid_tokens: int  # tokens in the loss, summed over all steps
     early_stop: EarlyStopState
     prob_error: NotRequired[ProbErrorState]  # absent before the first step that has a probability error
+    idle_tensors: NotRequired[IdleTensorState]  # absent before the first such tensor
     val_step: NotRequired[int]  # steps before the last validation
     val_reward: NotRequired[float | None]
     val_accuracy: NotRequired[float | None]
